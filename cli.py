@@ -1021,7 +1021,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
 )
 @click.option(
-    "--patch", default="kinds", type=click.Choice(["kinds", "layers", "all", "none"]),
+    "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
     help="Operators to compute by the other execution's code, as proof.",
 )  # fmt: skip
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of a.")

@@ -1,14 +1,14 @@
-"""Charts of where two executions diverge, from the newest `locate` result: errors by layer, shares of the mismatch by depth,
+"""Charts of where two executions diverge, from the newest `locate` result: errors by layer, shares of the mismatch up to a layer,
 and the share that each patch removes."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from ...tracer.located.results import BEYOND, OperatorError
+from ...tracer.located.results import BEYOND
 from ..locate_text import sentence
 from ..located import LocatedResult
 from ..location import Location
@@ -33,13 +33,6 @@ def located_charts(result: LocatedResult) -> Iterator[Chart]:
             x_label="layer", y_scale=chart.LOG,
             bands=(Band(low=BEYOND, high=2 * max(BEYOND, highest), text="more than rounding"),) if highest > BEYOND else (),
             remark=f"a: {found.a}, b: {found.b}; step {found.step}, {found.num_sequences} sequences. {sentence(found)}",
-        )  # fmt: skip
-    depth = _depth(found.operators)
-    if depth is not None:
-        yield LineChart(
-            key="located-depth", title="Difference of the hidden states, by depth", unit="relative rms",
-            note=text.LOCATED_DEPTH, sql=_SQL.format(columns="layer, operator, inherited", result=result.id),
-            lines=(depth,), x_label="layer", y_scale=chart.LOG,
         )  # fmt: skip
     if carried := tuple(_carried(found)):
         yield LineChart(
@@ -77,18 +70,6 @@ def _ratios(found: Location) -> tuple[Line, ...]:
         for kind, side in kinds
         for own in (largest[kind, side],)
     )
-
-
-def _depth(operators: Sequence[OperatorError]) -> Line | None:
-    """Return the input difference between the two executions for each layer, measured at the layer's first operator."""
-    first: dict[int, tuple[int, float]] = {}
-    for each in operators:
-        if each.layer is not None and each.inherited and each.side == "b":
-            first[each.layer] = min(first.get(each.layer, (each.order, each.inherited)), (each.order, each.inherited))
-    if not first:
-        return None
-    layers = sorted(first)
-    return Line(name="input of the layer", x=np.array(layers), y=np.array([first[layer][1] for layer in layers]))
 
 
 def _carried(found: Location) -> Iterator[Line]:

@@ -98,7 +98,6 @@ LOCATED_RATIO = (
     "The largest error each operator introduces, measured against float64 on the operator's own inputs, in units of the rounding error "
     "its dtype allows. Errors of earlier operators do not count. Above 1 the operator computes something different."
 )
-LOCATED_DEPTH = "Root mean square difference of the two executions' hidden states at the input of each layer, relative to execution a."
 LOCATED_CARRIED = (
     "How much the operators' own errors up to a layer add to the mean square of the mismatch, to first order: hidden-state errors along "
     "the gradient of the tokens' logprobs, from one backward pass. Operators outside the layers are left out."

@@ -75,8 +75,8 @@ def locate(
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
-    if patch not in ("kinds", "layers", "all", "none"):
-        raise InvalidOption(f"got {patch!r}; use kinds, layers, all or none", option="patch")
+    if patch not in ("kinds", "none"):
+        raise InvalidOption(f"got {patch!r}; use kinds or none", option="patch")
     arms = {A: _arm(arm), B: _arm(against)}
     run = RecordedRun(trace, weights_from=weights_from)
     sides = {A: (model_factory, prepare), B: (against_factory, prepare_against)}
@@ -210,7 +210,7 @@ class _Location:
         d = {name: pooled.logprobs[B][name] - pooled.logprobs[A][name] for name in pooled.logprobs[A]}
         flat = np.concatenate([d[row.seq_id][row.scored] for row in rows])
         patches = () if patch == "none" or not np.any(flat) else tuple(
-            patched(patch, executions, rows, self._rows, pooled, self._wanted, self._is_asked, self._progress)
+            patched(executions, rows, self._rows, pooled, self._wanted, self._is_asked, self._progress)
         )  # fmt: skip
         return Located(
             run=self._run.store.name,

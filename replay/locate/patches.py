@@ -13,19 +13,16 @@ from ...tracer.store import first_line
 from ..recorded import RecordedRow
 from .grafts import graft_of
 from .judged import OF_CODE
-from .names import kind_of, layer_of
+from .names import kind_of
 from .pooled import Pooled
 from .routes import choices, score_with
 from .vllm_execution import AnyExecution
 
-LAYER_STEPS = 8
-"""Number of intervals for replacing layers cumulatively, from the first layer on."""
 Names = Callable[[str], bool]
 """Selects operators by name."""
 
 
 def patched(
-    patch: str,
     executions: Mapping[str, AnyExecution],
     rows: Sequence[RecordedRow],
     of: list[RecordedRow],
@@ -40,7 +37,7 @@ def patched(
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
     routes: list[tuple[str, frozenset[str] | None]] = [(ROUTES, None)] if flipped else []
     plans = {
-        side: [*_plans(patch, [name for name in graft.names(rows, of) if is_asked(name)]), *routes]
+        side: [*_plans([name for name in graft.names(rows, of) if is_asked(name)]), *routes]
         for side, (graft, _) in grafts.items()
     }
     with progress("patching operators", sum(map(len, plans.values()))) as advance:
@@ -69,18 +66,11 @@ def patched(
                 )
 
 
-def _plans(patch: str, names: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield groups of operators that are replaced together, with their names."""
-    if patch in ("kinds", "all"):
-        kinds: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            kinds[kind_of(name)].append(name)
-        for kind, members in kinds.items():
-            yield kind, frozenset(members)
-    if patch in ("layers", "all"):
-        layers = sorted({layer for name in names if (layer := layer_of(name)) is not None})
-        ends = {layers[round(step * (len(layers) - 1) / LAYER_STEPS)] for step in range(LAYER_STEPS + 1) if layers}
-        for end in sorted(ends):
-            part = frozenset(name for name in names if (layer := layer_of(name)) is not None and layer <= end)
-            yield f"layers 0 to {end}", part
+def _plans(names: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield groups of operators that are replaced together, with their names: each kind, and all of them."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[kind_of(name)].append(name)
+    for kind, members in kinds.items():
+        yield kind, frozenset(members)
     yield "all operators", frozenset(names)

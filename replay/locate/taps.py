@@ -82,10 +82,10 @@ def shape_of(batch: ForwardBatch) -> tuple[int, int]:
     return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
 
 
-def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str] = ()) -> dict[str, Any]:
+def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return name -> module of a model's operators: modules that compute and contain no other module.
 
-    The experts in a mixture count as one operator, and so does a projection with its adapters, unless `adapters_apart`.
+    The experts in a mixture count as one operator, and so does a projection with its adapters.
     Each module named in `also` is an operator, too, whatever it contains. These are operators of another model, which
     this model may compute in several modules, or not at all.
     """
@@ -95,7 +95,7 @@ def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str]
         is_named = name in also
         if not name or name.startswith(whole or (" ",)) or (type(module).__name__ in _SKIPPED and not is_named):
             continue
-        if is_named or are_experts(module) or _is_router(module) or (is_adapted(module) and not adapters_apart):
+        if is_named or are_experts(module) or _is_router(module) or is_adapted(module):
             found[name] = module
             whole = (*whole, f"{name}.")
         elif not any(True for _ in module.children()):
@@ -314,7 +314,7 @@ class Taps:
     ):
         """`wanted` selects operators by name; `recorded` are the recorded model's operators."""
         self._device = next(model.parameters()).device
-        every = operators(model, also=recorded)
+        every = operators(model, recorded)
         self._operators = {name: module for name, module in every.items() if wanted(name)}
         self._other = {name for name, module in every.items() if _is_other_code(module, recorded.get(name))}
         self._cores = {

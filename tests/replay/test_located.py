@@ -230,10 +230,10 @@ def test_diagnose_asks_where_once_a_replay_says_what_and_then_tells_it(run):
 def test_the_report_shows_where_both_sides_part(made, run):
     shown = report(run)
     keys = [one.key for one in shown.mismatch if one.key.startswith("located")]
-    assert keys == ["located-ratio", "located-depth", "located-carried", "located-patches"]
+    assert keys == ["located-ratio", "located-carried", "located-patches"]
     assert "Where both sides diverge" in page(shown)
-    ratio, depth, carried, patches = (one for one in shown.mismatch if one.key in keys)
-    for one in (ratio, depth, carried, patches):
+    ratio, carried, patches = (one for one in shown.mismatch if one.key in keys)
+    for one in (ratio, carried, patches):
         assert sql(run, one.sql).rows
     operators = made[1].operators
     largest = max(each.ratio for each in operators if each.layer is not None)
@@ -243,6 +243,5 @@ def test_the_report_shows_where_both_sides_part(made, run):
     for each in made[1].layers:
         by_side[each.side] += each.carried if each.layer is not None else 0.0
     assert [line.y[-1] for line in carried.lines] == pytest.approx([by_side["a"], by_side["b"]])
-    assert (depth.lines[0].x.tolist(), len(depth.lines[0].y)) == ([0, 1], 2)
     shutil.rmtree(run / "locate")
     assert not any(one.key.startswith("located") for one in report(run).charts)
