@@ -145,12 +145,7 @@ class _Location:
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
         self._device = device_here()
-        versions = {row.policy_version for row in chosen.rows}
-        if len(versions) != 1:
-            raise CannotReplay(
-                f"{run.store.url}: the chosen sequences have {len(versions)} policy versions; choose sequences of one version"
-            )
-        self._version = versions.pop()
+        self._version = chosen.rows[0].policy_version
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}

@@ -24,7 +24,7 @@ from ...schemas.modules import has_experts
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.vllm import FORCED
-from ..backends.vllm_mixture import Select, check_mixture, held_by, in_order, is_mixture, mixtures, names_of, selecting
+from ..backends.vllm_mixture import check_mixture, held_by, in_order, is_mixture, mixtures, names_of
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
@@ -122,21 +122,11 @@ class VllmExecution:
             else:
                 yield name, value
 
-    def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities for `rows`, scored in the batches that the engine forms from
-        rows `of`."""
-        # In a decode, the last token is sampled but never run through the model, so one more token is added.
-        asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
-        scored = self._scorer.score(self._scorer.together(asked, of))
-        return {
-            row.seq_id: np.asarray(values, np.float64)[: len(row.response_ids)]
-            for row, values in zip(rows, scored.logprobs, strict=True)
-        }
-
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Score as in `score`; also return the inputs and outputs of the operators selected by `wanted`."""
+        """Return sequence -> [T] float64 log-probabilities for `rows`, scored in the batches that the engine forms from
+        rows `of`, and the inputs and outputs of the operators selected by `wanted`."""
         taps = _EngineTaps(self.model, wanted)
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
@@ -144,13 +134,19 @@ class VllmExecution:
         def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taps.spans = batch.spans(kwargs["positions"])
 
+        # In a decode, the last token is sampled but never run through the model, so one more token is added.
+        asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         handle = self.model.register_forward_pre_hook(before, with_kwargs=True)
         try:
             with taps.heard():
-                values = self.score(rows, of)
+                scored = self._scorer.score(self._scorer.together(asked, of))
         finally:
             handle.remove()
-        return values, taps.found(rows)
+        logprobs = {
+            row.seq_id: np.asarray(values, np.float64)[: len(row.response_ids)]
+            for row, values in zip(rows, scored.logprobs, strict=True)
+        }
+        return logprobs, taps.found(rows)
 
 
 AnyExecution = Execution | VllmExecution
@@ -305,20 +301,26 @@ class _EngineTaps:
     @contextmanager
     def _mixture(self, name: str, module: Any) -> Iterator[None]:
         gate, experts = self._names[name]
+        router = module.router
+        original = router.select_experts
         ordered: list[tuple[Any, Any]] = []
 
-        def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
-            given = select(hidden, logits)
+        def select(hidden_states: Any, router_logits: Any, *args: Any, **words: Any) -> Any:
+            given = original(hidden_states, router_logits, *args, **words)
             ordered.append(in_order(*given))
-            self._keep(gate, [hidden], [logits, *ordered[-1]])
+            self._keep(gate, [hidden_states], [router_logits, *ordered[-1]])
             return given
 
         def computed(_name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
             weights, ids = ordered.pop()
             self._keep(experts, [hidden_of(args, kwargs), ids, weights], [given])
 
-        with hooked({"": module}, after=computed), selecting(module, choose):
-            yield
+        router.select_experts = select
+        try:
+            with hooked({"": module}, after=computed):
+                yield
+        finally:
+            del router.select_experts
 
     def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         (core,) = self._names[name]
