@@ -83,16 +83,10 @@ def _keep(store: Store, question: LocateQuestion, found: Located) -> tuple[str |
 def question_id(question: LocateQuestion) -> str:
     """Return the XXH3-64 hash of a question's canonical JSON, 16 hexadecimal digits.
 
-    An arm enters the hash with its changes, not with its name.
+    An arm enters the hash with its changes, not with its name, so that options added in later releases change no id.
     """
-    asked: dict[str, Any] = asdict(question) | {"arm": _changes(question.arm), "against": _changes(question.against)}
+    arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
+    asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}
     if question.operators is None:  # questions of earlier releases had none
         del asked["operators"]
     return short_hash(canonical_json(asked).encode())
-
-
-def _changes(text: str | None) -> dict[str, Any]:
-    """Return an arm's changes without its name, so that options added in later releases change no id."""
-    recorded = asdict(Arm())
-    given = asdict(Arm() if text is None else parse_arm(text))
-    return {name: value for name, value in given.items() if name != "name" and value != recorded[name]}
