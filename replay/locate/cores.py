@@ -84,7 +84,8 @@ class Cores:
                 continue
             exact, rounding = state[0].transpose(0, 1), heard.rounding(taken.dtype)
             turns = slot < 2 and self.has_rotary
-            bound = self._turned_bound(exact, rounding) if turns else bounds.of_sum(exact, rounding)
+            last = heard.first_position + len(exact)
+            bound = bounds.of_rotary(exact, last, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
                 # A rotation can move an error between the two elements of a pair.
@@ -102,9 +103,6 @@ class Cores:
             heard.judgement.add(where, kind, layer, taken, exact, bound, (name, TAKES, slot))
             new[slot] = like(taken, state, heads_first=True)
         return new
-
-    def _turned_bound(self, exact: Any, rounding: bounds.Rounding) -> Any:
-        return bounds.of_rotary(exact, self._heard.first_position + len(exact), rounding)
 
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would cause wrong queries, keys or values [T, N, D], and its kind.
