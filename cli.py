@@ -40,7 +40,6 @@ from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
     from .analysis.rows import Rows
-    from .replay.plan import ReplayPlan
     from .replay.results import ReplayedSteps
     from .replay.sample import Sample
 
@@ -146,8 +145,6 @@ def _print(text: str, **how: Any) -> None:
 
 _SUMMED_TOKENS = 1_000_000
 """Minimum response tokens of a run for which `record` computes sums at the end; else the first query does."""
-_LEAST_TOLD_S = 10
-"""Minimum duration of a replay for which an estimate is printed, seconds."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -317,10 +314,6 @@ _weights_from = click.option(
 _model_factory = click.option(
     "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not have."
 )
-_capture_fraction = click.option(
-    "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
-)  # fmt: skip
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
     "--confidence", default=0.95, type=float, metavar="C", help="Confidence level of the intervals over groups."
@@ -394,7 +387,10 @@ def main() -> None:
 @click.option(
     "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep of each token's distribution."
 )
-@_capture_fraction
+@click.option(
+    "--capture-fraction", default=1.0, type=float, metavar="F",
+    help="Share of the sequences whose distributions are kept.",
+)  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
     help="Record every policy version's weights, bit for bit; auto: only for models up to --weights-below.",
@@ -877,15 +873,9 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1; can be repeated."
 )
-@click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with one table per arm.")
 @_model_factory
 @_weights_from
 @_allow_kernel
-@click.option(
-    "--capture", default="logprobs", metavar="logprobs|topk:K|logits|hidden",
-    help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
-)  # fmt: skip
-@_capture_fraction
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
@@ -907,12 +897,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     from .replay.results import by_arm
     from .tracer.scored_passes import replayed_pair
 
-    def tell_estimate(plan: ReplayPlan) -> None:
-        if (plan.seconds or 0) >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
-            _tell(estimate_sentence(plan))
-
     with _library_output_held_back():
-        results = score_again(trace, progress=_progress, at_estimate=tell_estimate, **options)
+        results = score_again(trace, progress=_progress, **options)
     if options["dry_run"]:
         form.table(plan_rows(results.plan), "replay_plan")
         _tell(estimate_sentence(results.plan))
@@ -974,7 +960,6 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--loss", metavar="FIELDS",
     help="Loss to use instead of the recorded one, e.g. kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip
-@click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @_model_factory
 @_weights_from
 @_allow_kernel
@@ -991,8 +976,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
     sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.
 
-    bias is the length of the mean difference to the gradient as recorded, bias_error its standard error over micro-batches;
-    progress_a, _b and _c are the terms of arXiv 2602.01826, eq. 13.
+    bias is the length of the mean difference to the gradient as recorded, bias_error its standard error over micro-batches.
     """
     from dataclasses import asdict
 

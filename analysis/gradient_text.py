@@ -48,16 +48,11 @@ def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
 def _by_step(steps: Sequence[GradientStep]) -> Rows:
     columns = (
         "step", "arm", "version", "grad_norm", "logged_norm", "cosine", "norm_ratio", "bias", "bias_error", "variance",
-        "noise_scale", "progress_a", "progress_b", "progress_c",
     )  # fmt: skip
     rows = [
-        (
-            step.step, step.arm, step.policy_version, step.grad_norm, step.logged_norm,
-            *_figures(step.whole)[1:], step.noise_scale,
-            *((None,) * 3 if step.progress is None else (step.progress.a, step.progress.b, step.progress.c)),
-        )
+        (step.step, step.arm, step.policy_version, step.grad_norm, step.logged_norm, *_figures(step.whole)[1:])
         for step in steps
-    ]  # fmt: skip
+    ]
     return Rows(columns, rows)
 
 

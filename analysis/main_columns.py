@@ -19,7 +19,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
         "k3_high", "max_abs_d", "identity_held", "share_equal_low", "share_equal_high", "num_groups", "no_interval",
     ),
     "replay_plan": (
-        "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "all_seconds", "device_hours", "tokens_per_s", "num_versions", "load_s",
+        "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "device_hours", "tokens_per_s", "num_versions", "load_s",
     ),
     "backward_kinds": ("kind", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),
     "backward_layers": ("layer", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),

@@ -40,18 +40,13 @@ def estimate_sentence(plan: ReplayPlan) -> str:
     assert plan.seconds is not None
     tokens, arms = sum(arm.num_tokens for arm in plan), [arm for arm in plan if arm.num_tokens]
     scoring_s = sum(arm.num_tokens / arm.tokens_per_s for arm in arms if arm.tokens_per_s)
-    actors = max((arm.num_actors for arm in arms), default=1)
-    each = f" on each of {actors} actors" if actors > 1 else ""
-    pace = f" at {tokens / scoring_s:,.0f} tokens/s{each}" if scoring_s else ""
+    pace = f" at {tokens / scoring_s:,.0f} tokens/s" if scoring_s else ""
     loads = sum(arm.num_versions for arm in plan)
-    whole = ""
-    if any(arm.num_all_tokens > arm.num_tokens for arm in plan) and plan.all_seconds is not None:
-        whole = f"; all sequences of these steps would take {_duration(plan.all_seconds)}"
     hours = plan.device_hours or 0.0
     device_hours = f", {hours:.2g} device hours" if hours >= _LEAST_DEVICE_HOURS else ""
     return (
         f"about {_duration(plan.seconds)}: {tokens:,} tokens in {len(arms)} arm{'s' * (len(arms) != 1)}{pace}, "
-        f"{loads:,} weight load{'s' * (loads != 1)}{device_hours}{whole}"
+        f"{loads:,} weight load{'s' * (loads != 1)}{device_hours}"
     )
 
 

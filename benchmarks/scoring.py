@@ -10,9 +10,8 @@ from comparison import Comparison, in_turn, ratios
 from replaying import VOCAB, forward_of, small_model
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.loaded import LoadedModel, scorer_of
-from tim_trace.replay.meter import untold
 from tim_trace.replay.recorded import RecordedRun
-from tim_trace.schemas.capture import Capture
+from tim_trace.tracer.progress import unheard
 from tim_trace.tracer.recorder import Recorder
 
 GROUPS, SIZE, ROWS = 2, 8, 8
@@ -90,9 +89,9 @@ def _recorded(trace, model, prompt, shortest, longest):
 
 def _scoring(run, rows, changes):
     """What scores the rows under an arm, with the model loaded."""
-    scorer = scorer_of(run, Arm(**changes), run.train_contract(rows[0].contract), "cpu", Capture())
+    scorer = scorer_of(run, Arm(**changes), run.train_contract(rows[0].contract), "cpu")
     loaded = LoadedModel(run.weights)
-    return lambda: loaded.score(scorer, rows, untold)
+    return lambda: loaded.score(scorer, rows, unheard)
 
 
 def _bare_vllm(folder, model, rows):

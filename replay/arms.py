@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import InvalidOption, option
@@ -65,7 +63,7 @@ class Arm:
     )  # fmt: skip
     batch_size: int | None = arm_option("Rows per forward, in the recorded order and width.", users=_ANY, metavar="N")
     batch_tokens: int | None = arm_option(
-        "Maximum tokens per forward, padding included; groups rows of similar length, also across steps.",
+        "Maximum tokens per forward, padding included; groups rows of similar length.",
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both bound a forward"),
@@ -246,28 +244,6 @@ def arm_text(changes: Mapping[str, Any]) -> str | None:
         return text if parse_arm(text).changes == dict(changes) else None
     except InvalidOption:
         return None
-
-
-def read_arms(path: str | os.PathLike[str]) -> list[Arm]:
-    """Read arms from a TOML file: one table per arm, named after it, with option names as keys.
-
-    Raises InvalidOption if the file has none.
-    """
-    try:
-        import tomllib  # at the start of every command it would cost more than it is worth
-
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidOption(f"arm file {path}: cannot be read: {error}") from error
-    if not tables or not all(isinstance(table, dict) for table in tables.values()):
-        raise InvalidOption(f'arm file {path}: has no arms; write one table per arm, as [half], then dtype = "fp16"')
-    arms = []
-    for name, table in tables.items():
-        try:
-            arms.append(_arm({key: str(value).lower() for key, value in table.items()} | {"name": name}))
-        except InvalidOption as error:
-            raise InvalidOption(f"arm file {path}, [{name}]: {error}") from error
-    return arms
 
 
 def check_distinct(names: Sequence[str]) -> None:

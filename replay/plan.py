@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from time import perf_counter
 from typing import Any
 
 import pyarrow as pa
@@ -12,12 +11,8 @@ import pyarrow.dataset as ds
 
 from ..schemas.layout import SCORES, SEQUENCES
 from ..schemas.results import Table
-from .meter import Told
 from .recorded import RecordedRun
 from .sample import STEPS_AT_ONCE, Sample, batched
-
-PROBE_S = 1.0
-"""Seconds of scoring after which the pace is reported. If a step takes less time, the whole step is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,51 +33,32 @@ class ArmPlan:
     """Tokens per second, measured on the first rows; None until measured."""
     load_s: float | None = None
     """Measured seconds to load the weights of one policy version; None until measured."""
-    num_all_tokens: int = 0
-    """Number of tokens in all sequences in these steps if only a sample is scored; otherwise equal to `num_tokens`."""
     num_devices: int = 1
-    """Number of GPUs or CPUs in use at the same time; on a cluster, per actor."""
-    num_actors: int = 1
-    """Number of Ray actors that share the steps."""
+    """Number of GPUs or CPUs in use at the same time."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Estimated time in a single process, seconds; None until the pace is known."""
+        if not self.num_tokens:
+            return 0.0
+        if self.tokens_per_s is None:
+            return None
+        return self.num_tokens / self.tokens_per_s + self.num_versions * (self.load_s or 0.0)
 
     @property
     def device_hours(self) -> float | None:
         """Estimated device hours; None until the pace is known."""
-        work_s = self._work_s(self.num_tokens)
-        return None if work_s is None else work_s * self.num_devices / 3600
+        return None if self.seconds is None else self.seconds * self.num_devices / 3600
 
-    @property
-    def seconds(self) -> float | None:
-        """Estimated time, seconds; None until the pace is known."""
-        return self._seconds(self.num_tokens)
-
-    @property
-    def all_seconds(self) -> float | None:
-        """Estimated time, seconds, if all sequences in these steps were scored; None until the pace is known."""
-        return self._seconds(self.num_all_tokens)
-
-    def _seconds(self, num_tokens: int) -> float | None:
-        """Return the estimated time, seconds, that the actor with the most steps needs."""
-        work_s = self._work_s(num_tokens)
-        return work_s and work_s * -(-self.num_steps // self.num_actors) / self.num_steps
-
-    def _work_s(self, num_tokens: int) -> float | None:
-        """Return the estimated time, seconds, in a single process."""
-        if not num_tokens:
-            return 0.0
-        if self.tokens_per_s is None:
-            return None
-        return num_tokens / self.tokens_per_s + self.num_versions * (self.load_s or 0.0)
+    def at(self, tokens_per_s: float, load_s: float) -> ArmPlan:
+        """Return the plan with a measured pace."""
+        return replace(self, tokens_per_s=tokens_per_s, load_s=load_s)
 
 
 class ReplayPlan(list[ArmPlan], Table):
     """The work that remains to be done under each arm."""
 
     _text = "tim_trace.analysis.replay_text:plan_text"
-
-    def at(self, tokens_per_s: float, load_s: float, num_actors: int = 1) -> ReplayPlan:
-        """Return the plan with the same pace for all arms."""
-        return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s, num_actors=num_actors) for arm in self)
 
     @property
     def seconds(self) -> float | None:
@@ -94,13 +70,8 @@ class ReplayPlan(list[ArmPlan], Table):
         """Estimated device hours for all arms; None until the pace is known."""
         return _total(arm.device_hours for arm in self)
 
-    @property
-    def all_seconds(self) -> float | None:
-        """Estimated time for all arms, seconds, if every sequence were scored instead of a sample."""
-        return _total(arm.all_seconds for arm in self)
-
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        names = [field.name for field in fields(ArmPlan)] + ["seconds", "all_seconds", "device_hours"]
+        names = [field.name for field in fields(ArmPlan)] + ["seconds", "device_hours"]
         return names, [[getattr(arm, name) for name in names] for arm in self]
 
 
@@ -168,30 +139,24 @@ class ArmCount:
 
     def add(self, step: int, rows: Sequence[Extent]) -> None:
         """Count the work in a step. Steps must be added in order."""
-        drawn = rows if self._sample is None else self._drawn(step, rows)
+        unit_of = None if self._sample is None else self._sample.steps[step].unit_of
+        drawn = [row for row in rows if unit_of is None or row.seq_id in unit_of]
         lacking = [row for row in drawn if self._lacks(step, row.seq_id)]
-        everything = sum(row.num_tokens for row in rows if self._lacks(step, row.seq_id))
         forwards = {row.forward for row in lacking}
         run = [row for row in rows if row.forward in forwards] if self._keeps_batches else lacking
-        num_tokens = sum(row.num_tokens for row in run)
         before = self._plan
         self._plan = replace(
             before,
             num_steps=before.num_steps + bool(lacking),
             num_sequences=before.num_sequences + len(lacking),
-            num_tokens=before.num_tokens + num_tokens,
+            num_tokens=before.num_tokens + sum(row.num_tokens for row in run),
             num_versions=before.num_versions + self._loads(run),
-            num_all_tokens=before.num_all_tokens + (num_tokens if self._sample is None else everything),
         )
 
     @property
     def plan(self) -> ArmPlan:
         """The plan for all steps added until now."""
         return self._plan
-
-    def _drawn(self, step: int, rows: Sequence[Extent]) -> list[Extent]:
-        assert self._sample is not None
-        return [row for row in rows if row.seq_id in self._sample.steps[step].unit_of]
 
     def _loads(self, rows: Sequence[Extent]) -> int:
         """Return how many times weights are loaded to score a step's rows."""
@@ -203,32 +168,6 @@ class ArmCount:
             loads += version != self._version
             self._version = version
         return loads
-
-
-class Pace:
-    """Reporter of the pace of a replay. It reports once, as soon as the first rows are scored."""
-
-    def __init__(self, tell: Callable[[float], None]):
-        """Store `tell`, which is called once with the pace in tokens per second."""
-        self._tell: Callable[[float], None] | None = tell
-        self._start, self._tokens = 0.0, 0.0
-
-    def watching(self, told: Told, num_tokens: int) -> Told:
-        """Return `told` wrapped to measure how long it takes to score `num_tokens`; a share of 0 marks the start of
-        scoring."""
-
-        def watched(share: float) -> None:
-            if share == 0.0:
-                self._start, self._tokens = perf_counter(), 0.0
-            elif self._tell is not None:
-                self._tokens += share * num_tokens
-                took = perf_counter() - self._start
-                if took >= PROBE_S or self._tokens >= 0.999 * num_tokens:
-                    tell, self._tell = self._tell, None
-                    tell(self._tokens / max(took, 1e-9))
-            told(share)
-
-        return watched
 
 
 def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:

@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import Contract, engine_dtype
-from ..schemas.errors import CannotReplay, option
 from ..schemas.passes import ROLLOUT
 from ..tracer import environment
+from ..tracer.progress import Advance, unheard
 from ..tracer.weights.checkpoints import config_of
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
 from .backends import model as models
 from .backends import trusted
 from .backends.vllm import VllmEngine
-from .meter import Told, untold, work
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
@@ -33,14 +31,9 @@ class VllmScorer:
     starts_with_weights = True
     substitution: str | None = None
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.numerics = Numerics(arm, contract)
-        self.capture = capture or Capture()
-        if self.capture.level == HIDDEN:
-            raise CannotReplay(
-                f"capture hidden: vLLM gives no hidden states; use logits or topk:K, or {option('engine', 'hf')}"
-            )
         run.check_adapter(arm.adapter)
         rollouts = run.arms(ROLLOUT)
         self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
@@ -141,21 +134,15 @@ class VllmScorer:
         """Return the rows on which the pace is measured."""
         return rows[:_PROBE_ROWS]
 
-    def work(self, rows: list[RecordedRow]) -> int:
-        """Return the work of scoring rows, in units of `meter.work`."""
-        return work([rows], self.arm.cached_tokens)
-
-    def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
+    def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
         """Return the scores of rows under the loaded weights.
 
         The temperature is applied here, since vLLM returns logprobs before temperature.
         """
         assert self._engine is not None
-        values, distributions = self._engine.score(
-            rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p, self.capture
-        )
-        told(1.0)
-        return Scored(rows=rows, logprobs=values, distributions=distributions)
+        values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)
+        advance(sum(row.num_tokens for row in rows))
+        return Scored(rows=rows, logprobs=values)
 
     def made_by(self) -> Contract:
         """Return the contract of this arm's scores."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from ...schemas.errors import CannotReplay
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch
-from ..meter import Told, untold
 from ..settings import autocast
 from . import packing
 from .double import keep_double
@@ -38,8 +37,6 @@ class TransformersScorer:
         self._cached_tokens = cached_tokens
         self._kv_dtype = kv_dtype
         self._autocast = autocast_dtype
-        self.told: Told = untold
-        """Progress callback, called with each share of a batch that has run through the KV cache."""
         self._compiled = _compiled(model.base_model) if compile else None
 
     def __call__(self, batch: ForwardBatch) -> Any:
@@ -128,7 +125,6 @@ class TransformersScorer:
                     use_cache=True,
                 )
                 parts.append(output.last_hidden_state)
-                self.told((end - start) / width)
                 start = end
         return torch.cat(parts, dim=1)
 

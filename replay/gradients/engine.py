@@ -15,18 +15,15 @@ from ..arms import check_distinct
 from ..batching import check_tokens
 from ..gpus import device_here, gpus_of_actor
 from ..loaded import LoadedModel
-from ..meter import Meter, Told, untold
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
 from .loss import StepLoss, divisors, passes_of
 from .results import GradientReport, GradientStep
 from .scorer import GradientScorer
 from .step import StepPasses
-from .update import GRAD_NORMS, LEARNING_RATES, Update, hyperparameters, logged, loss_steps, updates
+from .update import GRAD_NORMS, Update, hyperparameters, logged, loss_steps, updates
 
 LEAST_MICRO_BATCHES = 4
-_UNITS = 1000
-"""Units of progress per step."""
 
 
 def gradient(
@@ -36,7 +33,6 @@ def gradient(
     arm: Sequence[str | GradientArm] = (),
     micro_batches: int = LEAST_MICRO_BATCHES,
     loss: str | None = None,
-    smoothness: float | None = None,
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
     allow_kernel: Sequence[str] = (),
@@ -56,10 +52,10 @@ def gradient(
 
     Bias and variance are computed over the recorded micro-batches if there are at least `micro_batches` of them. Otherwise
     the step runs again with its groups divided into that many; 0 skips both figures. `loss` sets fields of the loss that
-    the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `smoothness` is L of arXiv 2602.01826,
-    eq. 13. `model_factory`, as `module:function`, builds a model whose class transformers does not have. `weights_from` is
-    the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that
-    may be fetched from the hub and run. Nothing is written.
+    the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
+    `module:function`, builds a model whose class transformers does not have. `weights_from` is the folder of the run's
+    checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that may be fetched from the
+    hub and run. Nothing is written.
 
     `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port` connects to
     a running one, whose nodes see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a fraction
@@ -80,13 +76,11 @@ def gradient(
         loss=loss_of(run, settings, loss),
         accumulated=settings.get("gradient_accumulation_steps"),
         micro_batches=micro_batches,
-        smoothness=smoothness,
         norms=logged(run, GRAD_NORMS),
-        rates=logged(run, LEARNING_RATES),
     )
     found: list[GradientStep] = []
     notes: list[str] = []
-    with progress("taking gradients", len(chosen) * _UNITS) as advance:
+    with progress("taking gradients", len(chosen)) as advance:
         outcomes = (
             _here(run, arms, asked, chosen, advance)
             if ray is None
@@ -120,9 +114,8 @@ def _here(
     taken = _Taken(run, arms, asked)
     try:
         for step in steps:
-            meter = Meter(advance, _UNITS)
-            yield taken.outcome(step, meter.add)
-            meter.finish()
+            yield taken.outcome(step)
+            advance(1)
     finally:
         taken.close()
 
@@ -139,7 +132,7 @@ def _on_cluster(
     worker = _StepTaker(run, arms, asked, threads)
     for number, outcome in run_units(address, worker, steps, num_cpus=1 if gpus else threads, num_gpus=gpus):
         outcomes[number] = outcome
-        advance(_UNITS)
+        advance(1)
     yield from (outcomes[number] for number in range(len(steps)))
 
 
@@ -158,7 +151,7 @@ class _StepTaker:
 
             torch.set_num_threads(self._threads)
             self._taken = _Taken(RecordedRun(**self._opening), self._arms, self._asked)
-        return self._taken.outcome(step, untold)
+        return self._taken.outcome(step)
 
     def close(self) -> None:
         """Release the model."""
@@ -174,9 +167,7 @@ class _Asked:
     accumulated: float | None
     """Micro-batches per optimizer step, from the hyperparameters; None if not recorded."""
     micro_batches: int
-    smoothness: float | None
     norms: dict[int, float]
-    rates: dict[int, float]
 
 
 class _Taken:
@@ -189,21 +180,13 @@ class _Taken:
         self._loaded = LoadedModel(run.weights, keeps_tensors=True)
         self._scorers: dict[str, list[GradientScorer]] = {}
 
-    def step(self, step: int) -> Iterator[tuple[GradientStep, float]]:
-        """Yield the results of a step's updates under each arm, each with its share of the work. Raises CannotReplay, WeightsMissing."""
-        found = list(updates(self.run, step, self._passes, self.asked.norms))
-        for update in found:
-            check_tokens([entry.row for entry in update.rows], self.run.model["config"])
-            for result in self._update(update):
-                yield result, 1 / (len(found) * len(self.arms))
-
-    def outcome(self, step: int, told: Told) -> _Outcome:
-        """Return the results of a step, or the error; `told` is called with each completed share of the work."""
+    def outcome(self, step: int) -> _Outcome:
+        """Return the results of a step's updates under each arm, or the error."""
         results: list[GradientStep] = []
         try:
-            for result, share in self.step(step):
-                results.append(result)
-                told(share)
+            for update in updates(self.run, step, self._passes, self.asked.norms):
+                check_tokens([entry.row for entry in update.rows], self.run.model["config"])
+                results.extend(self._update(update))
         except (WeightsMissing, CannotReplay) as error:
             return _Outcome(step=step, results=results, refusal=error)
         return _Outcome(step=step, results=results, refusal=None)
@@ -217,8 +200,6 @@ class _Taken:
             update,
             micro_batches=self.asked.micro_batches,
             logged_norm=None if update.metric_step is None else self.asked.norms.get(update.metric_step),
-            learning_rate=None if update.metric_step is None else self.asked.rates.get(update.metric_step),
-            smoothness=self.asked.smoothness,
             accumulated=self.asked.accumulated,
         )
         for arm, scorer in zip(self.arms, self._scorers_of(update), strict=True):

@@ -17,7 +17,7 @@ from ..batching import ForwardBatch, responses
 from ..differences import differences
 from .arm import GradientArm
 from .loss import StepLoss
-from .results import ExpectedProgress, GradientStep, ModuleGradient, same_digits
+from .results import GradientStep, ModuleGradient, same_digits
 from .scorer import GradientScorer
 from .sums import Pair, Part, Sums, add, total_norm
 from .update import LossRow, Update
@@ -35,15 +35,11 @@ class StepPasses:
         *,
         micro_batches: int,
         logged_norm: float | None,
-        learning_rate: float | None,
-        smoothness: float | None,
         accumulated: float | None,
     ):
         self.update = update
         self._micro_batches = micro_batches
-        self._logged, self._rate, self._smoothness, self._accumulated = (
-            logged_norm, learning_rate, smoothness, accumulated,
-        )  # fmt: skip
+        self._logged, self._accumulated = logged_norm, accumulated
         self._sums: Sums | None = None
         self._reference: list[Any] | None = None
         self._reference_parts: list[Part] = []
@@ -60,7 +56,6 @@ class StepPasses:
         pair = self._sums.pair(total, self._reference)
         whole, *kinds = modules(self._sums, pair, parts, self._reference_parts)
         norm = total_norm(total)
-        signal, spread, scale = noise(float(pair.aa.sum()), parts)
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
         return GradientStep(
@@ -76,10 +71,6 @@ class StepPasses:
             num_micro_batches=len(parts),
             whole=whole,
             modules=tuple(kinds),
-            signal=signal,
-            noise=spread,
-            noise_scale=scale,
-            progress=expected_progress(whole, pair, self._rate, self._smoothness),
             notes=tuple(self._notes(scorer, loss, seen, norm, reproduced)) if is_recording else (),
         )
 
@@ -115,7 +106,7 @@ class StepPasses:
         for rows in parts:
             found = scorer.gradient(rows, loss, seen)
             if keeps:
-                kept.append(sums.part(found, len(rows)))
+                kept.append(sums.part(found))
             if is_whole:
                 total = add(total, found)
         return total or [], kept
@@ -228,36 +219,3 @@ def _bias_errors(parts: Sequence[Part], reference: Sequence[Part]) -> np.ndarray
     off_nMK = np.stack([part.sketches for part in parts]) - np.stack([part.sketches for part in reference])
     off_MK = off_nMK.sum(0)
     return np.asarray(((n * off_nMK - off_MK) ** 2).sum((0, 2)) / (n * (n - 1)))
-
-
-def noise(aa: float, parts: Sequence[Part]) -> tuple[float | None, float | None, float | None]:
-    """Return signal, noise and noise scale (McCandlish et al. 2018, appendix A.1); `aa` is the squared norm of the
-    step's gradient."""
-    n = len(parts)
-    if n < 2:
-        return None, None, None
-    large = sum(part.num_sequences for part in parts)
-    small = large / n
-    of_small = n * float(np.sum([part.squares for part in parts]))
-    signal = (large * aa - small * of_small) / (large - small)
-    spread = (of_small - aa) / (1 / small - 1 / large)
-    return signal, spread, spread / signal if signal > 0 else None
-
-
-def expected_progress(
-    whole: ModuleGradient, pair: Pair, learning_rate: float | None, smoothness: float | None
-) -> ExpectedProgress | None:
-    """Return the terms of the bound in arXiv 2602.01826, eq. 13; None if the learning rate or the variance is
-    unknown."""
-    if learning_rate is None or whole.variance is None:
-        return None
-    eta, size = learning_rate, smoothness or 0.0
-    rr, ar, dd = float(pair.rr.sum()), float(pair.ar.sum()), float(pair.dd.sum())
-    unit = -(eta**2) / 2 * (whole.variance + dd)
-    return ExpectedProgress(
-        learning_rate=eta,
-        smoothness=smoothness,
-        a=eta * (1 - size * eta / 2) * rr,
-        b=eta * (1 - size * eta) * (ar - rr),
-        c=unit if smoothness is None else unit * size,
-    )

@@ -35,7 +35,6 @@ class Part:
     """[M] squared norms by kind of module."""
     sketches: np.ndarray
     """[M, K] sketches by kind of module."""
-    num_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ class Sums:
         """[M] number of parameters by kind of module."""
         self._sketcher = Sketcher()
 
-    def part(self, gradient: Gradient, num_sequences: int) -> Part:
+    def part(self, gradient: Gradient) -> Part:
         """Return the summary of a micro-batch's share of the gradient."""
         sketches = np.zeros((len(KINDS), NUM_BUCKETS))
         squares = np.zeros(len(KINDS))
@@ -97,14 +96,7 @@ class Sums:
             if values is not None:
                 squares[kind] += _norm(values) ** 2
                 sketches[kind] += self._sketcher.sketch(name, values).numpy()
-        return Part(squares, sketches, num_sequences)
-
-    def squares(self, gradient: Gradient) -> np.ndarray:
-        """Return the squared norms [M] of a gradient, by kind of module."""
-        found = np.zeros(len(KINDS))
-        for kind, values in zip(self._kinds, gradient, strict=True):
-            found[kind] += 0.0 if values is None else _norm(values) ** 2
-        return found
+        return Part(squares, sketches)
 
     def pair(self, arm: Gradient, reference: Gradient) -> Pair:
         """Return the inner products of an arm's gradient and the reference, summed in float64."""

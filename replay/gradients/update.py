@@ -19,7 +19,6 @@ from ...schemas.passes import CURRENT, TRAIN
 from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
-LEARNING_RATES = ("learning_rate", "lr", "actor/lr", "train/learning_rate")
 _LOSS = "loss"
 """Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]

@@ -10,7 +10,6 @@ from tim_trace.replay.arms import Arm
 from tim_trace.replay.batching import forwards
 from tim_trace.replay.engine import replay
 from tim_trace.replay.hf_scorer import HfScorer
-from tim_trace.replay.loaded import joined_steps
 from tim_trace.replay.recorded import RecordedRow, RecordedRun
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
 from tim_trace.tracer.weights.source import open_weights
@@ -160,31 +159,6 @@ def forwards_of(trace, name):
 
 
 @pytest.mark.slow
-def test_steps_of_the_same_weights_fill_forwards_together(tmp_path, monkeypatch):
-    scored = []
-    score = HfScorer.score
-
-    def counted(self, rows, *told):
-        if self.arm.batch_tokens:
-            scored.append(len(rows))
-        return score(self, rows, *told)
-
-    monkeypatch.setattr(HfScorer, "score", counted)
-    together = record_groups(tmp_path / "one", steps=4, groups=2, version=lambda step: step // 3)
-    replay(together, batch_tokens=4096)
-    assert scored == [24, 8]
-    assert {rows for _, _, rows, _ in forwards_of(together, "batch-tokens-4096")} == {24, 8}
-    apart = record_groups(tmp_path / "other", steps=4, groups=2, version=lambda step: step // 3)
-    for step in range(4):
-        replay(apart, steps=str(step), batch_tokens=4096)
-    assert scored == [24, 8, 8, 8, 8, 8]
-    found, wanted = (forwards_of(path, "batch-tokens-4096") for path in (together, apart))
-    assert [row[:2] for row in found] == [row[:2] for row in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one[3], other[3], rtol=0, atol=1e-5)
-
-
-@pytest.mark.slow
 def test_steps_whose_sequences_have_the_same_names_stay_apart(tmp_path):
     """Each step's logprobs are its own, with names that come again in every step."""
     trace = record_groups(tmp_path / "run", steps=2, name=lambda step, place: f"s{place}")
@@ -193,14 +167,6 @@ def test_steps_whose_sequences_have_the_same_names_stay_apart(tmp_path):
     assert len(found) == len(wanted) == 48
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one[3], other[3], rtol=0, atol=1e-5)
-
-
-def test_a_bound_that_is_reached_ends_what_is_joined():
-    steps = [(step, [row(step * 10 + number, [1], 9, seed=step) for number in range(4)]) for step in range(6)]
-    for most, sizes in ((0, [1] * 6), (41, [2] * 3), (10**6, [6])):
-        found = list(joined_steps(steps, most, lambda step, rows: sum(row.num_tokens for row in rows)))
-        assert [len(joined) for joined in found] == sizes
-        assert [step for joined in found for step in joined] == list(range(6))
 
 
 def test_the_contract_names_the_shape_and_the_pass_is_named_for_it(trace, tmp_path):
@@ -214,17 +180,6 @@ def test_the_contract_names_the_shape_and_the_pass_is_named_for_it(trace, tmp_pa
         ("replay/batch-tokens-64", "up to 64 tokens", "right", '{"batch_tokens":64}'),
         ("replay/padding-shared", None, "shared", '{"padding":"shared"}'),
     ]
-
-
-def test_distributions_of_a_shared_prompt_are_those_of_each_row(tmp_path):
-    trace = record_groups(tmp_path / "run", steps=1, groups=2)
-    replay(trace, arm=["padding=shared,dtype=fp64", "batch-size=1,dtype=fp64"], capture="logits")
-    query = (
-        """SELECT max(tv), count(*) FROM pair_distributions('replay/fp64+padding-shared', 'replay/fp64+batch-size-1')"""
-    )
-    ((distance, count),) = connect(trace).execute(query).fetchall()
-    assert distance < 1e-6
-    assert count > 8
 
 
 @pytest.mark.parametrize(
