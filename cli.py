@@ -774,43 +774,15 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(rows, "corrections")
 
 
-@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
+@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_steps
 @click.option(
-    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo", "sapo", "vespo"]),
-    help="Kind of loss; default: the recorded one, or PPO with clip 0.2.",
+    "--loss", metavar="KIND|FIELDS",
+    help="Loss to use instead of the recorded one: ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo, and fields of the "
+    "loss, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
-@click.option("--clip-low", type=float, metavar="E", help="Lower bound of the ratio, as its distance from 1.")
-@click.option(
-    "--clip-high",
-    type=float,
-    metavar="E",
-    help="Upper bound, as its distance from 1; for cispo the largest weight itself.",
-)
-@click.option("--clip-hard", type=float, metavar="C", help="Largest ratio for any sign of the advantage.")
-@click.option(
-    "--sapo-temperature-pos", type=float, metavar="T", help="Temperature of sapo where the advantage is positive."
-)
-@click.option("--sapo-temperature-neg", type=float, metavar="T", help="Temperature of sapo elsewhere.")
-@click.option("--vespo-k-pos", type=float, metavar="K", help="Power of vespo where the advantage is not negative.")
-@click.option("--vespo-lambda-pos", type=float, metavar="L", help="Decay of vespo there.")
-@click.option("--vespo-k-neg", type=float, metavar="K", help="Power of vespo where the advantage is negative.")
-@click.option("--vespo-lambda-neg", type=float, metavar="L", help="Decay of vespo there.")
-@click.option(
-    "--denominator", type=click.Choice(["train", "rollout", "current"]), help="Pass in the denominator of the ratio."
-)
-@click.option(
-    "--aggregation", metavar="NAME",
-    help="Aggregation over tokens: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
-)  # fmt: skip
-@click.option(
-    "--correction", metavar="NAME",
-    help="Correction factor of the terms: none, token_truncate, token_mask, sequence_truncate or sequence_mask.",
-)  # fmt: skip
-@click.option("--correction-low", type=float, metavar="C", help="Lower bound of the correction on train / rollout.")
-@click.option("--correction-high", type=float, metavar="C", help="Upper bound of the correction.")
 @_confidence
 @_by("run", "step", help="What a row stands for; run adds the worst steps.")
 @_ray
@@ -820,7 +792,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 
     It holds the contribution of each token under the ratio that the loss used against the one that the samples call for,
     current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
-    read from the trace; options take the place of what it says.
+    read from the trace; --loss takes the place of what it says.
     """
     from .analysis import objective as bend
     from .analysis.objective.text import objective_json, objective_rows, objective_text
@@ -868,7 +840,6 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     "--sample", metavar="F|N",
     help="Score a random share (below 1) or number of sequences, in whole groups; a larger one later adds to it.",
 )  # fmt: skip
-@click.option("--as-recorded", is_flag=True, help="Replay with the recorded settings (default).")
 @_arm_options
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1; can be repeated."
@@ -883,7 +854,7 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
-@_prints(json="Print JSON, one row per step; with --sample or --dry-run, per arm.")
+@_prints(json="Print JSON, one row per step; with --dry-run, per arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
@@ -891,10 +862,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     or says what differs here. Steps that an arm has already are not done again.
     """
     from .analysis import replay as score_again
-    from .analysis.main_columns import MAIN_COLUMNS
-    from .analysis.replay_text import estimate_sentence, plan_rows, replay_estimates
-    from .analysis.rows import table, to_text
-    from .replay.results import by_arm
+    from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
+    from .analysis.rows import table
     from .tracer.scored_passes import replayed_pair
 
     with _library_output_held_back():
@@ -903,11 +872,8 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
         form.table(plan_rows(results.plan), "replay_plan")
         _tell(estimate_sentence(results.plan))
         return
-    estimates = replay_estimates(results)
     form.answer(
-        json=lambda: table(estimates or results),
-        text=lambda width: to_text(table(estimates or by_arm(results)), width, MAIN_COLUMNS["replay"]),
-        rows=lambda: table(estimates or results),
+        json=lambda: table(results), text=lambda width: replay_text(results, width), rows=lambda: table(results)
     )
     for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
         _tell(line)
@@ -1551,10 +1517,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 def _sampled(sample: Sample) -> str:
     """Describe the sample of a replay."""
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
-    return (
-        f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}; "
-        f"low and high are 95% intervals for all {sample.num_sequences:,} sequences of these steps"
-    )
+    return f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}"
 
 
 def _attached(trace: str, found: Any) -> str:

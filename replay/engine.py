@@ -29,7 +29,7 @@ from .gpus import device_here, gpus_of_actor
 from .loaded import LoadedModel, Scorer, scorer_of
 from .plan import ArmCount, ReplayPlan, extents
 from .recorded import RecordedRow, RecordedRun, assumed_versions
-from .results import GroupSums, ReplayedStep, ReplayedSteps
+from .results import ReplayedStep, ReplayedSteps
 from .sample import Sample, draw_sample, parse_sample
 from .scored import Scored
 
@@ -63,7 +63,6 @@ def replay(
     *,
     steps: str = "all",
     sample: str | float | None = None,
-    as_recorded: bool = False,
     arm: Sequence[str | Arm] = (),
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
@@ -80,8 +79,7 @@ def replay(
     `changes` define one arm, with the field names of `Arm`; `arm` adds arms (as text, `dtype=fp16,batch-size=1`). The recording itself is always replayed first, as
     `replay/as-recorded`: the distance of another arm is meaningful only if that reproduces the recorded bits. Steps that
     an arm already has are skipped; without `force`, an arm that has them all is refused, and so is a name that
-    stands for other changes. One model is in memory at a time; arms share it if they can. `as_recorded` replays the
-    recording only, and raises if there is a change.
+    stands for other changes. One model is in memory at a time; arms share it if they can.
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt groups,
     spread over the steps, the same ones every time. A larger sample adds to a smaller one. Forwards with the recorded
@@ -110,10 +108,6 @@ def replay(
     gpus = gpus_of_actor(ray, gpus_per_arm)
     device = device_here() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, changes)
-    if as_recorded and len(arms) > 1:
-        raise InvalidOption(
-            f"changes nothing, but arm {arms[1].name} does; leave one of them out", option="as_recorded"
-        )
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(run.replayed_pass))
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
@@ -132,15 +126,11 @@ def replay(
                 if ray is None
                 else _on_cluster(run, wanted, drawn, device, ray, gpus, advance)
             )
-            for step, sums in made:
-                results.append(step)
-                results.groups.extend(sums)
+            results.extend(made)
     return results
 
 
-def _here(
-    run: RecordedRun, wanted: list[_Wanted], advance: Advance, sample: Sample | None
-) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
+def _here(run: RecordedRun, wanted: list[_Wanted], advance: Advance, sample: Sample | None) -> Iterator[ReplayedStep]:
     """Yield the results of each step and arm, computed in this process."""
     held: _Held = {}
     try:
@@ -280,7 +270,7 @@ def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set
 def _lacks(there: dict[int, set[str] | None], step: int, sample: Sample | None) -> bool:
     """Return True if a step has sequences left to score."""
     names = there.get(step, set())
-    return names is not None and (sample is None or not names >= sample.steps[step].unit_of.keys())
+    return names is not None and (sample is None or not names >= sample.steps[step].keys())
 
 
 def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
@@ -320,7 +310,7 @@ def _step_results(
     held: _Held,
     advance: Advance,
     sample: Sample | None,
-) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
+) -> Iterator[ReplayedStep]:
     """Yield the results of a step under arms that share a model."""
     rows = _read(run, group, step)
     for entry in group:
@@ -331,9 +321,9 @@ def _step_results(
                 if not entry.serves_others:
                     raise
                 held[step] = REFUSED
-                yield _refused(entry, step, error), []
+                yield _refused(entry, step, error)
             else:
-                yield _step(entry, step, scored, held), _group_sums(entry, step, scored, sample)
+                yield _step(entry, step, scored, held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -362,7 +352,7 @@ class _UnitScorer:
         self._loaded: LoadedModel | None = None
         self._entries: dict[str, tuple[Scorer, ArmPass]] = {}
 
-    def run(self, unit: _Unit) -> tuple[list[tuple[ReplayedStep, list[GroupSums]]], int]:
+    def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
         """Score a unit and write its scores to the trace; return the results, and the number of tokens that ran.
 
         The caller sets `identity_held` in the results of arms other than the identity arm.
@@ -401,7 +391,7 @@ def _on_cluster(
     address: str,
     gpus: float,
     advance: Advance,
-) -> Iterator[tuple[ReplayedStep, list[GroupSums]]]:
+) -> Iterator[ReplayedStep]:
     """Score the units on Ray actors; yield the results in the same order as in a single process."""
     import torch
 
@@ -419,7 +409,7 @@ def _on_cluster(
         for step in sorted({step for entry in group for step in entry.steps})
     ]
     worker = _UnitScorer(run, wanted, sample, device, threads)
-    scored: dict[int, list[tuple[ReplayedStep, list[GroupSums]]]] = {}
+    scored: dict[int, list[ReplayedStep]] = {}
     try:
         found = run_units(address, worker, units, num_cpus=1 if gpus else threads, num_gpus=gpus)
         for number, (results, num_tokens) in found:
@@ -428,10 +418,10 @@ def _on_cluster(
     finally:
         adopt(run.folder)
     identity = next(entry.scorer.arm.name for entry in wanted if entry.scorer.arm.is_identity)
-    parts = [part for number in range(len(units)) for part in scored[number]]
-    held = {step.step: step.not_held for step, _ in parts if step.arm == identity}
-    for step, sums in parts:
-        yield replace(step, identity_held=held[step.step] is None, not_held=held[step.step]), sums
+    steps = [step for number in range(len(units)) for step in scored[number]]
+    held = {step.step: step.not_held for step in steps if step.arm == identity}
+    for step in steps:
+        yield replace(step, identity_held=held[step.step] is None, not_held=held[step.step])
 
 
 def _read(run: RecordedRun, group: list[_Wanted], step: int) -> list[RecordedRow]:
@@ -517,31 +507,6 @@ def _refused(entry: _Wanted, step: int, error: RuntimeError) -> ReplayedStep:
 
 def _same_bits(recorded: np.ndarray, replayed: np.ndarray) -> np.ndarray:
     return np.asarray(recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32))
-
-
-def _group_sums(entry: _Wanted, step: int, scored: Scored, sample: Sample | None) -> list[GroupSums]:
-    """Return the sums over each sampled group in a step; empty without a sample."""
-    if sample is None:
-        return []
-    sampled = sample.steps[step]
-    found: dict[str, GroupSums] = {}
-    for row, value in zip(scored.rows, scored.logprobs, strict=True):
-        recorded, replayed = row.logprobs[row.scored], value[row.scored]
-        d = replayed.astype(np.float64) - recorded.astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
-            sums = GroupSums(
-                arm=entry.scorer.arm.name,
-                step=step,
-                weight=sampled.weight,
-                num_sequences=1,
-                num_tokens=len(d),
-                num_equal=int(_same_bits(recorded, replayed).sum()),
-                sum_abs_d=float(np.abs(d).sum()),
-                sum_k3=float((np.expm1(d) - d).sum()),
-            )
-        unit = sampled.unit_of[row.seq_id]
-        found[unit] = found[unit] + sums if unit in found else sums
-    return list(found.values())
 
 
 def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:

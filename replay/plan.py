@@ -139,7 +139,7 @@ class ArmCount:
 
     def add(self, step: int, rows: Sequence[Extent]) -> None:
         """Count the work in a step. Steps must be added in order."""
-        unit_of = None if self._sample is None else self._sample.steps[step].unit_of
+        unit_of = None if self._sample is None else self._sample.steps[step]
         drawn = [row for row in rows if unit_of is None or row.seq_id in unit_of]
         lacking = [row for row in drawn if self._lacks(step, row.seq_id)]
         forwards = {row.forward for row in lacking}

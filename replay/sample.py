@@ -28,27 +28,14 @@ whichever steps are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledStep:
-    """The sampled groups of one step."""
-
-    unit_of: dict[str, str]
-    """Drawn sequence -> its group; a sequence without a group_id is its own group."""
-    num_groups: int
-    """Number of groups in the whole step, drawn or not."""
-    num_sequences: int
-    """Number of sequences in the whole step, drawn or not."""
-    weight: float
-    """Number of groups in the step that each drawn group represents."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A sample of the groups in the replayed steps. Each group is drawn with probability `share`."""
 
     share: float
     seed: int
-    steps: dict[int, SampledStep]
-    """Step -> its sampled groups. Steps without a drawn group are missing."""
+    steps: dict[int, dict[str, str]]
+    """Step -> drawn sequence -> its group; a sequence without a group_id is its own group. Steps without a drawn group are
+    missing."""
     num_groups: int
     """Number of groups in all requested steps."""
     num_sequences: int
@@ -59,7 +46,7 @@ class Sample:
     @property
     def num_drawn(self) -> int:
         """Number of drawn groups."""
-        return sum(len(set(step.unit_of.values())) for step in self.steps.values())
+        return sum(len(set(step.values())) for step in self.steps.values())
 
     @property
     def contract(self) -> dict[str, Any]:
@@ -69,7 +56,7 @@ class Sample:
 
     def drawn(self, step: int, rows: Sequence[RecordedRow]) -> list[RecordedRow]:
         """Return the rows of a step that are in the sample."""
-        return [row for row in rows if row.seq_id in self.steps[step].unit_of]
+        return [row for row in rows if row.seq_id in self.steps[step]]
 
 
 def parse_sample(text: str | float) -> float:
@@ -96,13 +83,14 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int], *, seed: 
     Raises InvalidOption if no sequence is drawn.
     """
     share = wanted if wanted < 1 else min(wanted / max(_num_sequences(run, steps), 1), 1.0)
-    found: dict[int, SampledStep] = {}
+    found: dict[int, dict[str, str]] = {}
     number = total = 0
     for part in batched(steps, STEPS_AT_ONCE):
         for step, groups in _groups(run, part).items():
             number, total = number + len(groups), total + sum(map(len, groups.values()))
-            if sampled := _sampled_step(step, groups, share, seed):
-                found[step] = sampled
+            drawn = [group for group, place in places(step, list(groups), seed).items() if place < share]
+            if drawn:
+                found[step] = {seq_id: group for group in drawn for seq_id in groups[group]}
     if not found:
         raise InvalidOption(
             f"no group was drawn: these steps have {number:,} groups of {total:,} sequences; use a larger share",
@@ -151,17 +139,3 @@ def _groups(run: RecordedRun, steps: Sequence[int]) -> dict[int, dict[str, list[
     for step, seq_id in dict.fromkeys(zip(scored["step"].to_pylist(), scored["seq_id"].to_pylist(), strict=True)):
         found[step][group_of.get((step, seq_id), f"sequence {seq_id}")].append(seq_id)
     return found
-
-
-def _sampled_step(step: int, groups: dict[str, list[str]], share: float, seed: int) -> SampledStep | None:
-    drawn = [group for group, place in places(step, list(groups), seed).items() if place < share]
-    if not drawn:
-        return None
-    expected = share * len(groups)
-    return SampledStep(
-        unit_of={seq_id: group for group in drawn for seq_id in groups[group]},
-        num_groups=len(groups),
-        num_sequences=sum(len(sequences) for sequences in groups.values()),
-        # With less than one group per step, a drawn group also represents other steps.
-        weight=len(groups) / len(drawn) if expected >= 1 else 1 / share,
-    )

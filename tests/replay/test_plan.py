@@ -84,7 +84,7 @@ def test_what_is_there_is_not_counted(trace):
 def test_a_sample_s_plan_has_its_neighbours_and_the_whole(trace):
     results = replay(trace, sample=0.34, arm=["batch-size=1", "engine=exact"], dry_run=True)
     identity, alone, exact = results.plan
-    drawn = {seq_id for step in results.sample.steps.values() for seq_id in step.unit_of}
+    drawn = {seq_id for step in results.sample.steps.values() for seq_id in step}
     names = ", ".join(f"'{name}'" for name in drawn)
     assert alone.num_tokens == exact.num_tokens == total(trace, f"seq_id IN ({names})")
     assert identity.num_sequences == alone.num_sequences == len(drawn)

@@ -514,12 +514,6 @@ def test_a_name_that_stands_for_other_changes_is_refused(trace):
         replay(trace, arm=["dtype=fp16", "dtype=fp16"])
 
 
-def test_as_recorded_refuses_a_change(trace):
-    assert {result.arm for result in replay(trace, steps="1", as_recorded=True)} == {"as-recorded"}
-    with pytest.raises(InvalidOption, match="as_recorded: changes nothing, but arm bf16 does"):
-        replay(trace, steps="1", as_recorded=True, dtype="bf16")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
