@@ -919,10 +919,6 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
-    "--micro-batches", default=4, type=int, metavar="N",
-    help="Minimum number of micro-batches for bias and variance; 0: omit them.",
-)  # fmt: skip
-@click.option(
     "--loss", metavar="FIELDS",
     help="Loss to use instead of the recorded one, e.g. kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ways to score a step: replay as recorded, by tokens, with shared prompts, by vLLM; a bare loop, and vLLM's bare prompt_logprobs."""
+"""Ways to score a step: replay as recorded, by tokens, packed, by vLLM; a bare loop, and vLLM's bare prompt_logprobs."""
 
 import os
 import tempfile
@@ -23,7 +23,6 @@ ARMS = {
     "as recorded": {},
     "batch-tokens 2048": {"batch_tokens": 2048},
     "padding packed": {"padding": "packed"},
-    "padding shared": {"padding": "shared"},
     "engine vllm": {"engine": "vllm"},
     "engine vllm, batch-tokens 2048": {"engine": "vllm", "batch_tokens": 2048},
 }

@@ -26,7 +26,7 @@ from .backends.kernels import KERNELS
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Value of --dtype -> torch's name for the dtype of the weights."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
-"""Attention kernels that work with `packed` and `shared` padding."""
+"""Attention kernels that work with `packed` padding."""
 AS_RECORDED = "as-recorded"
 _ANY = (HF, VLLM, EXACT, LOCATE, FACTORY, GRADIENT)
 _TORCH = (HF, EXACT, LOCATE, FACTORY, GRADIENT)
@@ -71,14 +71,13 @@ class Arm:
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
-        "Side of the padding; packed: rows end to end, without padding; shared: packed, and each group's prompt runs once.",
-        values=("left", "right", "packed", "shared"), users=_TORCH,
-        refused={EXACT: ("shared",), FACTORY: ("packed", "shared")},
+        "Side of the padding; packed: rows end to end, without padding.",
+        values=("left", "right", "packed"), users=_TORCH,
+        refused={FACTORY: ("packed",)},
         clashes=(
-            Clash(values=("packed", "shared"), other="mode", others=_CACHED, why="packed rows have no KV cache"),
-            Clash(values=("shared",), other="routing", why="a prompt that runs once cannot take the routes of each row"),
+            Clash(values=("packed",), other="mode", others=_CACHED, why="packed rows have no KV cache"),
             Clash(
-                values=("packed", "shared"), other="attention",
+                values=("packed",), other="attention",
                 others=tuple(name for name in KERNELS if name not in PACKABLE), why="it cannot keep rows apart",
             ),
         ),
@@ -196,7 +195,7 @@ class Arm:
     @property
     def has_batch_shape(self) -> bool:
         """True if the arm, not the recording, determines which rows share a forward."""
-        return self.batch_size is not None or self.batch_tokens is not None or self.padding in ("packed", "shared")
+        return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
     def cached_tokens(self) -> int | None:

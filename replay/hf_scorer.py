@@ -25,7 +25,7 @@ from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
 from .backends.transformers import TransformersScorer
-from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, packed_batch, recorded_forwards, responses
+from .batching import LEFT, PACKED, RIGHT, ForwardBatch, forwards, packed_batch, recorded_forwards, responses
 from .numerics import Numerics
 from .prefix_tree import tree_batch
 from .recorded import RecordedRow, RecordedRun
@@ -124,7 +124,7 @@ class HfScorer:
         for buffer in model.buffers() if self.numerics.buffers_dtype else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(self.numerics.buffers_dtype)
-        if (self.arm.padding in END_TO_END or self.numerics.is_tree) and gives_hidden(model):
+        if (self.arm.padding == PACKED or self.numerics.is_tree) and gives_hidden(model):
             packing.check(model.config)
         return model
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, option
+from ...schemas.errors import CannotReplay, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...schemas.steps import parse_steps
 from ...tracer.cluster import run_units
@@ -23,15 +23,12 @@ from .scorer import GradientScorer
 from .step import StepPasses
 from .update import GRAD_NORMS, Update, hyperparameters, logged, loss_steps, updates
 
-LEAST_MICRO_BATCHES = 4
-
 
 def gradient(
     trace: str | os.PathLike[str],
     *,
     steps: str = "all",
     arm: Sequence[str | GradientArm] = (),
-    micro_batches: int = LEAST_MICRO_BATCHES,
     loss: str | None = None,
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
@@ -50,8 +47,7 @@ def gradient(
     several changes in one arm. correction=exact uses the untruncated weights train / rollout, which the other corrections
     approximate.
 
-    Bias and variance are computed over the recorded micro-batches if there are at least `micro_batches` of them. Otherwise
-    the step runs again with its groups divided into that many; 0 skips both figures. `loss` sets fields of the loss that
+    Variance and the error of the bias are computed over the recorded micro-batches if there are at least 4 of them. `loss` sets fields of the loss that
     the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
     `module:function`, builds a model whose class transformers does not have. `weights_from` is the folder of the run's
     checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that may be fetched from the
@@ -64,10 +60,6 @@ def gradient(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     gpus = gpus_of_actor(ray, gpus_per_arm)
-    if micro_batches < 0 or 0 < micro_batches < LEAST_MICRO_BATCHES:
-        raise InvalidOption(
-            f"got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none", option="micro_batches"
-        )
     arms = _arms(arm)
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, loss_steps(run))
@@ -75,7 +67,6 @@ def gradient(
     asked = _Asked(
         loss=loss_of(run, settings, loss),
         accumulated=settings.get("gradient_accumulation_steps"),
-        micro_batches=micro_batches,
         norms=logged(run, GRAD_NORMS),
     )
     found: list[GradientStep] = []
@@ -166,7 +157,6 @@ class _Asked:
     loss: Loss
     accumulated: float | None
     """Micro-batches per optimizer step, from the hyperparameters; None if not recorded."""
-    micro_batches: int
     norms: dict[int, float]
 
 
@@ -198,7 +188,6 @@ class _Taken:
     def _update(self, update: Update) -> Iterator[GradientStep]:
         passes = StepPasses(
             update,
-            micro_batches=self.asked.micro_batches,
             logged_norm=None if update.metric_step is None else self.asked.norms.get(update.metric_step),
             accumulated=self.asked.accumulated,
         )

@@ -20,9 +20,11 @@ from .loss import StepLoss
 from .results import GradientStep, ModuleGradient, same_digits
 from .scorer import GradientScorer
 from .sums import Pair, Part, Sums, add, total_norm
-from .update import LossRow, Update
+from .update import Update
 
 ALL = "all"
+LEAST_MICRO_BATCHES = 4
+"""Minimum number of micro-batches for variance and the error of the bias."""
 
 
 class StepPasses:
@@ -33,12 +35,10 @@ class StepPasses:
         self,
         update: Update,
         *,
-        micro_batches: int,
         logged_norm: float | None,
         accumulated: float | None,
     ):
         self.update = update
-        self._micro_batches = micro_batches
         self._logged, self._accumulated = logged_norm, accumulated
         self._sums: Sums | None = None
         self._reference: list[Any] | None = None
@@ -77,39 +77,16 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[Part]]:
-        """Return the gradient and a summary of each micro-batch's share of the gradient.
-
-        A single pass computes both if the arm's forward passes are the micro-batches.
-        """
-        recorded = list(self.update.places.values())
-        parts = self.update.parts(self._micro_batches) if self._micro_batches else []
-        own_shape = scorer.arm.has_batch_shape
-        if parts and (own_shape or len(parts) == len(recorded) or not self.update.composition_known):
-            return self._run(sums, scorer, loss, parts, seen, is_whole=True)
-        total, _ = self._run(sums, scorer, loss, recorded, seen, is_whole=True, keeps=False)
-        return total, self._run(sums, scorer, loss, parts, _Seen(), is_whole=False)[1]
-
-    def _run(
-        self,
-        sums: Sums,
-        scorer: GradientScorer,
-        loss: StepLoss,
-        parts: Sequence[Sequence[LossRow]],
-        seen: _Seen,
-        *,
-        is_whole: bool,
-        keeps: bool = True,
-    ) -> tuple[list[Any], list[Part]]:
-        """Return the sum of the parts' gradients if `is_whole`, and a summary of each part's gradient if `keeps`."""
+        """Return the gradient, and a summary of each micro-batch's share of it if there are enough for statistics."""
         total: list[Any] | None = None
-        kept = []
-        for rows in parts:
+        parts = []
+        places = self.update.places.values()
+        for rows in places:
             found = scorer.gradient(rows, loss, seen)
-            if keeps:
-                kept.append(sums.part(found))
-            if is_whole:
-                total = add(total, found)
-        return total or [], kept
+            if len(places) >= LEAST_MICRO_BATCHES:
+                parts.append(sums.part(found))
+            total = add(total, found)
+        return total or [], parts
 
     def _notes(
         self, scorer: GradientScorer, loss: StepLoss, seen: _Seen, norm: float, reproduced: bool | None

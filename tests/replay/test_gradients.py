@@ -58,7 +58,7 @@ EACH_STEP, IN_PAIRS = [(1, 0), (2, 1), (3, 2)], [(1, 0), (1, 1), (3, 2), (3, 3)]
 )
 def test_the_norm_that_trl_logged_comes_back_to_its_last_digit(arguments, config, updates):
     run = train(*arguments, capture="logprobs", **({"config": config} if config else {}))
-    found = gradient(run.trace, micro_batches=0)
+    found = gradient(run.trace)
     assert [(step.step, step.policy_version) for step in found.steps] == updates
     norms = [entry["grad_norm"] for entry in run.result["history"] if "grad_norm" in entry]
     assert [step.grad_norm for step in found.steps] == norms
@@ -280,18 +280,18 @@ def test_kinds_of_modules_add_up_to_the_model(loop):
 
 def test_other_batch_shapes_and_kernels_change_little_and_double_precision_least(loop):
     texts = [
-        "batch-size=1", "batch-tokens=64", "attention=math", "padding=packed", "padding=shared", "dtype=fp64", "quantize=int4",
+        "batch-size=1", "batch-tokens=64", "attention=math", "padding=packed", "dtype=fp64", "quantize=int4",
         "weights-version=0",
     ]  # fmt: skip
     found = {step.arm: step.whole for step in gradient(loop[0], steps="3", arm=texts).steps}
-    for name in ("batch-size-1", "batch-tokens-64", "math", "padding-packed", "padding-shared", "fp64"):
+    for name in ("batch-size-1", "batch-tokens-64", "math", "padding-packed", "fp64"):
         assert found[name].bias < 1e-4 * found[name].norm
         assert found[name].cosine == pytest.approx(1, abs=1e-8)
     assert found["int4"].bias > 1e-3 * found["int4"].norm
     assert found["weights-version-0"].bias > 1e-3 * found["int4"].norm
 
 
-def test_a_step_of_one_forward_is_dealt_out_by_groups(loop, tmp_path):
+def test_a_step_of_one_forward_has_no_variance(loop, tmp_path):
     trace = tmp_path / "run"
     model, batch = small_model(), make_batch(1)
     with Recorder(trace) as recorder:
@@ -308,14 +308,9 @@ def test_a_step_of_one_forward_is_dealt_out_by_groups(loop, tmp_path):
         whole.ids[:], whole.places[:], whole.rows[:] = 0, np.arange(ROWS), ROWS
         values = [np.full(len(ids), -1.0, np.float32) for ids in batch["response_ids"]]
         recorder.add_scores("train", added, logprobs=values, forward=whole)
-    (split,) = gradient(trace).steps
-    (none,) = gradient(trace, micro_batches=0).steps
-    assert split.num_micro_batches == 4
-    assert none.num_micro_batches == 0
-    assert none.whole.variance is None
-    assert split.grad_norm == none.grad_norm
-    assert split.reproduced is None
-    assert split.whole.variance > 0
+    (single,) = gradient(trace).steps
+    assert (single.num_micro_batches, single.whole.variance, single.reproduced) == (0, None, None)
+    assert single.grad_norm > 0
 
 
 def test_out_of_memory_halves_the_rows_of_a_forward(loop, monkeypatch):
@@ -381,7 +376,6 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "the name of two arms"),
         ({"arm": ["name=nothing"]}, InvalidOption, "changes nothing"),
         ({"arm": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
-        ({"micro_batches": 2}, InvalidOption, "4 or more, or 0"),
         ({"loss": "clip=2"}, InvalidOption, "clip_low"),
         ({"loss": "aggregation=constant", "steps": "1"}, CannotReplay, "loss='max_tokens=N'"),
         ({"loss": "kl_coefficient=0.1", "steps": "1"}, CannotReplay, "pass 'reference'"),
