@@ -21,7 +21,7 @@ from tim_trace.tracer.recorder import Recorder
 LOSSES = {
     "ppo": Loss(clip_low=0.1, clip_high=0.3),
     "hard": Loss(clip_low=0.1, clip_high=0.3, clip_hard=1.6, aggregation="constant"),
-    "bypass": Loss(loss="denominator=rollout"),
+    "bypass": Loss(denominator="rollout"),
     "current": Loss(denominator="current", aggregation="sequence_sum"),
     "reinforce": Loss(kind="reinforce", correction="token_truncate", correction_high=1.1, correction_low=0.95),
     "masked": Loss(aggregation="sequence_mean", correction="token_mask", correction_high=1.1, correction_low=0.9),
