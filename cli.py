@@ -471,9 +471,6 @@ tim-trace import auto outputs/token_exports -o runs/mine
     help="Share of the sequences to import, selected by a hash of their names.",
 )
 @click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as available.")
-@click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for replays.")
-@click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
-@click.option("--tokenizer", metavar="DIR", help="With --model: folder of the tokenizer, if different.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 @_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
@@ -492,12 +489,10 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     from .tracer.importers.mapping import parse_map
     from .tracer.scored_passes import comparable_pair
 
-    with _library_output_held_back() if options["model"] or options["ray"] else nullcontext():
+    with _library_output_held_back() if options["ray"] else nullcontext():
         imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
-    if imported.attached is not None:
-        _tell(_attached(output, imported.attached))
 
 
 @_example("tim-trace info runs/demo")
