@@ -933,7 +933,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
     sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.
 
-    bias is the length of the mean difference to the gradient as recorded, bias_error its standard error over micro-batches.
+    bias is the length of the difference to the gradient as recorded, variance that of the mean over micro-batches.
     """
     from dataclasses import asdict
 

@@ -12,7 +12,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
         "ess_token", "bias_token", "variance_token",
     ),
     "gradient": (
-        "step", "arm", "module", "cosine", "norm_ratio", "bias", "bias_error", "grad_norm", "logged_norm", "variance",
+        "step", "arm", "module", "cosine", "norm_ratio", "bias", "grad_norm", "logged_norm", "variance",
     ),
     "replay_plan": (
         "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "device_hours", "tokens_per_s", "num_versions", "load_s",

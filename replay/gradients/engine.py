@@ -47,7 +47,7 @@ def gradient(
     several changes in one arm. correction=exact uses the untruncated weights train / rollout, which the other corrections
     approximate.
 
-    Variance and the error of the bias are computed over the recorded micro-batches if there are at least 4 of them. `loss` sets fields of the loss that
+    The variance is computed over the recorded micro-batches if there are at least 4 of them. `loss` sets fields of the loss that
     the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
     `module:function`, builds a model whose class transformers does not have. `weights_from` is the folder of the run's
     checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that may be fetched from the

@@ -28,9 +28,6 @@ class ModuleGradient:
     """|a| / |r|; None if r is 0."""
     bias: float
     """|mean over micro-batches of n a_i - n r_i| = |a - r|."""
-    bias_error: float | None
-    """Standard error of that mean over micro-batches, as a norm, accurate to about 2 %: a smaller bias is not
-    distinguishable from 0. None without micro-batches."""
     variance: float | None
     """Variance of a as a mean over micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
 

@@ -259,9 +259,6 @@ def test_an_arm_s_figures_are_those_worked_out_by_hand(loop, text):
     assert step.whole.bias == pytest.approx(np.linalg.norm(a - r), rel=2e-3)
     variance = ((n * a_i - a) ** 2).sum() / (n * (n - 1))
     assert step.whole.variance == pytest.approx(variance, **close)
-    off = a_i - r_i
-    error = np.sqrt(((n * off - (a - r)) ** 2).sum() / (n * (n - 1)))
-    assert step.whole.bias_error == pytest.approx(error, rel=0.1)  # of a sketch
 
 
 def test_kinds_of_modules_add_up_to_the_model(loop):
@@ -410,7 +407,7 @@ def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
 
 def test_the_command_says_whether_the_norm_came_back_and_gives_each_figure_as_json(loop):
     found = gradient(loop[0], steps="1:3", arm=["dtype=bf16"])
-    for table, word in (("step", "bias_error"), ("module", "embedding"), ("arm", "num_biased")):
+    for table, word in (("step", "variance"), ("module", "embedding"), ("arm", "mean_bias_share")):
         text = gradient_text(found, table)
         assert "to the last digit in all 3 steps" in text
         assert word in text
@@ -429,15 +426,3 @@ def test_arms_go_by_their_changes():
     assert (arm.logprobs, arm.correction) == ("replay/x", "token_mask:0.5_5")
     assert arm.name == "bf16+batch-size-2+logprobs-replay-x+correction-token_mask-0.5_5"
     assert parse_gradient_arm("logprobs=rollout,name=bypass").name == "bypass"
-
-
-def test_a_sketch_tells_the_length_of_a_difference():
-    from tim_trace.replay.gradients.sums import Sketcher
-
-    draw = np.random.default_rng(0)
-    x = torch.from_numpy(draw.normal(size=(300, 101)).astype(np.float32))
-    y = x + 1e-3 * torch.from_numpy(draw.standard_cauchy(size=x.shape).astype(np.float32)).clamp(-9, 9)
-    sketcher = Sketcher()
-    a, b = sketcher.sketch("w", x), sketcher.sketch("w", y)
-    assert float((a - b).norm()) == pytest.approx(float((x - y).norm()), rel=0.08)
-    assert float(a.norm()) == pytest.approx(float(x.norm()), rel=0.08)
