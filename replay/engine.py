@@ -27,10 +27,10 @@ from .batching import check_tokens
 from .differences import differences
 from .gpus import device_here, gpus_of_actor
 from .loaded import LoadedModel, Scorer, scorer_of
-from .plan import ArmCount, ReplayPlan, extents
+from .plan import ArmPlan, ReplayPlan
 from .recorded import RecordedRow, RecordedRun, assumed_versions
 from .results import ReplayedStep, ReplayedSteps
-from .sample import Sample, draw_sample, parse_sample
+from .sample import Sample, draw_sample, extents, parse_sample
 from .scored import Scored
 
 
@@ -195,8 +195,8 @@ def _wanted(
         left = [step for step in steps if _lacks(there, step, sample)]
         if not serves_others:
             asked.append((target, left))
-        # Other arms are judged by the identity arm, so it covers all their steps. The estimate in a dry run
-        # covers the whole sample, including sequences that already have scores.
+        # Other arms are judged by the identity arm, so it covers all their steps. The results of a
+        # sample cover all of it, including sequences that already have scores.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_Wanted(scorer, target, asked_steps, there, is_replaced, serves_others))
     if not any(left for _, left in asked):
@@ -210,23 +210,26 @@ def _wanted(
 
 def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
     """Return the remaining work of each arm."""
-    counts = [
-        ArmCount(
-            entry.scorer.arm.name,
-            entry.lacks,
-            sample=sample,
-            keeps_batches=entry.scorer.keeps_batches,
-            weights_version=entry.scorer.arm.weights_version,
-            num_devices=entry.scorer.num_devices,
-        )
-        for entry in wanted
-    ]
+    plans = [ArmPlan(arm=entry.scorer.arm.name, num_devices=entry.scorer.num_devices) for entry in wanted]
+    loaded: dict[str, int] = {}
+    """Arm -> the version of weights that it would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
-        for count, own in zip(counts, steps, strict=True):
-            if step in own:
-                count.add(step, rows)
-    return ReplayPlan(count.plan for count in counts)
+        drawn = rows if sample is None else [row for row in rows if row.seq_id in sample.steps[step]]
+        for entry, plan, own in zip(wanted, plans, steps, strict=True):
+            if step not in own:
+                continue
+            lacking = [row for row in drawn if entry.lacks(step, row.seq_id)]
+            forwards = {row.forward for row in lacking}
+            running = [row for row in rows if row.forward in forwards] if entry.scorer.keeps_batches else lacking
+            stale = entry.scorer.arm.weights_version
+            plan.num_steps += bool(lacking)
+            plan.num_sequences += len(lacking)
+            plan.num_tokens += sum(row.num_tokens for row in running)
+            for version in sorted({row.version if stale is None else stale for row in running}):
+                plan.num_versions += version != loaded.get(plan.arm)
+                loaded[plan.arm] = version
+    return ReplayPlan(plans)
 
 
 def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:

@@ -8,7 +8,7 @@ from typing import Any
 from ..schemas.contract import Contract
 from ..tracer.progress import Advance
 from ..tracer.weights.checkpoints import CheckpointReader
-from ..tracer.weights.reader import Tensor, WeightReader
+from ..tracer.weights.reader import WeightReader
 from .arms import Arm
 from .exact_scorer import ExactArmScorer
 from .hf_scorer import HfScorer
@@ -31,11 +31,8 @@ def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Sc
 class LoadedModel:
     """A model shared by arms with equal load keys. It is rebuilt when a scorer needs a different model."""
 
-    def __init__(self, weights: WeightReader | CheckpointReader, *, keeps_tensors: bool = False):
-        """Start without a model. `keeps_tensors` keeps a version's tensors in memory, for several models that need them
-        in turn."""
-        self._weights, self._keeps_tensors = weights, keeps_tensors
-        self._tensors: tuple[Any, dict[str, Tensor]] | None = None
+    def __init__(self, weights: WeightReader | CheckpointReader):
+        self._weights = weights
         self._model: Any = None
         self._shared: Any = None
         self._key: Any = None
@@ -69,7 +66,7 @@ class LoadedModel:
             self._attached.append(scorer)
         if (version, attempt) != self._version:
             start, is_start = perf_counter(), self._version is None and scorer.starts_with_weights
-            scorer.put(self._model, self._read(version, attempt))
+            scorer.put(self._model, self._weights.load(version, attempt, is_lazy=True))
             self._version = version, attempt
             self.load_s = 0.0 if is_start else perf_counter() - start
 
@@ -81,11 +78,3 @@ class LoadedModel:
             self._model.close()
         self._model = self._shared = self._key = self._version = None
         self._attached = []
-
-    def _read(self, version: int, attempt: int | None) -> dict[str, Tensor]:
-        if not self._keeps_tensors:
-            return self._weights.load(version, attempt, is_lazy=True)
-        if self._tensors is None or self._tensors[0] != (version, attempt):
-            self._tensors = None
-            self._tensors = (version, attempt), self._weights.load(version, attempt)
-        return self._tensors[1]

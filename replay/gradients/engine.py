@@ -167,7 +167,7 @@ class _Taken:
         self.run, self.arms, self.asked = run, arms, asked
         self._device = device_here()
         self._passes = {name for arm in arms for name in passes_of(asked.loss, arm)}
-        self._loaded = LoadedModel(run.weights, keeps_tensors=True)
+        self._loaded = LoadedModel(run.weights)
         self._scorers: dict[str, list[GradientScorer]] = {}
 
     def outcome(self, step: int) -> _Outcome:
