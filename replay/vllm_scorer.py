@@ -80,12 +80,16 @@ class VllmScorer:
         )  # To score a sequence, vLLM also samples one more token.
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed
-        if self.arm.max_model_len is not None:
-            arguments["max_model_len"] = self.arm.max_model_len
-        if self.arm.gpu_memory_utilization is not None:
-            arguments["gpu_memory_utilization"] = self.arm.gpu_memory_utilization
-        if self.arm.batch_size is not None:
-            arguments["max_num_seqs"] = self.arm.batch_size
+        changed = {
+            "max_model_len": self.arm.max_model_len,
+            "gpu_memory_utilization": self.arm.gpu_memory_utilization,
+            "max_num_seqs": self.arm.batch_size,
+            "enable_prefix_caching": self.arm.prefix_caching and self.arm.prefix_caching == "on",
+            "kv_cache_dtype": self.arm.kv_dtype,
+            "attention_backend": self.arm.attention_backend,
+            "tensor_parallel_size": self.arm.tensor_parallel_size,
+        }
+        arguments |= {name: value for name, value in changed.items() if value is not None}
         if self.arm.batch_tokens is not None:
             # vLLM refuses more sequences at a time than tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
@@ -94,14 +98,6 @@ class VllmScorer:
                 "enable_chunked_prefill": True,
                 "max_num_seqs": most,
             }
-        if self.arm.prefix_caching is not None:
-            arguments["enable_prefix_caching"] = self.arm.prefix_caching == "on"
-        if self.arm.kv_dtype is not None:
-            arguments["kv_cache_dtype"] = self.arm.kv_dtype
-        if self.arm.attention_backend is not None:
-            arguments["attention_backend"] = self.arm.attention_backend
-        if self.arm.tensor_parallel_size is not None:
-            arguments["tensor_parallel_size"] = self.arm.tensor_parallel_size
         if self.arm.mode.startswith("chunked"):
             size = self.arm.cached_tokens or 1
             arguments |= {"max_num_batched_tokens": size, "enable_chunked_prefill": True, "max_num_seqs": 1}
