@@ -15,7 +15,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
         "step", "arm", "module", "cosine", "norm_ratio", "bias", "grad_norm", "logged_norm", "variance",
     ),
     "replay_plan": (
-        "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "device_hours", "tokens_per_s", "num_versions", "load_s",
+        "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "tokens_per_s", "num_versions", "load_s",
     ),
     "backward_kinds": ("kind", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),
     "backward_layers": ("layer", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),

@@ -21,10 +21,6 @@ def plan_rows(plan: ReplayPlan) -> Rows:
     return Rows(tuple(names), [tuple(row) for row in rows])
 
 
-_LEAST_DEVICE_HOURS = 0.1
-"""Minimum number of device hours for the estimate to show them."""
-
-
 def estimate_sentence(plan: ReplayPlan) -> str:
     """Render the expected duration of a replay."""
     assert plan.seconds is not None
@@ -32,11 +28,9 @@ def estimate_sentence(plan: ReplayPlan) -> str:
     scoring_s = sum(arm.num_tokens / arm.tokens_per_s for arm in arms if arm.tokens_per_s)
     pace = f" at {tokens / scoring_s:,.0f} tokens/s" if scoring_s else ""
     loads = sum(arm.num_versions for arm in plan)
-    hours = plan.device_hours or 0.0
-    device_hours = f", {hours:.2g} device hours" if hours >= _LEAST_DEVICE_HOURS else ""
     return (
         f"about {_duration(plan.seconds)}: {tokens:,} tokens in {len(arms)} arm{'s' * (len(arms) != 1)}{pace}, "
-        f"{loads:,} weight load{'s' * (loads != 1)}{device_hours}"
+        f"{loads:,} weight load{'s' * (loads != 1)}"
     )
 
 

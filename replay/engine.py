@@ -114,8 +114,10 @@ def replay(
     wanted = _wanted(run, arms, chosen, force, drawn, device, dry_run=dry_run)
     plan = _plan(run, wanted, drawn)
     if dry_run:
-        return ReplayedSteps(sample=drawn, plan=_measured(run, wanted, plan, drawn))
+        _measure(run, wanted, plan, drawn)
     results = ReplayedSteps(sample=drawn, plan=plan)
+    if dry_run:
+        return results
     with connected(ray):  # fails before anything is removed if the cluster does not answer
         for entry in wanted:
             if entry.is_replaced:
@@ -210,7 +212,7 @@ def _wanted(
 
 def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> ReplayPlan:
     """Return the remaining work of each arm."""
-    plans = [ArmPlan(arm=entry.scorer.arm.name, num_devices=entry.scorer.num_devices) for entry in wanted]
+    plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
     """Arm -> the version of weights that it would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
@@ -232,13 +234,12 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     return ReplayPlan(plans)
 
 
-def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> ReplayPlan:
-    """Return the plan with each arm's pace, measured on the first rows.
+def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> None:
+    """Set each arm's pace in the plan, measured on the first rows.
 
     The rows are scored twice, since the first forward pass is slower than later ones.
     """
-    to_do = {arm.arm for arm in plan if arm.num_tokens}
-    paces: dict[str, tuple[float, float]] = {}
+    to_do = {arm.arm: arm for arm in plan if arm.num_tokens}
     for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do]):
         loaded = LoadedModel(run.weights)
         try:
@@ -251,11 +252,11 @@ def _measured(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample:
                 loaded.score(scorer, first, unheard)
                 start = perf_counter()
                 loaded.score(scorer, first, unheard)
-                took = max(perf_counter() - start, 1e-9)
-                paces[scorer.arm.name] = sum(row.num_tokens for row in first) / took, loaded.load_s
+                arm = to_do[scorer.arm.name]
+                arm.tokens_per_s = sum(row.num_tokens for row in first) / max(perf_counter() - start, 1e-9)
+                arm.load_s = loaded.load_s
         finally:
             loaded.close()
-    return ReplayPlan(arm.at(*paces[arm.arm]) if arm.arm in paces else arm for arm in plan)
 
 
 _Held = dict[int, str | None]

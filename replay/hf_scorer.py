@@ -45,7 +45,6 @@ class HfScorer:
     keeps_recorded_rows = True
     """True if the identity arm fails rather than run fewer rows per forward than recorded."""
     pass_of_rows = "per forward"
-    num_devices = 1
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         if run.model_factory is not None:

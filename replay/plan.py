@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..schemas.results import Table
@@ -27,8 +27,6 @@ class ArmPlan:
     """Tokens per second, measured on the first rows; None until measured."""
     load_s: float | None = None
     """Measured seconds to load the weights of one policy version; None until measured."""
-    num_devices: int = 1
-    """Number of GPUs or CPUs in use at the same time."""
 
     @property
     def seconds(self) -> float | None:
@@ -39,15 +37,6 @@ class ArmPlan:
             return None
         return self.num_tokens / self.tokens_per_s + self.num_versions * (self.load_s or 0.0)
 
-    @property
-    def device_hours(self) -> float | None:
-        """Estimated device hours; None until the pace is known."""
-        return None if self.seconds is None else self.seconds * self.num_devices / 3600
-
-    def at(self, tokens_per_s: float, load_s: float) -> ArmPlan:
-        """Return the plan with a measured pace."""
-        return replace(self, tokens_per_s=tokens_per_s, load_s=load_s)
-
 
 class ReplayPlan(list[ArmPlan], Table):
     """The work that remains to be done under each arm."""
@@ -57,18 +46,9 @@ class ReplayPlan(list[ArmPlan], Table):
     @property
     def seconds(self) -> float | None:
         """Estimated time for all arms, seconds; None until the pace is known."""
-        return _total(arm.seconds for arm in self)
-
-    @property
-    def device_hours(self) -> float | None:
-        """Estimated device hours for all arms; None until the pace is known."""
-        return _total(arm.device_hours for arm in self)
+        known = [arm.seconds for arm in self]
+        return None if None in known else sum(seconds or 0.0 for seconds in known)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        names = [field.name for field in fields(ArmPlan)] + ["seconds", "device_hours"]
+        names = [field.name for field in fields(ArmPlan)] + ["seconds"]
         return names, [[getattr(arm, name) for name in names] for arm in self]
-
-
-def _total(values: Iterable[float | None]) -> float | None:
-    known = list(values)
-    return None if None in known else sum(value or 0.0 for value in known)

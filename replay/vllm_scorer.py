@@ -51,11 +51,6 @@ class VllmScorer:
         return ("vllm", *arguments, self._decodes, self.arm.adapter)
 
     @property
-    def num_devices(self) -> int:
-        """Number of devices that the engine uses."""
-        return int(self._arguments().get("tensor_parallel_size") or 1)
-
-    @property
     def dtype(self) -> str:
         """torch's name for the engine's dtype: the one set by the arm, else that of the recorded engine, else the
         trainer's."""

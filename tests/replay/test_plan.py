@@ -111,17 +111,5 @@ def test_the_command_prints_the_plan_and_says_how_long(trace):
     [(0.25, "0.2 seconds"), (45, "45 seconds"), (500, "8.3 minutes"), (90_000, "25 hours"), (3.7e6, "43 days")],
 )
 def test_times_are_said_in_words(seconds, words):
-    plan = ReplayPlan([ArmPlan(arm="a", num_steps=1, num_sequences=1, num_tokens=100).at(100 / seconds, 0.0)])
+    plan = ReplayPlan([ArmPlan(arm="a", num_steps=1, num_sequences=1, num_tokens=100, tokens_per_s=100 / seconds)])
     assert estimate_sentence(plan).startswith(f"about {words}: 100 tokens in 1 arm at ")
-
-
-def test_device_hours_are_those_of_all_devices_and_are_said_where_they_cost_something():
-    arms = [
-        ArmPlan(arm=name, num_steps=1, num_sequences=1, num_tokens=100, num_devices=n)
-        for name, n in (("a", 1), ("b", 8))
-    ]
-    plan = ReplayPlan(arm.at(100 / 7200, 0.0) for arm in arms)  # two hours an arm
-    assert plan.device_hours == pytest.approx(2 + 16)
-    assert ", 18 device hours" in estimate_sentence(plan)
-    assert "device hours" not in estimate_sentence(ReplayPlan(arm.at(100.0, 0.0) for arm in arms))
-    assert ReplayPlan(arms).device_hours is None
