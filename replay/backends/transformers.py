@@ -61,11 +61,6 @@ class TransformersScorer:
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
 
     @property
-    def backbone(self) -> Any:
-        """The module that returns the hidden states."""
-        return self._model.base_model if self._compiled is None else self._compiled
-
-    @property
     def _device(self) -> Any:
         return next(self._model.parameters()).device
 
