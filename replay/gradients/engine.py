@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ...schemas.errors import CannotReplay, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
@@ -102,13 +103,13 @@ def _here(
     run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance
 ) -> Iterator[_Outcome]:
     """Yield the outcome of each step, computed in this process."""
-    taken = _Taken(run, arms, asked)
+    taker = _StepTaker(run, arms, asked)
     try:
         for step in steps:
-            yield taken.outcome(step)
+            yield taker.run(step)
             advance(1)
     finally:
-        taken.close()
+        taker.close()
 
 
 def _on_cluster(
@@ -127,29 +128,6 @@ def _on_cluster(
     yield from (outcomes[number] for number in range(len(steps)))
 
 
-class _StepTaker:
-    """The Ray actor of a gradient; opens the trace and keeps a model from step to step."""
-
-    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int):
-        """`threads` is torch's number of threads in the parent process."""
-        self._opening = run.opening
-        self._arms, self._asked, self._threads = arms, asked, threads
-        self._taken: _Taken | None = None
-
-    def run(self, step: int) -> _Outcome:
-        if self._taken is None:
-            import torch
-
-            torch.set_num_threads(self._threads)
-            self._taken = _Taken(RecordedRun(**self._opening), self._arms, self._asked)
-        return self._taken.outcome(step)
-
-    def close(self) -> None:
-        """Release the model."""
-        if self._taken is not None:
-            self._taken.close()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     """The options of a call, and the settings and metrics of the run."""
@@ -160,22 +138,36 @@ class _Asked:
     norms: dict[int, float]
 
 
-class _Taken:
-    """Computes gradients, one optimizer step at a time."""
+class _StepTaker:
+    """Computes gradients, one step at a time; on a cluster, in an actor that opens the trace itself."""
 
-    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked):
-        self.run, self.arms, self.asked = run, arms, asked
-        self._device = device_here()
+    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int | None = None):
+        """`threads` is torch's number of threads in the parent process of an actor; None in this process."""
+        self.arms, self.asked = arms, asked
+        self._opening, self._threads = run.opening, threads
+        if threads is None:
+            self.trace = run
         self._passes = {name for arm in arms for name in passes_of(asked.loss, arm)}
-        self._loaded = LoadedModel(run.weights)
         self._scorers: dict[str, list[GradientScorer]] = {}
 
-    def outcome(self, step: int) -> _Outcome:
+    @cached_property
+    def trace(self) -> RecordedRun:
+        """The trace, opened by an actor."""
+        import torch
+
+        torch.set_num_threads(self._threads or 1)
+        return RecordedRun(**self._opening)
+
+    @cached_property
+    def _loaded(self) -> LoadedModel:
+        return LoadedModel(self.trace.weights)
+
+    def run(self, step: int) -> _Outcome:
         """Return the results of a step's updates under each arm, or the error."""
         results: list[GradientStep] = []
         try:
-            for update in updates(self.run, step, self._passes, self.asked.norms):
-                check_tokens([entry.row for entry in update.rows], self.run.model["config"])
+            for update in updates(self.trace, step, self._passes, self.asked.norms):
+                check_tokens([entry.row for entry in update.rows], self.trace.model["config"])
                 results.extend(self._update(update))
         except (WeightsMissing, CannotReplay) as error:
             return _Outcome(step=step, results=results, refusal=error)
@@ -199,10 +191,10 @@ class _Taken:
 
     def _scorers_of(self, update: Update) -> list[GradientScorer]:
         if update.contract not in self._scorers:
-            contract = self.run.train_contract(update.contract, update.loss_pass)
+            contract = self.trace.train_contract(update.contract, update.loss_pass)
             self._loaded.close()
             self._scorers[update.contract] = [
-                GradientScorer(self.run, arm.forward, contract, self._device) for arm in self.arms
+                GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self.arms
             ]
         return self._scorers[update.contract]
 
