@@ -95,8 +95,8 @@ def write(path, steps, loss=None, passes=("rollout", "train", "current"), advant
     return path
 
 
-def options_of(loss):
-    """A loss as options of `objective`."""
+def options_of(loss, **changes):
+    """A loss, with changes, as the option of `objective`."""
     name = {"sequence_mean": "gspo", "sequence_sum": "rloo"}.get(loss.level, loss.kind)
     if loss.kind == "vespo":
         name = "vespo"
@@ -111,7 +111,8 @@ def options_of(loss):
         "correction_high",
         *SMOOTH,
     )
-    return {"loss": name} | {option: getattr(loss, option) for option in names}
+    values = {option: getattr(loss, option) for option in names} | changes
+    return {"loss": ",".join([name, *(f"{key}={value}" for key, value in values.items() if value is not None)])}
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +304,7 @@ def test_identities_of_a_term(advantage, drift, name, d):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_mismatch_nothing_is_bent(exact, name):
-    found = objective(exact, **options_of(LOSSES[name]) | {"denominator": "train", "correction": "none"})
+    found = objective(exact, **options_of(LOSSES[name], denominator="train", correction="none"))
     assert {found.value(figure) for figure in ("bias", "abs_bias", "cov_weighed_d")} == {0.0}
     assert found.value("flipped") == (0 if LOSSES[name].has_clip else None)
     assert found.value("var_d") == 0
@@ -442,7 +443,7 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
 def test_sql_gives_the_same(opened, name):
     loss, (steps, database) = LOSSES[name], opened[False]
     # SQL counts tokens alike, so that is asked of both.
-    rows = objective(database, **options_of(loss) | {"aggregation": "token_mean"}).steps.dicts()
+    rows = objective(database, **options_of(loss, aggregation="token_mean")).steps.dicts()
     names = (
         "kind",
         "level",
@@ -481,7 +482,7 @@ CLIPS = {name: loss for name, loss in LOSSES.items() if loss.kind == "ppo_clip"}
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_sql_gives_the_bias_without_the_clip(opened, name, aggregation):
     loss, (_, database) = CLIPS[name], opened[False]
-    found = objective(database, **options_of(loss) | {"aggregation": aggregation})
+    found = objective(database, **options_of(loss, aggregation=aggregation))
     names = (
         "kind", "level", "clip_low", "clip_high", "clip_hard", "denominator", "correction", "correction_low", "correction_high",
     )  # fmt: skip
