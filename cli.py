@@ -60,7 +60,7 @@ SECTIONS = {
         "verify": "Verify every byte of a trace against its checksums.",
         "compact": "Merge the files of many writers into few.",
         "query": "Run a named query, or list them.",
-        "export": "Write a run for pandas, TensorBoard, W&B or MLflow.",
+        "export": "Write a run for pandas, TensorBoard or W&B.",
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
@@ -1286,10 +1286,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to",
-    required=True,
-    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
-    help="File format to write.",
+    "--to", required=True, type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]), help="File format to write."
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
@@ -1299,14 +1296,11 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
     parquet and jsonl: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
-    reads them. tensorboard, wandb and mlflow: the mismatch by step and every logged number; wandb's run is written offline,
-    mlflow's to a SQLite file.
+    reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
     """
     from .analysis import export_run
 
-    with _library_output_held_back() if options["to"] == "mlflow" else nullcontext():
-        exported = export_run(trace, progress=_progress, **options)
-    _tell(str(exported))
+    _tell(str(export_run(trace, progress=_progress, **options)))
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
