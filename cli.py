@@ -38,7 +38,6 @@ from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
     from .analysis.rows import Rows
-    from .replay.plan import ReplayPlan
     from .replay.results import ReplayedSteps
     from .replay.sample import Sample
 
@@ -59,7 +58,7 @@ SECTIONS = {
         "verify": "Verify every byte of a trace against its checksums.",
         "compact": "Merge the files of many writers into few.",
         "query": "Run a named query, or list them.",
-        "export": "Write a run for pandas, TensorBoard, W&B or MLflow.",
+        "export": "Write a run for pandas, TensorBoard or W&B.",
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
@@ -144,8 +143,6 @@ def _print(text: str, **how: Any) -> None:
 
 _SUMMED_TOKENS = 1_000_000
 """Minimum response tokens of a run for which `record` computes sums at the end; else the first query does."""
-_LEAST_TOLD_S = 10
-"""Minimum duration of a replay for which an estimate is printed, seconds."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -315,10 +312,6 @@ _weights_from = click.option(
 _model_factory = click.option(
     "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not have."
 )
-_capture_fraction = click.option(
-    "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
-)  # fmt: skip
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
     "--confidence", default=0.95, type=float, metavar="C", help="Confidence level of the intervals over groups."
@@ -392,7 +385,10 @@ def main() -> None:
 @click.option(
     "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep of each token's distribution."
 )
-@_capture_fraction
+@click.option(
+    "--capture-fraction", default=1.0, type=float, metavar="F",
+    help="Share of the sequences whose distributions are kept.",
+)  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
     help="Record every policy version's weights, bit for bit; auto: only for models up to --weights-below.",
@@ -473,9 +469,6 @@ tim-trace import auto outputs/token_exports -o runs/mine
     help="Share of the sequences to import, selected by a hash of their names.",
 )
 @click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as available.")
-@click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for replays.")
-@click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
-@click.option("--tokenizer", metavar="DIR", help="With --model: folder of the tokenizer, if different.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 @_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
@@ -494,12 +487,10 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     from .tracer.importers.mapping import parse_map
     from .tracer.scored_passes import comparable_pair
 
-    with _library_output_held_back() if options["model"] or options["ray"] else nullcontext():
+    with _library_output_held_back() if options["ray"] else nullcontext():
         imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
-    if imported.attached is not None:
-        _tell(_attached(output, imported.attached))
 
 
 @_example("tim-trace info runs/demo")
@@ -776,43 +767,15 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(rows, "corrections")
 
 
-@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
+@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_steps
 @click.option(
-    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo", "sapo", "vespo"]),
-    help="Kind of loss; default: the recorded one, or PPO with clip 0.2.",
+    "--loss", metavar="KIND|FIELDS",
+    help="Loss to use instead of the recorded one: ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo, and fields of the "
+    "loss, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
-@click.option("--clip-low", type=float, metavar="E", help="Lower bound of the ratio, as its distance from 1.")
-@click.option(
-    "--clip-high",
-    type=float,
-    metavar="E",
-    help="Upper bound, as its distance from 1; for cispo the largest weight itself.",
-)
-@click.option("--clip-hard", type=float, metavar="C", help="Largest ratio for any sign of the advantage.")
-@click.option(
-    "--sapo-temperature-pos", type=float, metavar="T", help="Temperature of sapo where the advantage is positive."
-)
-@click.option("--sapo-temperature-neg", type=float, metavar="T", help="Temperature of sapo elsewhere.")
-@click.option("--vespo-k-pos", type=float, metavar="K", help="Power of vespo where the advantage is not negative.")
-@click.option("--vespo-lambda-pos", type=float, metavar="L", help="Decay of vespo there.")
-@click.option("--vespo-k-neg", type=float, metavar="K", help="Power of vespo where the advantage is negative.")
-@click.option("--vespo-lambda-neg", type=float, metavar="L", help="Decay of vespo there.")
-@click.option(
-    "--denominator", type=click.Choice(["train", "rollout", "current"]), help="Pass in the denominator of the ratio."
-)
-@click.option(
-    "--aggregation", metavar="NAME",
-    help="Aggregation over tokens: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
-)  # fmt: skip
-@click.option(
-    "--correction", metavar="NAME",
-    help="Correction factor of the terms: none, token_truncate, token_mask, sequence_truncate or sequence_mask.",
-)  # fmt: skip
-@click.option("--correction-low", type=float, metavar="C", help="Lower bound of the correction on train / rollout.")
-@click.option("--correction-high", type=float, metavar="C", help="Upper bound of the correction.")
 @_confidence
 @_by("run", "step", help="What a row stands for; run adds the worst steps.")
 @_ray
@@ -822,7 +785,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 
     It holds the contribution of each token under the ratio that the loss used against the one that the samples call for,
     current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
-    read from the trace; options take the place of what it says.
+    read from the trace; --loss takes the place of what it says.
     """
     from .analysis import objective as bend
     from .analysis.objective.text import objective_json, objective_rows, objective_text
@@ -870,20 +833,13 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     "--sample", metavar="F|N",
     help="Score a random share (below 1) or number of sequences, in whole groups; a larger one later adds to it.",
 )  # fmt: skip
-@click.option("--as-recorded", is_flag=True, help="Replay with the recorded settings (default).")
 @_arm_options
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1; can be repeated."
 )
-@click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with one table per arm.")
 @_model_factory
 @_weights_from
 @_allow_kernel
-@click.option(
-    "--capture", default="logprobs", metavar="logprobs|topk:K|logits|hidden",
-    help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
-)  # fmt: skip
-@_capture_fraction
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
@@ -891,7 +847,7 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
-@_prints(json="Print JSON, one row per step; with --sample or --dry-run, per arm.")
+@_prints(json="Print JSON, one row per step; with --dry-run, per arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
@@ -899,27 +855,18 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     or says what differs here. Steps that an arm has already are not done again.
     """
     from .analysis import replay as score_again
-    from .analysis.main_columns import MAIN_COLUMNS
-    from .analysis.replay_text import estimate_sentence, plan_rows, replay_estimates
-    from .analysis.rows import table, to_text
-    from .replay.results import by_arm
+    from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
+    from .analysis.rows import table
     from .tracer.scored_passes import replayed_pair
 
-    def tell_estimate(plan: ReplayPlan) -> None:
-        if (plan.seconds or 0) >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
-            _tell(estimate_sentence(plan))
-
     with _library_output_held_back():
-        results = score_again(trace, progress=_progress, at_estimate=tell_estimate, **options)
+        results = score_again(trace, progress=_progress, **options)
     if options["dry_run"]:
         form.table(plan_rows(results.plan), "replay_plan")
         _tell(estimate_sentence(results.plan))
         return
-    estimates = replay_estimates(results)
     form.answer(
-        json=lambda: table(estimates or results),
-        text=lambda width: to_text(table(estimates or by_arm(results)), width, MAIN_COLUMNS["replay"]),
-        rows=lambda: table(estimates or results),
+        json=lambda: table(results), text=lambda width: replay_text(results, width), rows=lambda: table(results)
     )
     for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
         _tell(line)
@@ -965,14 +912,9 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
-    "--micro-batches", default=4, type=int, metavar="N",
-    help="Minimum number of micro-batches for bias and variance; 0: omit them.",
-)  # fmt: skip
-@click.option(
     "--loss", metavar="FIELDS",
     help="Loss to use instead of the recorded one, e.g. kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip
-@click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @_model_factory
 @_weights_from
 @_allow_kernel
@@ -989,8 +931,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
     sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.
 
-    bias is the length of the mean difference to the gradient as recorded, bias_error its standard error over micro-batches;
-    progress_a, _b and _c are the terms of arXiv 2602.01826, eq. 13.
+    bias is the length of the difference to the gradient as recorded, variance that of the mean over micro-batches.
     """
     from dataclasses import asdict
 
@@ -1237,10 +1178,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to",
-    required=True,
-    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
-    help="File format to write.",
+    "--to", required=True, type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]), help="File format to write."
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
@@ -1250,14 +1188,11 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
     parquet and jsonl: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
-    reads them. tensorboard, wandb and mlflow: the mismatch by step and every logged number; wandb's run is written offline,
-    mlflow's to a SQLite file.
+    reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
     """
     from .analysis import export_run
 
-    with _library_output_held_back() if options["to"] == "mlflow" else nullcontext():
-        exported = export_run(trace, progress=_progress, **options)
-    _tell(str(exported))
+    _tell(str(export_run(trace, progress=_progress, **options)))
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
@@ -1459,10 +1394,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 def _sampled(sample: Sample) -> str:
     """Describe the sample of a replay."""
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
-    return (
-        f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}; "
-        f"low and high are 95% intervals for all {sample.num_sequences:,} sequences of these steps"
-    )
+    return f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}"
 
 
 def _attached(trace: str, found: Any) -> str:

@@ -112,8 +112,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     parameters = {
         parameter.name: said(parameter.default)
         for parameter in inspect.signature(TWINS[name]).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        and parameter.name not in ("progress", "at_end", "at_estimate")
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in ("progress", "at_end")
     }
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}

@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from textwrap import shorten
 from typing import Any, Protocol
@@ -105,20 +105,18 @@ def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
 
 
 def run_units(
-    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float,
-    at_room: Callable[[int], None] = lambda num_actors: None,
-) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
+) -> Iterator[tuple[int, Any]]:
     """Yield the number and result of each unit, in the order in which the units finish.
 
     `address` is LOCAL, `auto` or `host:port`. The units are shared by all actors that the cluster has room for, each with a copy of
     `worker`; `num_cpus` per actor is capped at the largest node. A unit whose actor or node dies is given to
-    another. A worker's errors are raised here. `at_room` is called with the number of actors that fit.
+    another. A worker's errors are raised here.
 
     Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or a unit kills TRIES actors.
     """
     with connected(address) as ray:
         pool = _Pool(ray, worker, num_cpus, num_gpus, len(units))
-        at_room(max(pool.room, 1))
         try:
             yield from pool.run(units)
             pool.close()

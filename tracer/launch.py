@@ -120,7 +120,6 @@ def record(
             f"record: {option('resume')} adds to an existing trace and {option('force')} replaces it; choose one"
         )
     spec = Capture.parse(capture, capture_fraction)
-    spec.check_records()
     if weights not in WEIGHTS_CHOICES:
         raise InvalidOption(f"got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}", option="weights")
     if engine_weights not in ENGINE_WEIGHTS_CHOICES:

@@ -48,8 +48,8 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
     command that supplies them."""
     step = int(data.sample.steps[0]) if step is None else step
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
-    asked = f"tim-trace replay {trace} --steps {step} {options} --name {name} && tim-trace stats {trace} "
-    asked += f"--pair replay/{name}:{data.sample.b.name}"
+    asked = " ".join(filter(None, ("tim-trace replay", trace, "--steps", str(step), options)))
+    asked += f" --name {name} && tim-trace stats {trace} --pair replay/{name}:{data.sample.b.name}"
     return _with_weights(data, asked)
 
 

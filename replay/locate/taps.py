@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batching import ForwardBatch, PaddedBatch, SharedBatch
+from ..batching import ForwardBatch, PaddedBatch
 from ..prefix_tree import TreeBatch
 from .names import core_name, layer_modules, layer_of
 
@@ -71,9 +71,6 @@ def places(batch: ForwardBatch, index: int) -> np.ndarray:
     if isinstance(batch, TreeBatch):
         return batch.places_B[index]
     end = int(batch.ends_B[index])
-    if isinstance(batch, SharedBatch):
-        prompt = np.arange(*batch.prompts_B[index].tolist())
-        return np.concatenate([prompt, np.arange(end - len(row.response_ids), end)])
     return np.arange(end - row.num_tokens, end)
 
 

@@ -11,16 +11,13 @@ from ...schemas.checksums import SealedFile
 from ...schemas.errors import (
     DamagedTrace,
     ImportFailed,
-    InvalidOption,
     TraceExists,
     TraceNotFound,
-    option,
 )
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store
-from ..weights.attach import attach_model, is_attached, load_folder
 from .dump import DumpFolder, Part, Reading, content_of
 from .file_lines import Lines, cut_lines, folder_of_lines
 from .format import Format
@@ -43,9 +40,6 @@ def import_dump(
     steps: str = ALL_STEPS,
     sample: float = 1.0,
     partial: bool = False,
-    model: str | os.PathLike[str] | None = None,
-    model_version: int = 0,
-    tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
     ray: str | None = None,
     progress: Progress = no_progress,
@@ -60,10 +54,6 @@ def import_dump(
 
     `path` is a file or a folder, local or as a URL that fsspec can open.
 
-    `model` is a Hugging Face folder whose weights are attached as policy version `model_version`, so that the trace can be
-    replayed; its tokenizer comes from there or from `tokenizer`. Errors are those of `attach`; if attaching
-    fails after the import, the trace is kept without weights.
-
     Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
     Memory holds one step at a time, or 512 rows of a JSON Lines file.
 
@@ -73,34 +63,6 @@ def import_dump(
 
     Raises ImportFailed, naming file, field and row; the output is then left as it was before.
     """
-    if model is None:
-        if tokenizer is not None or model_version:
-            name = "tokenizer" if tokenizer is not None else "model_version"
-            raise InvalidOption(f"requires {option('model', 'DIR')}", option=name)
-        return _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
-    # The model comes first, so that an unusable folder is rejected before anything is written.
-    loaded = load_folder(model, tokenizer)
-    result = _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
-    if not is_attached(result.folder, model_version, model):
-        try:
-            result.attached = attach_model(result.folder, model_version, model, *loaded)
-        except InvalidOption as error:
-            raise InvalidOption(f"{output}: imported without weights: {error}") from error
-    return result
-
-
-def _imported(
-    format: str,
-    path: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    map: Mapping[str, str] | None,
-    steps: str,
-    sample: float,
-    partial: bool,
-    force: bool,
-    ray: str | None,
-    progress: Progress,
-) -> Imported:
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)

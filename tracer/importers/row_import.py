@@ -30,7 +30,7 @@ from .rowbatch import RowBatch
 from .selection import EVERYTHING, Selection
 
 if TYPE_CHECKING:
-    from ..weights.attach import Attached
+    pass
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""
@@ -72,9 +72,6 @@ class Imported:
     """Incomplete parts of the dump that were left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
-    attached: Attached | None = None
-    """The weights attached by this import; None if no weights were given or the weights
-    were already attached."""
 
 
 class RowImport:

@@ -19,7 +19,7 @@ def find_equal(data: PairData) -> list[Finding]:
         return []
     differing = _differing(data.contract("a"), data.contract("b"))
     if differing:
-        replay = commands.replay(data, "--as-recorded", "again")
+        replay = commands.replay(data, "", "as-recorded")
         return [
             data.finding(
                 "copies",
