@@ -479,7 +479,6 @@ tim-trace import auto outputs/token_exports -o runs/mine
 @click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
 @click.option("--tokenizer", metavar="DIR", help="With --model: folder of the tokenizer, if different.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
-@_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
 
@@ -496,7 +495,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     from .tracer.importers.mapping import parse_map
     from .tracer.scored_passes import comparable_pair
 
-    with _library_output_held_back() if options["model"] or options["ray"] else nullcontext():
+    with _library_output_held_back() if options["model"] else nullcontext():
         imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
@@ -562,7 +561,6 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
 )
 @click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size of a merged file.")
 @click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
-@_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
@@ -574,8 +572,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     from .analysis import compact as run
     from .analysis.compact import compaction_text
 
-    with _library_output_held_back() if options["ray"] else nullcontext():
-        found = run(trace, progress=_progress, **options)
+    found = run(trace, progress=_progress, **options)
     form.answer(
         json=lambda: {"trace": found.trace, "tables": found.tables},
         text=lambda width: compaction_text(found, width),

@@ -13,7 +13,6 @@ from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.results import Result
 from ..schemas.size import parse_size
 from ..schemas.sums import KINDS
-from ..tracer.cluster import connected
 from ..tracer.compaction.elsewhere import merge_to
 from ..tracer.compaction.merge import merge
 from ..tracer.index import write_index
@@ -54,7 +53,6 @@ def compact(
     output: str | os.PathLike[str] | None = None,
     file_size: str = FILE_SIZE,
     force: bool = False,
-    ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Compaction:
     """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
@@ -63,22 +61,17 @@ def compact(
     `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A live trace is
     merged up to the last step closed by all its writers. Replays, distributions and weights keep separate files.
 
-    `ray` divides the steps among the actors of a Ray cluster: `local` starts one here, an address (`auto`, `host:port`) is that
-    of a running one whose nodes see the trace at the same path. File boundaries then differ from those of one process.
-
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part of the trace is
     missing.
     """
     file_bytes = parse_size(file_size, option="file_size")
     path = os.fspath(trace)
     if output is not None:
-        with connected(ray):
-            merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress, ray=ray)
+        merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress)
         path = os.fspath(output)
     else:
         sums = _kept_sums(path)
-        with connected(ray):
-            merged = merge(path, file_bytes, progress, ray)
+        merged = merge(path, file_bytes, progress)
         if any(table.files_before for table in merged):
             _keep_sums(path, sums)
     rows = [tuple(getattr(table, column) for column in COLUMNS) for table in merged]

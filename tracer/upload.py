@@ -79,9 +79,9 @@ class Upload:
             self.put(MANIFEST, tries=tries)
             self._sent[MANIFEST] = 1
 
-    def send_index(self, *, elsewhere: Store | None = None) -> None:
-        """Upload an index of the uploaded files, replacing the previous one; `elsewhere` as in `write_index`."""
-        write_index(self.folder, elsewhere=elsewhere)
+    def send_index(self) -> None:
+        """Upload an index of the uploaded files, replacing the previous one."""
+        write_index(self.folder)
         names = Store(self.folder).files(INDEX)
         for name, size in names.items():
             if self._sent.get(f"{INDEX}/{name}") != size:

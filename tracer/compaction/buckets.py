@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -53,11 +53,6 @@ class Part:
     """
     num_bytes: int
     """Size of the row group in the file, bytes."""
-
-    def within(self, first: int, stop: int) -> Part:
-        """Return the part restricted to steps in [first, stop)."""
-        kept = (self.steps >= first) & (self.steps < stop)
-        return replace(self, steps=self.steps[kept], tokens=self.tokens[kept])
 
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import fsspec
@@ -20,68 +19,15 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
         return list(pq.read_schema(file).names)
 
 
-def parquet_rows(
-    filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str], groups: RowGroups | None = None
-) -> Iterator[RowBatch]:
-    """Yield rows of a Parquet file, only those in `groups` if given, with the requested columns that exist.
-
-    Raises ImportFailed.
-    """
+def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
+    """Yield the rows of a Parquet file, with the requested columns that exist. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size = int(filesystem.size(name) or 0)
         with filesystem.open(name, "rb") as file:
             parquet = pq.ParquetFile(file)
             present = [column for column in parquet.schema_arrow.names if column in columns]
-            chosen = None if groups is None else range(groups.begin, groups.end)
-            batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present, row_groups=chosen)
-            first = 1 if groups is None else groups.first_row
-            yield from _row_batches(name, batches, present, size, parquet.metadata.num_rows, first)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowGroups:
-    """Consecutive row groups in a Parquet file, with indices from `begin` (included) to `end` (excluded)."""
-
-    begin: int
-    end: int
-    first_row: int
-    """Number of the first row, counted in the file from 1."""
-    num_rows: int
-    start: int
-    """Byte offset of the first row group in the file."""
-    num_bytes: int
-
-
-def parquet_groups(filesystem: fsspec.AbstractFileSystem, name: str, most: int) -> list[RowGroups]:
-    """Divide a Parquet file's row groups into consecutive ranges of about `most` bytes. Raises ImportFailed."""
-    with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
-        metadata = pq.read_metadata(file)
-    found: list[RowGroups] = []
-    first_row = 1
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        columns = [group.column(place) for place in range(group.num_columns)]
-        start = min((_start(column) for column in columns), default=0)
-        stop = max((_start(column) + column.total_compressed_size for column in columns), default=0)
-        if found and stop - found[-1].start <= most:
-            before = found[-1]
-            found[-1] = replace(
-                before, end=number + 1, num_rows=before.num_rows + group.num_rows, num_bytes=stop - before.start
-            )
-        else:
-            found.append(
-                RowGroups(
-                    begin=number, end=number + 1, first_row=first_row, num_rows=group.num_rows, start=start, num_bytes=stop - start
-                )
-            )  # fmt: skip
-        first_row += group.num_rows
-    return found
-
-
-def _start(column: Any) -> int:
-    """Return the byte offset of a column chunk."""
-    pages = column.dictionary_page_offset, column.data_page_offset
-    return int(min(page for page in pages if page is not None))
+            batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
+            yield from _row_batches(name, batches, present, size, parquet.metadata.num_rows)
 
 
 def arrow_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
@@ -125,12 +71,13 @@ def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _row_batches(
-    name: str, batches: Iterator[pa.RecordBatch], columns: list[str], size: int, num_rows: int | None, first: int = 1
+    name: str, batches: Iterator[pa.RecordBatch], columns: list[str], size: int, num_rows: int | None
 ) -> Iterator[RowBatch]:
     """Yield batches as RowBatch, with their rows numbered.
 
     The size of a batch is its share of the file size or, if `num_rows` is None, its size in memory.
     """
+    first = 1
     for batch in batches:
         arrays: dict[str, Any] = {column: batch.column(batch.schema.get_field_index(column)) for column in columns}
         yield RowBatch(

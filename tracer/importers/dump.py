@@ -135,12 +135,10 @@ def _in_order(name: str) -> list[Any]:
 _READ_BYTES = 1 << 20
 
 
-def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None, start: int = 0) -> SealedFile:
-    """Return the size and hash of a whole file, of its first `lines` lines, or of `num_bytes` bytes from offset `start`."""
+def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
+    """Return the size and hash of a whole file, of its first `lines` lines, or of its first `num_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
-        if start:
-            file.seek(start)
         if lines is not None:
             for _ in range(lines):
                 line = file.readline()

@@ -5,7 +5,10 @@ Shapes: B sequences in one step, R sequences (out of B) that a pass has scored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,11 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
+from ... import __version__
 from ...schemas.capture import Capture
-from ...schemas.errors import ImportFailed, InvalidRecord
+from ...schemas.clock import now
+from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
+from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
 from ..batch import Batch
+from ..create import grown_trace, whole_trace
 from ..ragged import Ragged
 from ..recorder import Recorder
 from ..routing import Routing
@@ -88,26 +95,18 @@ class RowImport:
         *,
         selection: Selection = EVERYTHING,
         ordered: bool = False,
-        zero_lists: ZeroLists | None = None,
-        num_before: int = 0,
     ):
-        """`source` is the format's name, and `path` the location of the files.
-
-        In one unit of a larger import, `zero_lists` holds what is known about zeros in the other units, and
-        `num_before` is the number of rows in earlier units, which determines the names of unnamed sequences.
-
-        `ordered` means that steps never decrease.
+        """`source` is the format's name, and `path` the location of the files. `ordered` means that steps never
+        decrease.
         """
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
         self._writer = ImportWriter(folder)
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
-        self._zero_lists = zero_lists or ZeroLists()
-        self.left_open: tuple[str, ...] = ()
-        """Passes whose lists of zeros could only be judged at the end of the import."""
+        self._zero_lists = ZeroLists()
         self._open: dict[str, list[_Scores]] = {}
-        self._num_read = num_before
+        self._num_read = 0
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
@@ -135,6 +134,14 @@ class RowImport:
             raise ImportFailed(f"{self._where}: {error}") from error
         if error is None:
             self._writer.check(self._where)
+
+    def check_any(self) -> None:
+        """Raise ImportFailed if no row was read or selected."""
+        path = self._contract["path"]
+        if not self._num_read:
+            raise ImportFailed(f"{path}: holds no rows")
+        if not self.result.num_sequences:
+            raise ImportFailed(f"{path}: none of its {self._num_read} sequences was selected; give a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
         """Declare a pass and its contract. The contract field `logprobs_note` states why the pass has no logprobs."""
@@ -188,8 +195,7 @@ class RowImport:
 
     def _finish(self) -> None:
         """Judge the lists of zeros that could not be judged before all rows were read."""
-        self.left_open = tuple(self._open)
-        for name in self.left_open:
+        for name in tuple(self._open):
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns += self._unowned
 
@@ -279,6 +285,34 @@ class RowImport:
                 routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
                 **beside,
             )
+
+
+@contextmanager
+def open_import(
+    output: str | os.PathLike[str],
+    format: str,
+    url: str,
+    selection: Selection,
+    *,
+    ordered: bool,
+    grows: bool,
+    force: bool,
+) -> Iterator[RowImport]:
+    """Open a RowImport for a new trace, or for the trace at `output` if `grows`. A failed import leaves no files behind.
+
+    Raises ImportFailed.
+    """
+    source = f"import {format} {url}"
+    manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
+    place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
+    try:
+        with place as folder, RowImport(folder, format, url, selection=selection, ordered=ordered) as rows:
+            yield rows
+    except TimTraceError:
+        raise
+    except OSError as error:
+        raise ImportFailed(f"{output}: could not be written ({error})") from error
+    rows.result.folder = Path(os.path.abspath(os.path.expanduser(output)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import fsspec
 
 from ...schemas.errors import ImportFailed
 from ..store import file_system
-from .arrowfiles import RowGroups, arrow_names, arrow_rows, parquet_groups, parquet_names, parquet_rows
+from .arrowfiles import arrow_names, arrow_rows, parquet_names, parquet_rows
 from .rowbatch import RowBatch, explained
 from .textfiles import csv_names, csv_rows, json_names, json_rows
 
@@ -29,9 +29,8 @@ class Format:
     rows: Callable[[fsspec.AbstractFileSystem, str, Collection[str]], Iterator[RowBatch]]
 
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
 FORMATS = (
-    Format(PARQUET_SUFFIXES, parquet_names, parquet_rows),
+    Format((".parquet", ".pq"), parquet_names, parquet_rows),
     Format((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"), json_names, json_rows),
     Format((".csv", ".csv.gz"), csv_names, csv_rows),
     Format((".arrow", ".feather"), arrow_names, arrow_rows),
@@ -78,24 +77,9 @@ class RowFiles:
         for name in self.files:
             yield from self.rows(name, columns)
 
-    def rows(self, name: str, columns: Collection[str], groups: RowGroups | None = None) -> Iterator[RowBatch]:
-        """Yield the rows of a file, or only those in the given row groups."""
-        if groups is not None:
-            return parquet_rows(self.filesystem, name, columns, groups)
+    def rows(self, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
+        """Yield the rows of a file."""
         return _known(name).rows(self.filesystem, name, columns)
-
-    def groups(self, name: str, most: int) -> list[RowGroups]:
-        """Divide a Parquet file's row groups into consecutive ranges of about `most` bytes.
-
-        Returns an empty list for other files.
-        """
-        return parquet_groups(self.filesystem, name, most) if name.endswith(PARQUET_SUFFIXES) else []
-
-    def num_rows(self, name: str) -> int:
-        """Count the rows in a file. Parquet files state the number of rows; other files are read completely."""
-        if name.endswith(PARQUET_SUFFIXES):
-            return sum(groups.num_rows for groups in self.groups(name, 0))
-        return sum(len(batch.numbers) for batch in self.rows(name, ()))
 
     def metrics(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Yield the rows of the metrics files."""
