@@ -482,13 +482,13 @@ tim-trace import auto outputs/token_exports -o runs/mine
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, npz, vllm, sglang, trl, areal, open-instruct,
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
     torchtitan or ms-swift; docs/reference/import-formats.md says what each reads. Importing a folder
     again is incremental. No code in the files is executed.
 
-    FORMAT parquet is the neutral format: one row per sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
+    FORMAT parquet is the neutral format: one row per sequence, in Parquet or JSON, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
-    PATH is a file, a folder or a URL (s3://bucket/dump); for parquet also a pattern, or a folder of save_to_disk of Hugging Face datasets.
+    PATH is a file, a folder or a URL (s3://bucket/dump); for parquet also a pattern.
     """
     from .analysis import import_dump
     from .analysis.trace.sums import summarize

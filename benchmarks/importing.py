@@ -7,9 +7,7 @@ import pickle
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import msgspec
@@ -151,7 +149,6 @@ def _formats():
         "skyrl": (dumps.write_skyrl, _read_skyrl),
         "prime-rl": (dumps.write_prime_rl, _read_json),
         "nemo-rl": (dumps.write_nemo_rl, _read_json),
-        "npz": (dumps.write_npz, _read_npz),
         "vllm": (dumps.write_vllm, _read_json),
         "sglang": (dumps.write_sglang, _read_json),
         "open-instruct": (dumps.write_open_instruct, _read_json),
@@ -207,42 +204,6 @@ def _read_arrow(path):
     return pj.read_json(path, read_options=pj.ReadOptions(block_size=64 << 20))
 
 
-def _read_npz(path, read_lines=_read_json):
-    if path.suffix == ".jsonl":
-        return read_lines(path)
-    with np.load(path) as arrays:
-        return {name: arrays[name] for name in arrays}
-
-
-@dataclass
-class DataProto:
-    """What a pickle of verl's batch becomes."""
-
-    state: tuple = ()
-
-    def __setstate__(self, state):
-        self.state = state
-
-
-def _read_verl(path):
-    import torch
-
-    if path.suffix == ".json":
-        return json.loads(path.read_text())
-    with dumps.classes_of(verl__protocol={"DataProto": DataProto}):
-        found = pickle.loads(path.read_bytes())
-    return torch.load(BytesIO(found.state[0]), weights_only=False)
-
-
-def _rebuild_tensor_batch(_kind, state):
-    tensors = state["batch_dict"].items()
-    return {
-        name: np.frombuffer(tensor["data"], tensor["dtype"]).reshape(tensor["shape"])
-        for name, tensor in tensors
-        if tensor is not None
-    }
-
-
 def _read_skyrl(path):
     members = {
         "TrainingInputBatch": type("TrainingInputBatch", (dict,), {}),
@@ -255,9 +216,5 @@ def _read_skyrl(path):
 ALONE, MSGSPEC, ARROW = "json or its own", "msgspec", "pyarrow's JSON reader"
 OTHERS = {
     _read_json: {ARROW: _read_arrow, MSGSPEC: _read_msgspec},
-    _read_npz: {
-        ARROW: partial(_read_npz, read_lines=_read_arrow),
-        MSGSPEC: partial(_read_npz, read_lines=_read_msgspec),
-    },
 }
 """Reader of JSON by json -> others for the same files, by name."""

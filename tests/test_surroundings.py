@@ -203,7 +203,6 @@ def test_verify_reads_no_more_than_the_account_says(tmp_path, pattern):
             ("1.pt", "slime", b"\x80\x04", "but this machine's memory is"),
             ("rows.jsonl", "parquet", b"{", "line 1: does not end within"),
             ("rows.json", "parquet", b"[", "but this machine's memory is"),
-            ("rows.csv", "parquet", b"step,", "line 1: does not end within"),
             ("completions.jsonl", "ms-swift", b"{", "line 1: does not end within"),
             ("1.jsonl", "areal", b"{", "line 1: does not end within"),
         ],

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import stat
 import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,8 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from ...tracer.importers.arrays import Held, Tensor, from_bfloat16
-from ...tracer.importers.npz import read_npz
 from ...tracer.importers.pickles import Budget, NotPlain
-from ...tracer.importers.torch_files import read_pickled
+from ...tracer.importers.torch_files import BAD_ZIP, read_pickled
 
 SUFFIXES = (".pt", ".pth", ".npy", ".npz", ".safetensors")
 _PRECISION_BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
@@ -113,7 +114,7 @@ class TensorFile:
         if self.path.suffix == ".npy":
             self._held[""] = np.load(self.path, mmap_mode="r", allow_pickle=False)
         elif self.path.suffix == ".npz":
-            self._held = dict(read_npz(self.path, Budget(str(self.path), self.path.stat().st_size)))
+            self._held = dict(_read_npz(self.path, Budget(str(self.path), self.path.stat().st_size)))
         elif self.path.suffix == ".safetensors":
             self._held = dict(self._safetensors())
         else:
@@ -167,3 +168,34 @@ def _tensors(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, 
     elif depth < _DEEPEST and isinstance(value, (dict, list, tuple)):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _tensors(item, f"{name}.{key}" if name else str(key), depth + 1)
+
+
+def _read_npz(path: Path, budget: Budget) -> dict[str, np.ndarray]:
+    """Read the arrays of a .npz file, except arrays of objects. Raises ImportFailed."""
+    found = {}
+    try:
+        with path.open("rb") as whole, zipfile.ZipFile(whole) as archive:
+            for entry in archive.infolist():
+                if entry.filename.endswith(".npy"):
+                    budget.take(2 * entry.file_size)
+                    with archive.open(entry) as file:
+                        content = file.read(entry.file_size + 1)
+                    found[entry.filename.removesuffix(".npy")] = _array(content)
+    except BAD_ZIP as error:
+        if isinstance(error, ImportFailed):
+            raise
+        raise ImportFailed(
+            f"{path}: not readable as .npz ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        ) from error
+    return found
+
+
+def _array(content: bytes) -> np.ndarray:
+    file = io.BytesIO(content)
+    form: Any = np.lib.format
+    read = form.read_array_header_1_0 if form.read_magic(file) == (1, 0) else form.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    rest = content[file.tell() :]
+    if dtype.hasobject or not dtype.itemsize or int(np.prod(shape, dtype=object)) * dtype.itemsize != len(rest):
+        raise ValueError(f"an array of {dtype} and shape {shape} in {len(rest)} bytes")
+    return np.frombuffer(rest, dtype).reshape(shape, order="F" if fortran else "C")

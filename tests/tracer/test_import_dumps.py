@@ -148,12 +148,6 @@ def import_verl(tmp_path, tensors):
     return import_dump("verl", folder, output=tmp_path / "other-run")
 
 
-def test_the_next_command_compares_a_view_with_the_rollout(tmp_path):
-    dumps.ONE_SIDED["npz"](tmp_path / "dump", make_steps(1))
-    done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
-    assert f"tim-trace stats {tmp_path / 'run'} --pair replay/packed:rollout" in done.stderr
-
-
 def test_a_dump_of_another_framework_is_named(tmp_path):
     WRITERS["prime-rl"](tmp_path / "dump", make_steps(1))
     with pytest.raises(ImportFailed, match=r"holds no rollout_data.*; import it as prime-rl"):

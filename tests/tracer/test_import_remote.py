@@ -30,7 +30,6 @@ def write_parquet(folder, steps):
 
 FORMATS = {
     **dumps.WRITERS,
-    "npz": dumps.write_npz,
     "vllm": dumps.write_vllm,
     "sglang": dumps.write_sglang,
     "trl": dumps.write_trl,
@@ -41,7 +40,7 @@ FORMATS = {
     "parquet": write_parquet,
 }
 
-ONE_STEP = ("npz", "vllm", "sglang", "trl", "areal")
+ONE_STEP = ("vllm", "sglang", "trl", "areal")
 """Of which a dump says nothing of steps, or is written one at a time here."""
 
 

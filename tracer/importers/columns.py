@@ -93,7 +93,7 @@ class Columns:
 
 
 def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: str, kind: Kind) -> pa.Array:
-    given: Any = [kind.read_cell(cell) for cell in values] if rows.is_text else values
+    given: Any = values
     type = "mixed values"
     try:
         array = given if isinstance(given, pa.Array) else _array(given, kind)
@@ -178,8 +178,6 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
-    if rows.is_text:
-        given = [SCORE.read_cell(cell) for cell in given]
     values = _listed(rows, plain(given) if isinstance(given, pa.Array) else given, "value")
     kind = replace(SCORE, wants="a number or text", holds=lambda value: SCORE.holds(value) or TEXT.holds(value))
     if first_wrong(values, kind) is not None:

@@ -6,9 +6,7 @@ value, to find the first invalid value. A test compares the two implementations.
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -45,8 +43,6 @@ class Kind:
     nullable: bool = True
     element: Kind | None = None
     """Kind of the elements in a list; None if cells are not lists."""
-    text: bool = False
-    """True if the text in a CSV cell is the value; False if the text is parsed as JSON."""
 
     def column(self, array: pa.Array) -> pa.Array:
         """Convert an array to `type`; an all-NULL array of any type is accepted.
@@ -57,10 +53,6 @@ class Kind:
         if array.null_count and not self.nullable:
             raise WrongValues
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
-
-    def read_cell(self, cell: str | None) -> Any:
-        """Parse a CSV cell; return the text unchanged if it cannot be parsed."""
-        return cell if self.text or cell is None else _read(cell)
 
 
 def required(kind: Kind) -> Kind:
@@ -243,8 +235,8 @@ SCORE = Kind(
     of=float,
 )
 """Kind for numbers. True and False are accepted as 1 and 0, because rewards are often the result of a check."""
-TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text, holds=_is_text, of=str, text=True)
-NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names, holds=_is_name, of=str, text=True)
+TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text, holds=_is_text, of=str)
+NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names, holds=_is_name, of=str)
 VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values, holds=_holds_value, of=float)
 VALUES = list_of(VALUE, "a list of numbers")
 FLAGS = list_of(
@@ -319,17 +311,3 @@ def kind_of(column: Column) -> Kind:
     elif column.takes_flags:
         kind = SCORE
     return kind if column.null else required(kind)
-
-
-_NUMBER = re.compile(r"[+-]?(\d*\.?\d+|\d+\.|inf(inity)?|nan)(e[+-]?\d+)?", re.IGNORECASE)
-
-
-def _read(cell: str) -> Any:
-    """Parse a cell as JSON, or as a number or boolean in the spelling that other programs use, such as `True`."""
-    try:
-        return json.loads(cell)
-    except (ValueError, RecursionError):
-        text = cell.strip().lower()
-        if text in ("true", "false"):
-            return text == "true"
-        return float(text) if len(text) < 50 and _NUMBER.fullmatch(text) else cell

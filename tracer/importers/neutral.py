@@ -26,14 +26,13 @@ def import_parquet(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Imported:
-    """Convert Parquet, JSON, CSV or Arrow files with the trace's column names to a trace.
+    """Convert Parquet or JSON files with the trace's column names to a trace.
 
     Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of
     `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`; optionally every other column
     that Recorder.add_sequences takes, and `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a
     record of numbers. Lists are aligned with `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same
-    folder is read too. `path` is a file, a folder (also one written by `save_to_disk` of Hugging Face datasets) or a
-    glob pattern, on any file system that fsspec supports. `map` renames columns (file's name -> trace's name); a
+    folder is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map` renames columns (file's name -> trace's name); a
     column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
     by a hash of their names.
 

@@ -1,23 +1,20 @@
-"""Find and read files with one row per sequence: Parquet, Arrow, JSON and CSV."""
+"""Find and read files with one row per sequence: Parquet and JSON."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import fsspec
+import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
 from ..store import file_system
-from .arrowfiles import arrow_names, arrow_rows, parquet_names, parquet_rows
-from .rowbatch import RowBatch, explained
-from .textfiles import csv_names, csv_rows, json_names, json_rows
+from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
+from .textfiles import json_names, json_rows
 
 METRICS = "metrics"
-DATASET, SPLITS = "state.json", "dataset_dict.json"
-"""Files that identify a folder written by `save_to_disk` of Hugging Face datasets."""
-_READ = ".parquet, .jsonl, .json, .csv or .arrow"
+_READ = ".parquet, .jsonl or .json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,32 @@ class Format:
     rows: Callable[[fsspec.AbstractFileSystem, str, Collection[str]], Iterator[RowBatch]]
 
 
+def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
+    """Return a Parquet file's column names, in file order. Raises ImportFailed."""
+    with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
+        return list(pq.read_schema(file).names)
+
+
+def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
+    """Yield the rows of a Parquet file, with the requested columns that exist. Raises ImportFailed."""
+    with explained(name, "Parquet"):
+        size, first = int(filesystem.size(name) or 0), 1
+        with filesystem.open(name, "rb") as file:
+            parquet = pq.ParquetFile(file)
+            present = [column for column in parquet.schema_arrow.names if column in columns]
+            for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present):
+                yield RowBatch(
+                    file=name,
+                    columns={column: batch.column(batch.schema.get_field_index(column)) for column in present},
+                    numbers=range(first, first + batch.num_rows),
+                    num_bytes=size * batch.num_rows // max(parquet.metadata.num_rows, 1),
+                )
+                first += batch.num_rows
+
+
 FORMATS = (
     Format((".parquet", ".pq"), parquet_names, parquet_rows),
     Format((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"), json_names, json_rows),
-    Format((".csv", ".csv.gz"), csv_names, csv_rows),
-    Format((".arrow", ".feather"), arrow_names, arrow_rows),
 )
 
 
@@ -103,42 +121,10 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
         return sorted(filesystem.glob(path))
     if filesystem.isdir(path):
         names = sorted(str(name) for name in filesystem.ls(path, detail=False))
-        own = {_base(name) for name in names}
-        if SPLITS in own:
-            return _only_split(filesystem, path, url)
-        if DATASET in own:
-            return [*_dataset(filesystem, path, url), *(name for name in names if _stem(name) == METRICS)]
         return [name for name in names if format_of(name) and not _base(name).startswith(".")]
     if filesystem.exists(path):
         return [path, *_beside(filesystem, path)]
     raise ImportFailed(f"{url}: not found; name a {_READ} file, or a folder of them")
-
-
-def _dataset(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """List the Arrow files in a folder written by `Dataset.save_to_disk`, in row order."""
-    try:
-        state = json.loads(filesystem.cat_file(f"{path}/{DATASET}"))
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ImportFailed(f"{url}/{DATASET}: does not list the files of a dataset ({error!r})") from error
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise ImportFailed(f"{url}: its rows are selected by an index; call flatten_indices() and save_to_disk again")
-    strange = next((name for name in names if not isinstance(name, str) or _base(name) != name), None)
-    if strange is not None:
-        raise ImportFailed(f"{url}/{DATASET}: lists {strange!r}, which is not a file name in that folder")
-    return [f"{path}/{name}" for name in names]
-
-
-def _only_split(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """List the files in a folder written by `DatasetDict.save_to_disk`, which must have exactly one split."""
-    try:
-        splits = list(json.loads(filesystem.cat_file(f"{path}/{SPLITS}"))["splits"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ImportFailed(f"{url}/{SPLITS}: does not list the splits of a dataset ({error!r})") from error
-    if len(splits) != 1 or not isinstance(splits[0], str) or _base(splits[0]) != splits[0]:
-        named = " or ".join(f"{url.rstrip('/')}/{split}" for split in splits)
-        raise ImportFailed(f"{url}: holds {len(splits)} splits; name one of them: {named or 'none found'}")
-    return _dataset(filesystem, f"{path}/{splits[0]}", f"{url.rstrip('/')}/{splits[0]}")
 
 
 def _base(name: str) -> str:
