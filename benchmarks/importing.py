@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import msgspec
@@ -202,6 +203,25 @@ def _read_msgspec(path):
 
 def _read_arrow(path):
     return pj.read_json(path, read_options=pj.ReadOptions(block_size=64 << 20))
+
+
+def _read_verl(path):
+    import torch
+
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    with dumps.classes_of(verl__protocol={"DataProto": DataProto}):
+        found = pickle.loads(path.read_bytes())
+    return torch.load(BytesIO(found.state[0]), weights_only=False)
+
+
+def _rebuild_tensor_batch(_kind, state):
+    tensors = state["batch_dict"].items()
+    return {
+        name: np.frombuffer(tensor["data"], tensor["dtype"]).reshape(tensor["shape"])
+        for name, tensor in tensors
+        if tensor is not None
+    }
 
 
 def _read_skyrl(path):
