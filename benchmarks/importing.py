@@ -7,6 +7,7 @@ import pickle
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -203,6 +204,16 @@ def _read_msgspec(path):
 
 def _read_arrow(path):
     return pj.read_json(path, read_options=pj.ReadOptions(block_size=64 << 20))
+
+
+@dataclass
+class DataProto:
+    """What a pickle of verl's batch becomes."""
+
+    state: tuple = ()
+
+    def __setstate__(self, state):
+        self.state = state
 
 
 def _read_verl(path):
