@@ -475,9 +475,6 @@ tim-trace import auto outputs/token_exports -o runs/mine
     help="Share of the sequences to import, selected by a hash of their names.",
 )
 @click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as available.")
-@click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for replays.")
-@click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
-@click.option("--tokenizer", metavar="DIR", help="With --model: folder of the tokenizer, if different.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
@@ -488,19 +485,16 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
 
     FORMAT parquet is the neutral format: one row per sequence, in Parquet or JSON, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
-    PATH is a file, a folder or a URL (s3://bucket/dump); for parquet also a pattern.
+    PATH is a file or a folder; for parquet also a pattern or a URL (s3://bucket/dump).
     """
     from .analysis import import_dump
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
     from .tracer.scored_passes import comparable_pair
 
-    with _library_output_held_back() if options["model"] else nullcontext():
-        imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
+    imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
-    if imported.attached is not None:
-        _tell(_attached(output, imported.attached))
 
 
 @_example("tim-trace info runs/demo")

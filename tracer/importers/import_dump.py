@@ -11,16 +11,13 @@ from ...schemas.checksums import SealedFile
 from ...schemas.errors import (
     DamagedTrace,
     ImportFailed,
-    InvalidOption,
     TraceExists,
     TraceNotFound,
-    option,
 )
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store
-from ..weights.attach import attach_model, is_attached, load_folder
 from .dump import DumpFolder, Part, Reading, content_of
 from .format import Format
 from .formats import FORMATS, recognised
@@ -41,9 +38,6 @@ def import_dump(
     steps: str = ALL_STEPS,
     sample: float = 1.0,
     partial: bool = False,
-    model: str | os.PathLike[str] | None = None,
-    model_version: int = 0,
-    tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Imported:
@@ -55,44 +49,13 @@ def import_dump(
     by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
     set `partial` to read what exists.
 
-    `path` is a file or a folder, local or as a URL that fsspec can open.
-
-    `model` is a Hugging Face folder whose weights are attached as policy version `model_version`, so that the trace can be
-    replayed; its tokenizer comes from there or from `tokenizer`. Errors are those of `attach`; if attaching
-    fails after the import, the trace is kept without weights.
+    `path` is a file or a folder; of the format parquet also a URL that fsspec can open.
 
     Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
     Memory holds one step at a time, or 512 rows of a JSON Lines file.
 
     Raises ImportFailed, naming file, field and row; the output is then left as it was before.
     """
-    if model is None:
-        if tokenizer is not None or model_version:
-            name = "tokenizer" if tokenizer is not None else "model_version"
-            raise InvalidOption(f"requires {option('model', 'DIR')}", option=name)
-        return _imported(format, path, output, map, steps, sample, partial, force, progress)
-    # The model comes first, so that an unusable folder is rejected before anything is written.
-    loaded = load_folder(model, tokenizer)
-    result = _imported(format, path, output, map, steps, sample, partial, force, progress)
-    if not is_attached(result.folder, model_version, model):
-        try:
-            result.attached = attach_model(result.folder, model_version, model, *loaded)
-        except InvalidOption as error:
-            raise InvalidOption(f"{output}: imported without weights: {error}") from error
-    return result
-
-
-def _imported(
-    format: str,
-    path: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    map: Mapping[str, str] | None,
-    steps: str,
-    sample: float,
-    partial: bool,
-    force: bool,
-    progress: Progress,
-) -> Imported:
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)
@@ -170,8 +133,6 @@ def _add(format: Format, reading: Reading, rows: RowImport) -> dict[str, SealedF
         names = {name: name for name in batch.columns}
         passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
         rows.add_rows(batch, names, passes)
-    for step, values in reading.metrics.items():
-        rows.log(step, values)
     return {
         name: reading.sources.get(name)
         or content_of(reading.folder.path(name), lines=reading.last_line.get(name) if format.lines else None)
@@ -265,7 +226,7 @@ def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, s
 
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
     """List the files at a path; None if only `import_parquet` reads it. Raises ImportFailed."""
-    if format == PARQUET or (format == AUTO and "*" in os.fspath(path)):
+    if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)
     if not folder.files:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,9 +35,6 @@ from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 from .rowbatch import RowBatch
 from .selection import EVERYTHING, Selection
-
-if TYPE_CHECKING:
-    from ..weights.attach import Attached
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""
@@ -79,9 +76,6 @@ class Imported:
     """Incomplete parts of the dump that were left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
-    attached: Attached | None = None
-    """The weights attached by this import; None if no weights were given or the weights
-    were already attached."""
 
 
 class RowImport:

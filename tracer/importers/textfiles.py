@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -12,7 +13,7 @@ import msgspec
 
 from ...schemas.errors import ImportFailed
 from ..store import too_large
-from .remote_file import TIMES_AS_JSON, DumpFile, lines_of, opened
+from .local_file import TIMES_AS_JSON, lines_of, opened
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
 
 
@@ -38,7 +39,7 @@ def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collect
 _LINE = "each line is one object"
 
 
-def read_lines(path: DumpFile, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (line number, object) from a JSON Lines file that may still grow, starting at line `first`.
 
     A last line without a newline is skipped unless it is complete JSON. Raises ImportFailed, naming the line.

@@ -112,14 +112,6 @@ def attach_model(
     )
 
 
-def is_attached(trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str]) -> bool:
-    """Return True if this folder's weights are already attached to a trace under the given version."""
-    store = Store(trace)
-    states = {state.writer: state for state in store.writers()[0]}
-    parts = WeightReader(store, tuple(states.values())).parts.get(version, ())
-    return any(states[part.writer].attached_from == _absolute(folder) for part in parts if part.writer in states)
-
-
 def _absolute(folder: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.path.expanduser(folder))
 
