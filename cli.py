@@ -412,7 +412,6 @@ def main() -> None:
     help="Digests of vLLM's weights to record: of the tensors sent to it, or also of those it holds at every version.",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Add to the existing trace: the run resumes from a checkpoint.")
-@click.option("--compact", is_flag=True, help="Merge the files of all writers at the end.")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
     help="Seconds to wait for an unresponsive file system before a process stops recording and continues.",
@@ -560,8 +559,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
 
     Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
-    It can be interrupted at any time: the trace stays complete, and the next call continues. A run that is being recorded
-    is merged up to the last step completed by all of its writers.
+    It can be interrupted at any time: the trace stays complete, and the next call continues.
     """
     from .analysis import compact as run
     from .analysis.compact import compaction_text

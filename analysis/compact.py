@@ -38,8 +38,8 @@ class Compaction(Result):
     trace: str
     """Folder or URL of the compacted trace."""
     tables: Rows
-    """One row per table: files and bytes before and after, and the number of files left unchanged because they hold open steps
-    or replays, or are already large."""
+    """One row per table: files and bytes before and after, and the number of files left unchanged because they hold replays or are
+    already large."""
 
     @property
     def has_changed(self) -> bool:
@@ -58,8 +58,8 @@ def compact(
     """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
 
     Results of all verbs stay the same, bit for bit. The trace is changed in place, or written to `output`, a folder or a URL;
-    `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A live trace is
-    merged up to the last step closed by all its writers. Replays, distributions and weights keep separate files.
+    `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A trace that is
+    being recorded is not merged. Replays, distributions and weights keep separate files.
 
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part of the trace is
     missing.
@@ -112,5 +112,5 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 def compaction_text(found: Compaction, width: int | None = None) -> str:
     """Render a compaction."""
     if not found.has_changed:
-        return f"{found.trace}: nothing to merge: few files, or steps still open"
+        return f"{found.trace}: nothing to merge: few files"
     return to_text(found.tables, width)

@@ -1,7 +1,5 @@
-import json
 import os
 import shutil
-import sys
 
 import duckdb
 import numpy as np
@@ -9,7 +7,7 @@ import pandas
 import polars
 import pyarrow.parquet as pq
 import pytest
-from builders import PROGRAMS, tim_trace
+from builders import tim_trace
 from segmented import add_steps, make_run, rows_of
 from tim_trace.analysis import check, compact, objective, stats
 from tim_trace.analysis.trace.sums import summarize
@@ -165,30 +163,11 @@ def test_merged_files_beside_those_that_they_replace_count_once(tmp_path, monkey
     assert rows_of(trace) == before
 
 
-@pytest.mark.slow
-def test_of_a_run_that_is_recorded_closed_steps_are_merged_and_the_rest_later(tmp_path):
-    trace = tmp_path / "run"
-    recorder = Recorder(trace)
-    for part in range(4):
-        add_steps(recorder, 0, range(1 + 3 * part, 4 + 3 * part))
-        recorder.flush()
-        recorder.writer.segments.seal()
-    recorder.flush()
-    before = answers(trace)
-    num_files = len(sealed_files(trace))
-    found = compact(trace)
-    assert found.has_changed
-    assert answers(trace) == before
-    assert len(sealed_files(trace)) < num_files
-    add_steps(recorder, 0, range(13, 15))
-    recorder.close()
-    before = answers(trace)
-    compact(trace)
-    assert answers(trace) == before
-    assert verify(trace).is_whole
-    assert all(len(list((trace / table).glob("*.parquet"))) <= 1 for table in TABLES)
-    states = [json.loads(path.read_text()) for path in (trace / "writers").iterdir()]
-    assert not any(state["replaced"] for state in states)
+def test_a_run_that_is_recorded_is_not_merged(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        add_steps(recorder, 0, range(1, 3))
+        with pytest.raises(TraceExists, match=r"is being recorded .*, and a trace that grows is not merged"):
+            compact(tmp_path / "run")
 
 
 def test_replays_keep_files_of_their_own(tmp_path):
@@ -270,20 +249,3 @@ def test_merged_files_are_plain_parquet_to_other_readers(tmp_path):
     found = sum(float(np.sum(values, dtype=np.float64)) for values in frame["logprobs"][frame["pass"] == "train"])
     (row,) = open_database(trace).ask("SELECT fsum(train_logprob) FROM tokens").rows
     assert found == pytest.approx(row[0], rel=1e-12)
-
-
-@pytest.mark.slow
-def test_record_merges_at_its_end_where_that_is_asked_for(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"import subprocess, sys\nfor _ in range(3):\n    subprocess.run([sys.executable, {str(PROGRAMS / 'records.py')!r}], check=True)\n"
-    )
-    for name, options in (("merged", ["--compact"]), ("bare", [])):
-        done = tim_trace("record", "-o", tmp_path / name / "run", *options, "--", sys.executable, program)
-        assert done.code == 0, done.stderr
-    names = {name: sealed_files(tmp_path / name / "run") for name in ("merged", "bare")}
-    assert len([name for name in names["bare"] if name.startswith("scores/")]) == 3
-    (merged,) = (name for name in names["merged"] if name.startswith("scores/"))
-    assert merged.startswith("scores/compact-")
-    for by in ("run", "step", "sequence"):
-        assert stats(tmp_path / "merged" / "run", by=by).rows == stats(tmp_path / "bare" / "run", by=by).rows

@@ -21,8 +21,8 @@ from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.writer_state import CLOSED, COMPACTION, WriterState
 from .. import environment
 from ..adopt import adopt
-from ..create import grown_trace
-from ..liveness import liveness, this_process
+from ..create import grown_trace, refuse_live
+from ..liveness import this_process
 from ..lock import alone
 from ..parquet_file import write_checked
 from ..progress import Progress
@@ -48,17 +48,14 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Number of files that were not merged, because they hold unfinished steps, belong to a replay, or are large
-    already.
-    """
+    """Number of files that were not merged, because they belong to a replay or are large already."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     """Merge the files of a local trace in place. If an earlier merge was interrupted, complete it first.
 
-    A trace that is being recorded is merged up to the last step that all of its writers have finished. Raises
-    DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists and
-    StorageError.
+    Raises DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists if it is
+    being recorded, and StorageError.
     """
     store = Store(trace)
     if not store.is_local:
@@ -68,13 +65,14 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     folder = Path(store.root)
     store.manifest()
     adopt(folder)
+    refuse_live(store, trace, "is not merged")
     with alone(folder):
         finish(folder)
     snapshot = whole_snapshot(store)
     chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
     if not any(chosen.values()):
         return merged_tables(snapshot, chosen, {})
-    with grown_trace(trace, is_live=snapshot.is_live) as building:
+    with grown_trace(trace) as building:
         files = write_merged(snapshot, chosen, building, file_bytes, progress)
         replaced = tuple(entry.relative for entries in chosen.values() for entry in entries)
         write_part(building, *state_of(snapshot, files, replaced))
@@ -157,14 +155,10 @@ class _Waiting:
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return the files to merge for a table. The list is empty if merging would only rewrite a single file."""
     kept = replays(snapshot)
-    closed = _closed_step(snapshot)
-    accounted = snapshot.accounted
     found = []
     for entry in snapshot.files[table]:
-        record, writer = accounted.get(entry.relative), entry.writer
-        is_large = writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
-        is_closed = closed is None or (record is not None and record.steps is not None and record.steps[1] < closed)
-        if is_closed and not is_large and writer not in kept:
+        is_large = entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
+        if not is_large and entry.writer not in kept:
             found.append(entry)
     return found if len(found) > 1 else []
 
@@ -180,22 +174,6 @@ def replays(snapshot: Snapshot) -> set[str]:
     }
 
 
-def _closed_step(snapshot: Snapshot) -> int | None:
-    """Return the first step that some live writer may not have finished, judging by the rows written; None if no writer
-    is alive.
-    """
-    if not snapshot.is_live:
-        return None
-    latest: dict[str, int] = {}
-    for state in snapshot.writers:
-        if not snapshot.liveness[state.writer].is_alive:
-            continue
-        steps = [record.steps[1] for record in (state.files or {}).values() if record.steps is not None]
-        if steps:
-            latest[state.writer] = max(steps)
-    return min(latest.values(), default=0)
-
-
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
     """Return the path and content of the writer state that lists the merged files."""
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
@@ -207,11 +185,7 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
 
 
 def finish(folder: Path) -> None:
-    """Remove the source files of a merge, and drop them from their writers' states.
-
-    A live writer's state must not be changed by others, so its merged files only stay marked as replaced until the
-    writer has ended.
-    """
+    """Remove the source files of a merge, and drop them from their writers' states."""
     store = Store(folder)
     states = store.writers()[0]
     replaced = {name for state in states for name in state.replaced}
@@ -219,18 +193,13 @@ def finish(folder: Path) -> None:
         return
     for name in replaced:
         (folder / name).unlink(missing_ok=True)
-    alive: set[str] = set()
     for state in states:
-        if replaced.isdisjoint(state.files or ()):
-            continue
-        if liveness(state, store).is_alive:
-            alive |= replaced & set(state.files or ())
-            continue
-        state.files = {name: record for name, record in (state.files or {}).items() if name not in replaced}
-        write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+        if not replaced.isdisjoint(state.files or ()):
+            state.files = {name: record for name, record in (state.files or {}).items() if name not in replaced}
+            write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
     for state in states:
-        if not alive.issuperset(state.replaced):
-            state.replaced = tuple(name for name in state.replaced if name in alive)
+        if state.replaced:
+            state.replaced = ()
             write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
 
 
