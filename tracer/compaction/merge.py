@@ -32,8 +32,6 @@ from ..store import Store
 from ..whole_file import trace_file, write_part
 from .buckets import Part, read_parts, sorted_groups, step_tokens
 
-FILE_BYTES = 512_000_000
-"""Default target size of a merged file, bytes."""
 _SMALL = 0.25
 """Merged files smaller than this share of the target size are merged again."""
 

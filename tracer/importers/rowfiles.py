@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import fsspec
@@ -17,13 +17,8 @@ METRICS = "metrics"
 _READ = ".parquet, .jsonl or .json"
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """Readers for one file format, which is recognised by the file suffix."""
-
-    suffixes: tuple[str, ...]
-    names: Callable[[fsspec.AbstractFileSystem, str], list[str]]
-    rows: Callable[[fsspec.AbstractFileSystem, str, Collection[str]], Iterator[RowBatch]]
+_PARQUET = (".parquet", ".pq")
+_SUFFIXES = (*_PARQUET, ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
 
 def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
@@ -49,12 +44,6 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
                 first += batch.num_rows
 
 
-FORMATS = (
-    Format((".parquet", ".pq"), parquet_names, parquet_rows),
-    Format((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"), json_names, json_rows),
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFiles:
     """The files found at one path, and the file system that holds them."""
@@ -77,7 +66,7 @@ class RowFiles:
         files = [name for name in found if name not in metrics]
         if not files:
             raise ImportFailed(f"{url}: holds no {_READ} file; name the folder or the file itself, or a pattern with *")
-        unknown = next((name for name in found if format_of(name) is None), None)
+        unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
             raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if it has such content")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
@@ -88,32 +77,22 @@ class RowFiles:
 
     def names(self) -> dict[str, list[str]]:
         """Return file -> names of the file's columns."""
-        return {name: _known(name).names(self.filesystem, name) for name in self.files}
+        return {
+            name: (parquet_names if name.endswith(_PARQUET) else json_names)(self.filesystem, name)
+            for name in self.files
+        }
 
     def batches(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Yield the rows of all files, with the requested columns that each file has."""
-        for name in self.files:
-            yield from self.rows(name, columns)
-
-    def rows(self, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-        """Yield the rows of a file."""
-        return _known(name).rows(self.filesystem, name, columns)
+        return self._rows(self.files, columns)
 
     def metrics(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Yield the rows of the metrics files."""
-        for name in self.metrics_files:
-            yield from _known(name).rows(self.filesystem, name, columns)
+        return self._rows(self.metrics_files, columns)
 
-
-def format_of(name: str) -> Format | None:
-    """Return a file's format, determined by the suffix; None if the suffix is unknown."""
-    return next((format for format in FORMATS if name.endswith(format.suffixes)), None)
-
-
-def _known(name: str) -> Format:
-    format = format_of(name)
-    assert format is not None
-    return format
+    def _rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
+        for name in files:
+            yield from (parquet_rows if name.endswith(_PARQUET) else json_rows)(self.filesystem, name, columns)
 
 
 def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequence[str]:
@@ -121,7 +100,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
         return sorted(filesystem.glob(path))
     if filesystem.isdir(path):
         names = sorted(str(name) for name in filesystem.ls(path, detail=False))
-        return [name for name in names if format_of(name) and not _base(name).startswith(".")]
+        return [name for name in names if name.endswith(_SUFFIXES) and not _base(name).startswith(".")]
     if filesystem.exists(path):
         return [path, *_beside(filesystem, path)]
     raise ImportFailed(f"{url}: not found; name a {_READ} file, or a folder of them")
