@@ -84,27 +84,17 @@ def import_dump(
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or _holds_none(chosen, folder)}")
         result = Imported(folder=Path(os.path.abspath(os.path.expanduser(output))), format=chosen.name)
     else:
-        seen: set[str] = set()
         with open_import(
             output, chosen.name, folder.url, selection, ordered=_are_ordered(chosen, parts), grows=before is not None,
             force=force,
         ) as rows:  # fmt: skip
-            with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
-                for part in parts:
-                    first = {} if before is None else {name: before.first_line(name) for name in part.files}
-                    reading = Reading(
-                        folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial
-                    )
-                    rows.state.sources |= _add(chosen, reading, rows)
-                    advance(folder.num_bytes(part.files))
+            seen = _add_parts(chosen, folder, parts, columns, rows, before, partial=partial, progress=progress)
             if before is None:
                 rows.check_any()
             unread = [name for name, ours in given.items() if ours and name not in seen]
             if unread:
                 raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
-            known = set() if before is None else before.passes
-            told = {ROLLOUT: _LACKS, TRAIN: _LACKS, **chosen.lacks}
-            rows.lacks = {name: note for name, note in told.items() if name not in known}
+            rows.lacks = _lacks(chosen, before)
             rows.state.import_options = options
         result = rows.result
         result.num_files = len(rows.state.sources)
@@ -127,20 +117,34 @@ def _are_ordered(format: Format, parts: list[Part]) -> bool:
     return "step" not in format.columns and len(steps) == len(parts) and increase
 
 
-def _add(format: Format, reading: Reading, rows: RowImport) -> dict[str, SealedFile]:
-    """Record the rows of one part, and return size and hash of each of its files."""
-    for batch in format.batches(reading):
-        names = {name: name for name in batch.columns}
-        passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
-        rows.add_rows(batch, names, passes)
-    return {
-        name: reading.sources.get(name)
-        or content_of(reading.folder.path(name), lines=reading.last_line.get(name) if format.lines else None)
-        for name in reading.part.files
-    }
+def _add_parts(
+    format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
+    before: _Before | None, *, partial: bool, progress: Progress,
+) -> set[str]:  # fmt: skip
+    """Record the rows of all parts, with size and hash of their files, and return the names of the fields read."""
+    seen: set[str] = set()
+    with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
+        for part in parts:
+            first = {} if before is None else {name: before.first_line(name) for name in part.files}
+            reading = Reading(folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial)
+            for batch in format.batches(reading):
+                names = {name: name for name in batch.columns}
+                passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
+                rows.add_rows(batch, names, passes)
+            for name in part.files:
+                lines = reading.last_line.get(name) if format.lines else None
+                rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
+            advance(folder.num_bytes(part.files))
+    return seen
 
 
-_LACKS = "the files have no logprobs for this pass"
+def _lacks(format: Format, before: _Before | None) -> dict[str, str]:
+    """Return pass -> note to record if no file has logprobs of the pass and no earlier import had."""
+    told = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **format.lacks}
+    return {name: note for name, note in told.items() if before is None or name not in before.passes}
+
+
+_NO_LOGPROBS = "the files have no logprobs for this pass"
 
 
 class _Before:
