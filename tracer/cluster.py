@@ -313,11 +313,9 @@ class _Pool:
         self._start()
 
     def _nodes(self) -> list[dict[str, float]]:
-        """Return the resources of each live node."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _most(self, resource: str) -> float:
-        """Return the largest amount of a resource that any single node has."""
         return max((node.get(resource, 0.0) for node in self._nodes()), default=0.0)
 
     @property

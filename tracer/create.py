@@ -117,7 +117,6 @@ def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) -> Manifest:
-    """Return the manifest of a trace. Raises TraceExists if another process is writing to the trace."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(f"{path}: another process is writing to it; wait until it ends")
     if building is None:

@@ -272,12 +272,10 @@ class _Gathered:
         return None if found is None else msgspec.structs.replace(found[0], schema=self._schema(found[1]))
 
     def _schema(self, schema: pa.Schema) -> int:
-        """Return the position of a schema in the index, adding the schema if it is new."""
         content = schema.remove_metadata().serialize().to_pybytes()
         return self._number(self.contents.schemas, content, content)
 
     def _number(self, values: list[Any], value: object, key: bytes) -> int:
-        """Return the position of a value in a list, appending it if new."""
         if key not in self._numbers:
             self._numbers[key] = len(values)
             values.append(value)

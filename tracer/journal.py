@@ -104,7 +104,6 @@ class JournalStream:
             self._file.close()
 
     def _append_message(self, message: pa.Buffer) -> None:
-        """Write a message with a trailer."""
         view = memoryview(message)
         _, length = _PREFIX.unpack(view[: _PREFIX.size])
         metadata, body = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
@@ -114,7 +113,6 @@ class JournalStream:
         self._write([memoryview(prefix + bytes(metadata) + trailer), body])
 
     def _write(self, parts: list[memoryview]) -> None:
-        """Write parts in order, in one system call if possible."""
         left = [part for part in parts if len(part)]
         while left:
             written = os.writev(self._file.fileno(), left)

@@ -326,7 +326,6 @@ def _is_there(folder: Path, run_id: str) -> bool:
 
 @contextmanager
 def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Path]:
-    """Claim the folder of the trace that a resumed run extends. Raises TraceExists."""
     found = join_trace(output, manifest)
     _check_resumable(found, output, manifest)
     _adopt(found)

@@ -101,7 +101,6 @@ class Upload:
 
     @property
     def _has_buckets(self) -> bool:
-        """Return True if the file system has buckets instead of folders."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
@@ -112,7 +111,6 @@ class Upload:
             self._remove(f"{folder}/{name}")
 
     def _remove(self, path: str) -> None:
-        """Try to remove a file; a failure is ignored."""
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 

@@ -75,7 +75,6 @@ def _num_values(group: pq.RowGroupMetaData) -> int:
 
 
 def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
-    """Open a file of a trace. Raises DamagedTrace."""
     try:
         return pq.ParquetFile(pa.PythonFile(FileCursor(entry.file), mode="r"))
     except (pa.ArrowException, OSError) as error:
@@ -85,7 +84,6 @@ def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
 def _read(
     store: Store, entry: TableFile, file: pq.ParquetFile, row_group: int, columns: list[str] | None = None
 ) -> pa.Table:
-    """Read columns of a row group. Raises DamagedTrace."""
     try:
         return file.read_row_group(row_group, columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:

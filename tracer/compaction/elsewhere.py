@@ -80,7 +80,6 @@ def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progr
 
 
 def _copy(store: Store, relative: str, folder: Path) -> None:
-    """Copy one of the trace's files to a folder, chunk by chunk."""
     size = store.file_size(relative)
     with trace_file(folder, relative) as temporary, open(temporary, "xb") as file:
         for start in range(0, size, _COPY_BYTES):

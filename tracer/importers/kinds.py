@@ -137,7 +137,6 @@ def _is_numeric(type: pa.DataType) -> bool:
 
 
 def _convert_scores(array: pa.Array) -> pa.Array:
-    """Convert numbers or booleans to float64."""
     return array.cast(pa.float64()) if pa.types.is_boolean(array.type) else _convert_numbers(array)
 
 

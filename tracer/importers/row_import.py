@@ -181,7 +181,6 @@ class RowImport:
         self.result.num_metrics += len(values)
 
     def _tell_lacking(self) -> None:
-        """Note why expected passes have no logprobs."""
         for name, note in self.lacks.items():
             if name not in self.scored:
                 self.add_pass(name, logprobs_note=note)
@@ -255,7 +254,6 @@ class RowImport:
             self._record(name, scores)
 
     def _settle(self, name: str, verdict: int) -> None:
-        """Record the scores of a pass that were held back, according to the final verdict."""
         for scores in self._open.pop(name):
             self._add(name, scores, verdict)
 
@@ -323,14 +321,12 @@ class _Scores:
 
 
 def _given(columns: Columns, column: Column) -> Any:
-    """Return a column's values in the form that Recorder.add_sequences accepts."""
     if pa.types.is_list(column.type):
         return columns.ragged(column.name)
     return columns[column.name] if column.type == pa.float64() else columns.list(column.name)
 
 
 def _rewards(columns: Columns) -> dict[str, list[float]] | None:
-    """Return reward function -> [B] values, NaN if missing."""
     rows = [dict(row or ()) for row in columns.list("rewards") or ()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, float("nan")) for row in rows] for name in names} or None
@@ -343,7 +339,6 @@ def _alike(columns: Columns) -> list[np.ndarray]:
 
 
 def _groups(*keys: np.ndarray) -> list[np.ndarray]:
-    """Return groups of row indices, one group per combination of equal keys."""
     if len(keys[0]) and all((key == key[0]).all() for key in keys):
         return [np.arange(len(keys[0]))]
     groups: dict[tuple[Any, ...], list[int]] = {}

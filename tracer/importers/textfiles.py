@@ -99,7 +99,6 @@ _LINES = "each line is one object, or a .json file is one array of objects"
 
 
 def _is_array(name: str) -> bool:
-    """Return True if a file's suffix permits a JSON array."""
     return name.removesuffix(".gz").endswith(".json")
 
 
