@@ -406,7 +406,6 @@ def main() -> None:
     help="Digests of vLLM's weights to record: of the tensors sent to it, or also of those it holds at every version.",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Add to the existing trace: the run resumes from a checkpoint.")
-@click.option("--compact", is_flag=True, help="Merge the files of all writers at the end.")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
     help="Seconds to wait for an unresponsive file system before a process stops recording and continues.",
@@ -470,25 +469,23 @@ tim-trace import auto outputs/token_exports -o runs/mine
 )
 @click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as available.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
-@_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, npz, vllm, sglang, trl, areal, open-instruct,
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
     torchtitan or ms-swift; docs/reference/import-formats.md says what each reads. Importing a folder
     again is incremental. No code in the files is executed.
 
-    FORMAT parquet is the neutral format: one row per sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
+    FORMAT parquet is the neutral format: one row per sequence, in Parquet or JSON, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
-    PATH is a file, a folder or a URL (s3://bucket/dump); for parquet also a pattern, or a folder of save_to_disk of Hugging Face datasets.
+    PATH is a file or a folder; for parquet also a pattern or a URL (s3://bucket/dump).
     """
     from .analysis import import_dump
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
     from .tracer.scored_passes import comparable_pair
 
-    with _library_output_held_back() if options["ray"] else nullcontext():
-        imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
+    imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
 
@@ -551,20 +548,17 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
 )
 @click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size of a merged file.")
 @click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
-@_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
 
     Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
-    It can be interrupted at any time: the trace stays complete, and the next call continues. A run that is being recorded
-    is merged up to the last step completed by all of its writers.
+    It can be interrupted at any time: the trace stays complete, and the next call continues.
     """
     from .analysis import compact as run
     from .analysis.compact import compaction_text
 
-    with _library_output_held_back() if options["ray"] else nullcontext():
-        found = run(trace, progress=_progress, **options)
+    found = run(trace, progress=_progress, **options)
     form.answer(
         json=lambda: {"trace": found.trace, "tables": found.tables},
         text=lambda width: compaction_text(found, width),

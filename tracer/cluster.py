@@ -180,23 +180,10 @@ def connected(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
-_SETTINGS = b"\x04"
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + _SETTINGS + bytes(5)
-"""The HTTP/2 client preface that Ray's clients send (RFC 9113, section 3.4)."""
-
-
 def _check_answers(address: str) -> None:
-    """Raise OSError if nothing, or something other than Ray, listens at `host:port`: Ray itself would retry for minutes."""
+    """Raise OSError if nothing listens at `host:port`: Ray itself would retry for minutes."""
     if place := _host_and_port(address):
-        with socket.create_connection(place, timeout=CONNECT_S) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return  # a TLS server answers only after the handshake
-            connection.sendall(_GREETING)
-            # A frame's fourth byte is the frame type, and the first frame that a server sends holds its settings.
-            if connection.recv(4, socket.MSG_WAITALL)[3:] != _SETTINGS:
-                raise OSError(
-                    "the server there is not a Ray cluster; check the port of ray start --head (default 6379)"
-                )
+        socket.create_connection(place, timeout=CONNECT_S).close()
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
@@ -324,11 +311,9 @@ class _Pool:
         self._start()
 
     def _nodes(self) -> list[dict[str, float]]:
-        """Return the resources of each live node."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _most(self, resource: str) -> float:
-        """Return the largest amount of a resource that any single node has."""
         return max((node.get(resource, 0.0) for node in self._nodes()), default=0.0)
 
     @property

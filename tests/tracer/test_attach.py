@@ -175,7 +175,7 @@ def test_a_tensor_keeps_the_dtype_of_its_file(tmp_path, dumped):
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], mixed.model.norm.weight)
 
 
-def test_a_parquet_file_is_replayed_with_the_model_that_is_attached(tmp_path, model):
+def test_a_parquet_file_is_replayed_with_an_attached_model(tmp_path, model):
     rows = [
         {
             "step": 1, "prompt_ids": sample.prompt.tolist(), "response_ids": sample.response.tolist(),
@@ -184,12 +184,11 @@ def test_a_parquet_file_is_replayed_with_the_model_that_is_attached(tmp_path, mo
         for sample in scored(model)
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
-    for command in (
-        ("import", "parquet", tmp_path / "mine.parquet", "-o", tmp_path / "run"),
-        ("weights", tmp_path / "run", "--attach", 0, tmp_path / "model"),
-    ):
-        done = tim_trace(*command)
-        assert done.code == 0, done.stderr
+    assert tim_trace("import", "parquet", tmp_path / "mine.parquet", "-o", tmp_path / "run").code == 0
+    done = tim_trace("weights", tmp_path / "run", "--attach", 0, tmp_path / "model")
+    assert done.code == 0, done.stderr
+    assert "attached 25 tensors" in done.stderr
+    assert f"tim-trace replay {tmp_path / 'run'}" in done.stderr
     (result,) = replay(tmp_path / "run")
     assert result.identity_held
     assert result.num_equal == result.num_tokens > 0
@@ -238,8 +237,9 @@ def dumps_with_versions(folder, model, step):
 def test_a_version_that_no_row_is_of_is_refused_with_those_there_are(tmp_path, model):
     dumps_with_versions(tmp_path / "dump", model, 1)
     import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
-    with pytest.raises(InvalidOption, match=r"no row has version 0; recorded versions: 4"):
+    with pytest.raises(InvalidOption, match=r" no row has version 0; recorded versions: 4"):
         attach(tmp_path / "run", 0, tmp_path / "model")
+    assert info(tmp_path / "run").num_sequences == 6
     with pytest.raises(InvalidOption, match="got True"):
         attach(tmp_path / "run", True, tmp_path / "model")
 
@@ -378,7 +378,7 @@ def test_check_s_advice_for_a_dump_is_to_attach(tmp_path):
     assert not any("tim-trace record" in command for command in told)
 
 
-def test_options_of_attach_go_with_it(dumped, tmp_path):
+def test_options_of_attach_go_with_it(dumped):
     assert "go with --attach" in tim_trace("weights", dumped, "--force").stderr
 
 
