@@ -30,6 +30,11 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` without an interval."""
 
 
+def is_count(metric: str) -> bool:
+    """Return True for a number that counts, such as `num_tokens`, and so grows with the steps."""
+    return metric.rsplit("/", 1)[-1].startswith("num_")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
     """Columns of the statistics, with one element per sequence that has a comparable token."""
