@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -42,8 +43,15 @@ from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, is_count, left_ou
 TAILS = {
     "k2": 0.86, "k3": 0.89, "rms_d": 0.86, "ess_token": 0.84, "ess_sequence": 0.75, "chi2_token": 0.92, "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Number that a few tokens can dominate -> measured coverage of its 95 % interval in runs whose logit errors have no
-fourth moment: benchmarks/coverage.py, docs/evidence/intervals.md."""
+"""Number that a few tokens can dominate -> lowest measured coverage of its 95 % interval in runs whose logit errors have no
+fourth moment, or a size that differs between groups: benchmarks/coverage.py, docs/evidence/intervals.md."""
+
+_OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
+"""Numbers of the weights exp(sum of d), whose second moment rare sequences determine."""
+
+MOST_REACH = 1.0
+"""Maximum `SequenceColumns.reach`, in nats, for an interval of such a number. Below it intervals hold the truth as often as
+TAILS says; where groups differ in scale and exceed it, in a third of the runs (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -194,9 +202,16 @@ class Run:
         for metric, value in values.items():
             without_P = np.array([_number_of(left, metric) for left in without])
             interval = jackknife(value, without_P, self._confidence)
+            if _OF_SEQUENCE_WEIGHTS.search(metric) and isinstance(interval, tuple) and self._reach() > MOST_REACH:
+                interval = NoInterval.UNSEEN
             how = _without(interval, num_groups) if isinstance(interval, NoInterval) else told
             found.append(Measured(metric=metric, value=value, interval=interval, how=how))
         return found
+
+    def _reach(self) -> float:
+        database = self._open()
+        stats(database, pair=self._pair, progress=self._progress)
+        return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, name: str, value: float, columns: SequenceColumns) -> Measured:
         """Return a quantile of |d| with its interval, obtained by inverting the interval of the share of tokens above
@@ -241,6 +256,8 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
     found = []
     for name, interval in intervals.items():
+        if _OF_SEQUENCE_WEIGHTS.search(name) and interval is not NoInterval.FEW and columns.reach() > MOST_REACH:
+            interval = NoInterval.UNSEEN
         how = f"bootstrap-t over {num_groups:,} groups" + (_of_tails(TAILS[name]) if name in TAILS else "")
         if isinstance(interval, NoInterval):
             how = _without(interval, num_groups)
@@ -320,7 +337,7 @@ def _number_of(row: dict[str, Any], metric: str) -> float:
 
 
 def _of_tails(level: float) -> str:
-    return f"; if a few tokens dominate, a 95% interval holds the truth in {level:.0%} of runs"
+    return f"; if a few tokens dominate or groups differ in scale, a 95% interval holds the truth in {level:.0%} of runs"
 
 
 def _without(why: NoInterval, num_groups: int) -> str:
