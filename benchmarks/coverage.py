@@ -265,7 +265,12 @@ def series_intervals(draw, cell):
     moves = [(f"jump of {size:g} sd", steps, first, size * (steps >= first)) for size in JUMP]
     moves += [(f"ramp of {size:g} sd", steps, first, _ramp(steps, first, size)) for size in RAMP]
     moves += [
-        (f"drop of 12 sd over {share:.0%}", steps, first, -12 * np.expm1(-np.maximum(steps - first + 1, 0) / (share * n)))
+        (
+            f"drop of 12 sd over {share:.0%}",
+            steps,
+            first,
+            -12 * np.expm1(-np.maximum(steps - first + 1, 0) / (share * n)),
+        )
         for share in DECAY
     ]
     rise = 10 * np.exp(-6 * steps / n)

@@ -337,7 +337,9 @@ def _number_of(row: dict[str, Any], metric: str) -> float:
 
 
 def _of_tails(level: float) -> str:
-    return f"; if a few tokens dominate or groups differ in scale, a 95% interval holds the truth in {level:.0%} of runs"
+    return (
+        f"; if a few tokens dominate or groups differ in scale, a 95% interval holds the truth in {level:.0%} of runs"
+    )
 
 
 def _without(why: NoInterval, num_groups: int) -> str:

@@ -283,7 +283,9 @@ def test_a_temperature_is_the_slope_of_the_log_odds_of_one_context(repeated):
     assert noisy["slope"] != pytest.approx(2.0, rel=1e-3)
 
 
-@pytest.mark.parametrize("rule", ["error_std", "error_std_pop", "error_mean", "error_previous", "error_next", "error_step"])
+@pytest.mark.parametrize(
+    "rule", ["error_std", "error_std_pop", "error_mean", "error_previous", "error_next", "error_step"]
+)
 def test_the_rule_of_a_baseline_leaves_no_error(tmp_path, rule):
     draw = np.random.default_rng(2)
     reward = draw.random((6, 4))
