@@ -102,7 +102,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
             raise NothingToCompare(f"{measured.metric}: no step has a value for it, so a bound on steps proves nothing")
         value, fails, low, high = by_step[worst], bool(beyond), None, None
         verdict, how = FAILED if fails else PASSED, f"{says}; the value is that of the worst"
-    elif beyond and not fails and not is_count(measured.metric):
+    elif worst is not None and beyond and not fails and not is_count(measured.metric):
         how = f"{says}, worst step {worst} ({by_step[worst]:.3g}): 'any step' fails on them; {how}"
     if condition.last and by_step:
         how = f"the last {len(by_step)} steps, {min(by_step)} to {max(by_step)}: {how}"
