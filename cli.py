@@ -1194,7 +1194,8 @@ def export_(trace: str, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option(
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
-    help="check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05; can be repeated.",
+    help="check, or a number and its bound, as tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 steps'; "
+    "can be repeated.",
 )  # fmt: skip
 @_pair
 @_confidence
@@ -1211,8 +1212,10 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     Conditions on columns of stats write sums into the trace, as stats does.
 
-    A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
-    comparison. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
+    A condition says what fails: tim.NAME is a column of stats or a figure that alerts read by step, verl.NAME one of stats
+    --like verl, check the check of the comparison. It is about all tokens of the run, about each step (any step), or about
+    the tokens of the last N steps (last N steps). A condition that passes over the run while single steps violate it gets a
+    warning. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
     --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
     both sides of the bound, or where there is none.
     """
@@ -1221,6 +1224,9 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     found = judge(trace, fail_on=fail_on, progress=_progress, **options)
     form.table(table_of(found.verdicts), "gate")
+    for verdict in found.verdicts:
+        if verdict.warns:
+            _tell(f"warning: {verdict.condition}: {verdict.how}")
     if found.fails:
         raise click.exceptions.Exit(1)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.errors import NothingToCompare
+from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress
+from ..alarms.figures import FIGURES, NOT_FINITE, is_of_pair, read_figure
 from ..frameworks.registry import framework_of
 from ..frameworks.sequence_rows import read_once
 from ..rows import Rows
@@ -35,13 +38,21 @@ from ..trace.macros import quoted_pair
 from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..views import open_database
 from .condition import OWN, Condition, metric_named
-from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out
+from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, is_count, left_out
 
 TAILS = {
-    "k2": 0.86, "k3": 0.89, "rms_d": 0.86, "ess_token": 0.84, "ess_sequence": 0.75, "chi2_token": 0.92, "chi2_sequence": 0.88,
+    "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
+    "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Number that a few tokens can dominate -> measured coverage of its 95 % interval in runs whose logit errors have no
-fourth moment: benchmarks/coverage.py, docs/evidence/intervals.md."""
+"""Number that a few tokens can dominate -> lowest measured coverage of its 95 % interval in runs whose logit errors have no
+fourth moment, or a size that differs between groups: benchmarks/coverage.py, docs/evidence/intervals.md."""
+
+_OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
+"""Numbers of the weights exp(sum of d), whose second moment rare sequences determine."""
+
+MOST_REACH = 1.0
+"""Maximum `SequenceColumns.reach`, in nats, for an interval of such a number. Below it intervals hold the truth as often as
+TAILS says; where groups differ in scale and exceed it, in a third of the runs (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -50,6 +61,10 @@ _BOUNDS = {
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
 """Number -> lower and upper limit that the number and the ends of its interval cannot exceed."""
+
+
+_OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
+"""Numbers with source `tim` that are no columns of `stats` and exist by step only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,37 +78,65 @@ class Measured:
     """Confidence interval, or why there is none; None for a count."""
     how: str
     """How the interval was computed, or why there is none."""
+    by_step: Mapping[int, float] = field(default_factory=dict)
+    """Step -> its own value, for the steps that have one."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if the number says nothing of tokens whose logprobs are not finite."""
+        return not is_count(self.metric) and (self.metric not in _OF_STEPS or is_of_pair(self.metric))
 
 
 class Run:
-    """A run whose numbers are to be measured."""
+    """A run whose numbers are to be measured, over all steps or over the last ones."""
 
-    def __init__(self, trace: str | os.PathLike[str], pair: str, confidence: float, progress: Progress):
+    def __init__(self, trace: str | os.PathLike[str], pair: str, confidence: float, progress: Progress, last: int = 0):
         self._trace, self._pair, self._names = trace, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
+        self._steps = f"-{last}:" if last else ALL_STEPS
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return condition -> its metric with value and interval."""
+        """Return condition -> its metric with value and interval, and with the value of each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
-            found |= self._own(of_source) if source == OWN else self._like(source, of_source)
+            if source == OWN:
+                of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
+                found |= {condition.text: self._of_steps(condition.metric) for condition in of_steps}
+                of_source = [condition for condition in of_source if condition not in of_steps]
+            if of_source:
+                found |= self._own(of_source) if source == OWN else self._like(source, of_source)
         return found
 
     def left_out(self) -> str:
         """Say which tokens the numbers exclude; empty if none is excluded."""
-        return left_out(open_database(self._trace), self._names)
+        return left_out(self._open(), self._names)
+
+    def _open(self) -> Database:
+        return open_database(self._trace, self._steps)
+
+    def _of_steps(self, name: str) -> Measured:
+        """Return a figure that exists by step: its mean over the steps, or the sum of a count."""
+        figure = read_figure(self._open(), self._names, name)
+        if figure is None or not len(figure[0]):
+            raise _no_value(name)
+        steps, values = figure
+        value = float(values.sum() if name == NOT_FINITE else values.mean())
+        how = "a count has no interval" if name == NOT_FINITE else f"mean of {len(steps)} steps; no interval"
+        by_step = dict(zip(steps.tolist(), values.tolist(), strict=True))
+        return Measured(metric=name, value=value, interval=None, how=how, by_step=by_step)
 
     def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
         """Return the numbers that conditions with source `tim` refer to."""
-        database = open_database(self._trace)
-        asked = _Asked(conditions, stats(database, pair=self._pair, progress=self._progress))
+        database = self._open()
+        whole = stats(database, pair=self._pair, progress=self._progress)
+        asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
         found = [
             Measured(metric=name, value=value, interval=None, how="a count has no interval")
-            for name, value in asked.values.items()
+            for name, value in asked.sampled.items()
             if name in COUNTS
         ]
-        sampled = {name: value for name, value in asked.values.items() if name not in COUNTS}
+        sampled = {name: value for name, value in asked.sampled.items() if name not in COUNTS}
         if sampled:
             columns = SequenceColumns.read(database, self._names)
             found += resampled(columns, sampled, self._confidence)
@@ -105,22 +148,24 @@ class Run:
 
     def _like(self, name: str, conditions: list[Condition]) -> dict[str, Measured]:
         """Return a framework's numbers with jackknife intervals. Tokens are read once, into sums per sequence."""
-        database = open_database(self._trace)
+        database = self._open()
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
         with read_once(database, framework, self._names) as rows:
             numbers = framework.numbers(database, self._names, "run")
             if not len(numbers):
                 raise NothingToCompare(why_nothing(database, self._names))
-            asked = _Asked(conditions, numbers)
+            asked = _Asked(conditions, numbers, framework.numbers(database, self._names, "step"))
+            if not asked.sampled:
+                return asked.answered([])
             sequences, unit_N = self._scored(database)
-            asked_for = tuple(asked.values)
+            asked_for = tuple(asked.sampled)
             without = self._without(
                 rows.without_parts(sequences),
                 lambda: framework.numbers(database, self._names, "run", asked_for),
                 sequences,
             )
-        return asked.answered(self._jackknifed(asked.values, without, unit_N))
+        return asked.answered(self._jackknifed(asked.sampled, without, unit_N))
 
     def _of_captured(self, database: Database, values: dict[str, float]) -> list[Measured]:
         """Return numbers of the captured distributions and routing. The jackknife reads the captured data again for
@@ -158,14 +203,21 @@ class Run:
         for metric, value in values.items():
             without_P = np.array([_number_of(left, metric) for left in without])
             interval = jackknife(value, without_P, self._confidence)
+            if _OF_SEQUENCE_WEIGHTS.search(metric) and isinstance(interval, tuple) and self._reach() > MOST_REACH:
+                interval = NoInterval.UNSEEN
             how = _without(interval, num_groups) if isinstance(interval, NoInterval) else told
             found.append(Measured(metric=metric, value=value, interval=interval, how=how))
         return found
 
+    def _reach(self) -> float:
+        database = self._open()
+        stats(database, pair=self._pair, progress=self._progress)
+        return SequenceColumns.read(database, self._names).reach()
+
     def _quantile(self, name: str, value: float, columns: SequenceColumns) -> Measured:
         """Return a quantile of |d| with its interval, obtained by inverting the interval of the share of tokens above
         `value` (Woodruff 1952)."""
-        connection = open_database(self._trace).connection
+        connection = self._open().connection
         tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
         query = f"""
             SELECT count(d) AS num_tokens, count(*) FILTER (abs(d) > ?) AS num_above FROM {tokens}
@@ -205,6 +257,8 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
     found = []
     for name, interval in intervals.items():
+        if _OF_SEQUENCE_WEIGHTS.search(name) and interval is not NoInterval.FEW and columns.reach() > MOST_REACH:
+            interval = NoInterval.UNSEEN
         how = f"bootstrap-t over {num_groups:,} groups" + (_of_tails(TAILS[name]) if name in TAILS else "")
         if isinstance(interval, NoInterval):
             how = _without(interval, num_groups)
@@ -248,21 +302,33 @@ def _num_parts(sequences: pa.Table) -> int:
 
 
 class _Asked:
-    """The metrics that some conditions refer to, and their values."""
+    """The metrics that some conditions refer to, and their values over the run and by step."""
 
-    def __init__(self, conditions: list[Condition], rows: Rows):
+    def __init__(self, conditions: list[Condition], rows: Rows, by_step: Rows):
         (row,) = rows.dicts()
         names = [name for name, value in row.items() if not isinstance(value, str)]
         self._metrics = {condition.text: metric_named(condition, names) for condition in conditions}
-        self.values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
-        for metric in self.values:
+        self._steps = by_step.dicts()
+        self._values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
+        for metric in self._values:
             if row[metric] is None:
-                raise NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
+                raise _no_value(metric)
+        of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
+        self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
+        """Metric -> value, for the metrics that some condition judges over all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Return condition -> its metric."""
+        """Return condition -> its metric; without an interval if no condition needs one."""
         of_metric = {measured.metric: measured for measured in found}
+        for metric, value in self._values.items():
+            measured = of_metric.get(metric, Measured(metric=metric, value=value, interval=None, how=""))
+            by_step = {row["step"]: _number_of(row, metric) for row in self._steps if row[metric] is not None}
+            of_metric[metric] = replace(measured, by_step=by_step)
         return {text: of_metric[metric] for text, metric in self._metrics.items()}
+
+
+def _no_value(metric: str) -> NothingToCompare:
+    return NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
@@ -272,7 +338,9 @@ def _number_of(row: dict[str, Any], metric: str) -> float:
 
 
 def _of_tails(level: float) -> str:
-    return f"; if a few tokens dominate, a 95% interval holds the truth in {level:.0%} of runs"
+    return (
+        f"; if a few tokens dominate or groups differ in scale, a 95% interval holds the truth in {level:.0%} of runs"
+    )
 
 
 def _without(why: NoInterval, num_groups: int) -> str:

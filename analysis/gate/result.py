@@ -21,7 +21,7 @@ class Verdict:
     metric: str
     """Full name of the number; `check` for the condition that the comparison has no fault."""
     value: float
-    """Value of the number over the run; for `check` the number of faults found."""
+    """Value of the number over the run, over its last steps, or at the worst step; for `check` the number of faults found."""
     low: float | None
     """Lower end of the interval over groups; None without an interval, in which case `how` says why."""
     high: float | None
@@ -31,8 +31,17 @@ class Verdict:
     fails: bool
     """True if the value violates the condition, or proves nothing because tokens are excluded from it. Determines the
     exit code."""
+    steps_beyond: int | None
+    """Number of steps whose own value violates the condition; None for `check` and for counts, which grow with the steps."""
+    worst_step: int | None
+    """Step whose own value is furthest beyond the bound, or nearest to it."""
     how: str
-    """How the interval was computed; for `check` the faults found."""
+    """Steps beyond the bound, and how the interval was computed; for `check` the faults found."""
+
+    @property
+    def warns(self) -> bool:
+        """True if the condition passes although single steps violate it."""
+        return not self.fails and bool(self.steps_beyond)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
