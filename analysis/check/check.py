@@ -20,7 +20,7 @@ from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..trace.source import Pair
 from ..trace.spread import spread
 from ..views import open_database
-from .detectors import find
+from .explain import explain
 from .notes import notes
 from .pair_data import PairData
 from .result import CheckResult
@@ -129,7 +129,7 @@ def judge(data: PairData, pair: str) -> CheckResult:
     Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains it.
     """
     sums = data.sums
-    findings = tuple(find(data))
+    findings = tuple(explain(data))
     if not sums.num_tokens and not any(finding.fails for finding in findings):
         raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(

@@ -20,8 +20,7 @@ from ..attribution.attribution import Attribution
 from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import gather, judge
-from ..check.detectors.equality import dtype_of
-from ..check.detectors.numerics import Precision, precisions
+from ..check.rounding import Precision, dtype_of, precisions
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
 from ..facts.recorded import RecordedChange, read_recorded

@@ -1,16 +1,51 @@
-"""Detect bitwise equality: two engines that agree exactly, or one pass copied from the other."""
+"""Bitwise equality: two engines that agree exactly, or one pass copied from the other."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from ....schemas.contract import Contract, engine_dtype
+from ....schemas.contract import Contract
 from .. import commands
-from ..finding import Finding
+from ..finding import Fault, Finding
 from ..pair_data import PairData, declared
-from ..thresholds import COPIED_BY_CHANCE, MIN_COPIED_TOKENS
+from ..rounding import dtype_of
+
+_EQUAL = {
+    "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
+    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
+    "{differing}: {copied_text}",
+    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, but only "
+    "{equal_elsewhere:.1%} of the tokens of the others: these rows were copied from the other pass",
+}
+_WORDS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
+    "equal_bits": lambda n: {
+        "contracts_text": "their contracts have the same numerics"
+        if n["contracts_known"]
+        else "no contract gives a reason to differ"
+    },
+    "equal_against_contracts": lambda n: {
+        "copied_text": "two such forwards are never bitwise equal, so one was copied from the other"
+        if "dtype_a" in n
+        else "one was copied from the other, or the two are built to be bitwise equal: replay to find out",
+        "differing": " and ".join(
+            f"{what} {n[f'{what}_a']} and {n[f'{what}_b']}" for what in ("engine", "dtype") if f"{what}_a" in n
+        ),
+    },
+}
+
+COPIES = Fault(
+    code="copies", title="one pass is a copy of the other", broken="recording", evidence=_EQUAL, words=_WORDS
+)
+EQUAL = Fault(code="equal", title="bitwise equal", broken=None, evidence=_EQUAL, words=_WORDS)
+
+MIN_COPIED_TOKENS = 4
+"""Minimum number of bitwise-equal logprobs below -1e-3 nats for a row to count as copied."""
+COPIED_BY_CHANCE = 1e-4
+"""Maximum expected number of groups of rows that are equal by chance, estimated from the share of equal tokens in all other
+rows."""
 
 
 def find_equal(data: PairData) -> list[Finding]:
@@ -21,8 +56,8 @@ def find_equal(data: PairData) -> list[Finding]:
     if differing:
         replay = commands.replay(data, "--as-recorded", "again")
         return [
-            data.finding(
-                "copies",
+            COPIES.finding(
+                data,
                 "equal_against_contracts",
                 # Two engines can be made to give equal bits; two dtypes cannot.
                 is_expected="dtype_a" not in differing,
@@ -32,9 +67,7 @@ def find_equal(data: PairData) -> list[Finding]:
         ]
     known = int(bool(data.contract("a") and data.contract("b")))
     return [
-        data.finding(
-            "equal", "equal_bits", numbers={"num_tokens": data.num_kept, "contracts_known": known, **data.names}
-        )
+        EQUAL.finding(data, "equal_bits", numbers={"num_tokens": data.num_kept, "contracts_known": known, **data.names})
     ]
 
 
@@ -53,24 +86,26 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
     telling_others = (beside if beside.any() else others)[data.seq] & (data.b < -1e-3)
     equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
-    expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied]
-    if not np.any(expected < COPIED_BY_CHANCE):
+    share = np.bincount(data.seq[telling_others], (data.d == 0.0)[telling_others], len(num))
+    share = share / np.maximum(np.bincount(data.seq[telling_others], minlength=len(num)), 1)
+    # Without a copy, rows that are equal as a whole come with rows that are mostly equal.
+    mostly = int(np.sum(share[np.unique(data.seq[telling_others])] > 0.5))
+    expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied].max()
+    if expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:
         return []
     return [
-        replace(
-            data.finding(
-                "copies",
-                "copied_rows",
-                copied[data.seq],
-                next=commands.stats(data, "sequence"),
-                numbers={
-                    "num_sequences": int(copied.sum()),
-                    "of_sequences": int((num > 0).sum()),
-                    "equal_elsewhere": equal_elsewhere,
-                },
-            ),
+        COPIES.finding(
+            data,
+            "copied_rows",
+            copied[data.seq],
             effect=0.0,
-        )
+            next=commands.stats(data, "sequence"),
+            numbers={
+                "num_sequences": int(copied.sum()),
+                "of_sequences": int((num > 0).sum()),
+                "equal_elsewhere": equal_elsewhere,
+            },
+        )  # fmt: skip
     ]
 
 
@@ -95,19 +130,3 @@ def _differing(a: Contract, b: Contract) -> dict[str, str]:
     return {
         f"{name}_{side}": str(value) for name, pair in differing.items() for side, value in zip("ab", pair, strict=True)
     }
-
-
-def dtype_of(contract: Contract) -> str | None:
-    """Return the torch name of the dtype in which a pass was computed; None if the contract does not name one."""
-    if (dtype := engine_dtype(contract)) is not None:
-        return dtype
-    if (built := declared(contract, "model", "built_in")) is not None:
-        return str(built)
-    autocast = str(declared(contract, "torch", "autocast_dtype") or "None").removeprefix("torch.")
-    if autocast != "None":
-        return autocast
-    dtypes = declared(contract, "model", "dtypes")
-    if isinstance(dtypes, dict) and dtypes:
-        return str(max(dtypes, key=lambda name: dtypes[name]))
-    dtype = declared(contract, "dtype")
-    return None if dtype is None else str(dtype).removeprefix("torch.")
