@@ -21,16 +21,16 @@ from .faults.not_logprobs import find_positive
 from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
 from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
 from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
-from .faults.places import SUBSET, find_place, find_subset
+from .faults.places import BY_TIME, SUBSET, find_place, find_subset
 from .faults.positions import find_onset, find_own_places, find_persistence, find_prefix_cache
-from .faults.row_context import find_exact_rows, find_row_context
+from .faults.row_context import find_exact_rows, find_fading, find_row_context
 from .faults.row_pairing import find_row_pairing
-from .faults.shift import find_broken, find_retokenised, find_shift
+from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
 from .faults.temperature import find_temperature
 from .faults.truncation import find_one_sided
 from .faults.unexplained import rounding, too_few, unexplained_tokens
 from .faults.unit import find_shared_unit, find_unit
-from .faults.weights import find_adapter, find_declared, find_growth, find_token_weights, level
+from .faults.weights import find_adapter, find_declared, find_growth, level
 from .finding import Finding
 from .hypothesis import Hypothesis, owned
 from .likelihood import nobodys
@@ -45,11 +45,11 @@ more of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence for an explanation, nats, beyond the cost of its parameters: chance gives as much once in 100,000 runs."""
 _MAX_ROUNDS = 5
-_MAX_PLACES = 8
+_MAX_PLACES = 16
 """Maximum number of places compared by likelihood, those that explain most of the level first."""
 
 _VALUES = (
-    find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_row_pairing, find_misplaced,
+    find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_reversed, find_row_pairing, find_misplaced,
     find_retokenised, find_temperature, find_one_sided, find_penalty, find_token_ids, find_low_precision, find_unrelated,
     find_growth,
 )  # fmt: skip
@@ -108,9 +108,7 @@ def _explained(data: PairData) -> list[Finding]:
         declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
         if any(each.is_expected for each in declared):
             return declared
-        where = places(data)
-        if not is_excessive(data):
-            where = [place for place in where if _is_part(data, place)]
+        where = [place for place in places(data) if _is_told(data, place)]
         best = _best([*_candidates(data), *_since(data, where), *_places(data, where)])
         if best is None:
             return found + (declared or _left(data) if is_excessive(data) else [])
@@ -135,7 +133,7 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 def _since(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Return the explanations of the mismatch from one step on, if it is far larger from there on."""
     split = next((place for place in where if place.feature == "step" and place.kind == "from"), None)
-    if split is None or split.level_outside > allowed_noise(data) / 2:
+    if split is None:
         return []
     outside = np.zeros(len(data.keep), bool)
     outside[np.flatnonzero(data.keep)[~split.inside]] = True
@@ -165,17 +163,23 @@ def _parts(data: PairData) -> tuple[str, ...]:
     return (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b", "prompt_seen_before")
 
 
-def _is_part(data: PairData, place: Where) -> bool:
-    """Return True if a place is a part of the run in which rounding has no reason to differ: a process, a contract, a setting,
-    or prompts that a cache may hold."""
-    return place.feature in _parts(data) and level(data.without(owned(data, ~place.inside))) > allowed_noise(data) / 8
+def _is_told(data: PairData, place: Where) -> bool:
+    """Return True if a place tells where the mismatch is: outside there is no more than rounding, and inside there is more,
+    or much more than outside, or the place is a part of the run in which rounding has no reason to differ."""
+    allowed = allowed_noise(data)
+    if place.level_outside > allowed / 2:
+        return False
+    inside = level(data.without(owned(data, ~place.inside)))
+    if place.feature in _parts(data):
+        return inside > allowed / 8
+    if is_above(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
+        return True
+    return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5
 
 
 def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    off = nobodys(data)
-    if off.any() and not is_above(data):  # a place is one of tokens that are off, not of larger rounding
-        where = [place for place in where if off[place.inside].mean() > 0.2 or place.feature in _parts(data)]
     found = [each for find in _PLACES for each in find(data, where[:_MAX_PLACES])]
+    found += find_exact_rows(data)
     return [*found, *find_own_places(data), *find_broken(data)] if is_excessive(data) else found
 
 
@@ -217,7 +221,7 @@ def _left(data: PairData) -> list[Finding]:
     without = data.without(owned(data, off))
     if off.mean() > 0.3 or (off.any() and is_above(without)) or not off.any():
         return [_state(data)]
-    flips = [each.finding for each in find_router_flips(data, off)]
+    flips = [each.finding for each in find_router_flips(data, off)] or find_fading(data)
     return flips or find_scattered(data, off) or [unexplained_tokens(data, off, None)]
 
 
@@ -230,7 +234,7 @@ def _state(data: PairData) -> Finding:
     grown = [each.finding for each in find_growth(data)]
     if grown:
         return grown[0]
-    for find in (find_exact_rows, find_not_repeatable, find_persistence, find_token_weights):
+    for find in (find_not_repeatable, find_fading, find_persistence):
         if found := find(data):
             return found[0]
     return find_computation(data, is_equal=False)

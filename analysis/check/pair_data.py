@@ -61,9 +61,12 @@ class PairData:
         return PairData(**changed | {"keep": self.keep & ~explained})
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool; tokens for which it is
-        NaN are left out."""
+        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens for which it is NaN
+        are left out, and so are those outside whose d is no smaller than it was inside: they are misplaced, too."""
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
+        was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
+        away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
+        values[np.isin(self.sample.seq, self.sample.seq[away]) & ~tokens] = np.nan
         side = replace(self.sample.b, logprobs=values, entropy=None)
         changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return PairData(**changed | {"sample": replace(self.sample, b=side), "keep": self.keep & np.isfinite(values)})

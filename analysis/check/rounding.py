@@ -16,8 +16,8 @@ HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "tf32": 0.012, "float32": 4
 """dtype -> maximum rms error of a logit from rounding, nats: twice the rms measured between trainer and engine for models
 with 0.5 to 8 billion parameters (0.031 to 0.045 in bfloat16, 0.005 in float16, 0.0019 to 0.0022 in float32).
 TensorFloat-32 has as many mantissa bits as float16."""
-HALF_ULP = {"bfloat16": (2.0**-9, 2.0**-8), "float16": (2.0**-12, 2.0**-11)}
-"""dtype -> smallest and largest half unit in the last place, relative to the value."""
+HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
+"""dtype -> number of significant bits; float8 is e4m3."""
 SHARPENED = 8.0
 """Factor on the allowed noise for a policy with a mean 1 - p below 0.2: its logits differ by tens of nats, and rounding
 is proportional to the logits."""
@@ -84,15 +84,19 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the dtype that logprobs, [K], were rounded to: `bfloat16`, `float16` or `float32`; None if too few are
-    informative."""
+    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or as many
+    `decimals`; None if too few are informative."""
     telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
     if len(np.unique(telling)) < 8:
-        return None
+        return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
     bits = telling.view(np.uint32)
-    for dtype, low in (("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
-        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 65,536 or 8,192 has zero low bits
+    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
+        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
             return dtype
+    for decimals in range(5):
+        scaled = telling * 10.0**decimals
+        if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
+            return f"{decimals} decimals"
     return "float32"
 
 
@@ -110,16 +114,22 @@ def value_rounding(data: PairData) -> np.ndarray:
     """Return [K] the error in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
-        for dtype in {side.values, side.logits} & HALF_ULP.keys():
-            if dtype == side.values:
-                half += half_ulp(values, dtype)
+        if side.values is not None and is_coarse(side.values):
+            half += half_ulp(values, side.values)
     return half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b))
 
 
 def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return half a unit in the last place of each value, [K], in the dtype."""
+    """Return half a unit in the last place of each value, [K], in the dtype, or of its last decimal."""
+    if dtype not in HALF_ULP:
+        return np.full(len(values), 0.5 * 10.0 ** -int(dtype.split()[0]))
     _, exponent = np.frexp(values)
-    return np.asarray(np.ldexp(1.0, exponent - (9 if dtype == "bfloat16" else 12)))
+    return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[dtype] - 1))
+
+
+def is_coarse(dtype: str | None) -> bool:
+    """Return True if a dtype of values is coarser than float32."""
+    return dtype is not None and dtype != "float32"
 
 
 @once

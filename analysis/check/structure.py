@@ -99,18 +99,46 @@ def growth(data: PairData) -> Growth:
 
 
 @once
-def exact_rows(data: PairData) -> float:
-    """Return the share of sequences whose mismatch is no more than rounding, while others' is at least three times what
-    rounding allows; 0 if there are no such others."""
+def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
+    """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind
+    has at least five times the mismatch, more than a quarter of what rounding allows, and the sequences of that other kind; 0
+    and none if they do not."""
     noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
     order = np.lexsort((noise, data.seq))
     rows, starts, num = np.unique(data.seq[order], return_index=True, return_counts=True)
-    long = num >= 4
-    middle = noise[order][starts + num // 2][long]
-    allowed = allowed_noise(data) / 2
-    if not long.any() or np.mean(middle > 3 * allowed) < 0.05:
-        return 0.0
-    return float(np.mean(middle < allowed))
+    middle, rows = noise[order][starts + num // 2][num >= 4], rows[num >= 4]
+    order = np.argsort(middle, kind="stable")
+    middle, rows = middle[order], rows[order]
+    if len(middle) < 20:
+        return 0.0, rows[:0]
+    logs = np.log(middle + 1e-6)
+    first = np.arange(1, len(logs))
+    sums = np.cumsum(logs - logs.mean())[:-1]
+    between = sums**2 * (1 / first + 1 / (len(logs) - first))
+    at = int(np.argmax(between)) + 1
+    low, high = float(np.median(middle[:at])), float(np.median(middle[at:]))
+    is_parted = between.max() > 0.6 * float(np.sum((logs - logs.mean()) ** 2)) and high > 5 * low
+    if not is_parted or high < allowed_noise(data) / 4 or low > allowed_noise(data) / 2:
+        return 0.0, rows[:0]
+    return at / len(middle), rows[at:]
+
+
+def fades(data: PairData, inside: np.ndarray | None = None) -> tuple[float, float]:
+    """Return the log ratio between the mismatch in the first third of each sequence and that in the last third, averaged over
+    the sequences inside, [K] bool, and this mean in standard errors. The effect of another prompt or of a cached one fades
+    along the response; that of different weights does not."""
+    level = data.level_beyond_tokens
+    there = np.isfinite(level) if inside is None else np.isfinite(level) & inside
+    place = data.position / np.maximum(data.sample.lengths[data.seq], 1)
+    means = []
+    for part in (there & (place < 1 / 3), there & (place >= 2 / 3)):
+        count = np.bincount(data.seq[part], minlength=data.sample.num_sequences)
+        total = np.bincount(data.seq[part], level[part], data.sample.num_sequences)
+        means.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    falls = (means[0] - means[1])[np.isfinite(means[0] - means[1])]
+    if len(falls) < 2:
+        return 0.0, 0.0
+    return float(falls.mean()), float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12))
 
 
 def sampled_score(data: PairData, side: str) -> float:

@@ -150,7 +150,9 @@ def _split(
     if inside.all() or not inside.any() or (kind == "one_of" and inside.mean() > MAX_COVERED):
         return None
     outside = ~inside
+    typical = np.minimum(noise, np.quantile(noise, 0.995))
     ratio = float(np.exp(level[there][np.isin(place, chosen)].mean() - level[there][~np.isin(place, chosen)].mean()))
+    ratio = max(ratio, float(typical[inside].mean() / max(float(typical[outside].mean()), 1e-12)))
     if gain < MIN_GAIN_NATS or ratio < MIN_RATIO:
         return None
     shown = tuple(known[i].item() for i in chosen)
@@ -276,12 +278,12 @@ def recorded_order(sample: Sample) -> np.ndarray:
     return order
 
 
-def repeated_in_row(data: PairData) -> np.ndarray:
-    """Return [K] bool: True where the token occurs earlier in its prompt or response."""
+def repeated_in_row(data: PairData, *, prompt: bool = True) -> np.ndarray:
+    """Return [K] bool: True where the token occurs earlier in its response, or in its prompt unless `prompt` is False."""
     sample = data.sample
     out = np.zeros(len(sample.tokens), bool)
     for row in range(sample.num_sequences):
-        seen = set(sample.prompts[row] or ())
+        seen = set(sample.prompts[row] or ()) if prompt else set()
         for at in range(sample.starts[row], sample.starts[row + 1]):
             token = int(sample.tokens[at])
             out[at] = token in seen

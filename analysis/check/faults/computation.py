@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from .. import commands
@@ -15,13 +18,17 @@ from .weights import measured
 _MEASURED = "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}"
 
 
-def _dtypes(numbers: dict[str, str | None]) -> dict[str, str]:
-    return {"dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab")}
+def _dtypes(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
+        "share_of_tokens": max(numbers["token_effect"], 0.0),
+    }
 
 
 COMPUTATION = Fault(
     code="computation_differs",
-    title="the computation differs: kernel, cache, positions, norm, soft cap or precision",
+    title="one side's model differs throughout: its weights (quantised, converted or loaded wrongly) or its computation (rotary, "
+    "norm, attention, soft cap, precision)",
     broken="computation",
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
@@ -93,7 +100,11 @@ def find_computation(data: PairData, *, is_equal: bool) -> Finding:
     """Return the finding that more than rounding is left; `is_equal` is True if the weights are known to be equal."""
     signal = "equal_weights" if is_equal else "full_size" if growth(data).later else "one_step"
     return COMPUTATION.finding(
-        data, signal, weight=0.5, next=commands.triangulate(data, dtype_of(data.contract("a"))), numbers=measured(data)
+        data,
+        signal,
+        weight=0.5,
+        next=commands.triangulate(data, dtype_of(data.contract("a"))) if is_equal else commands.weights_replay(data),
+        numbers=measured(data),
     )
 
 

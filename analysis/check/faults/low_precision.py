@@ -8,14 +8,14 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis, predicting
 from ..pair_data import PairData
-from ..rounding import HALF_ULP, half_ulp, precisions
+from ..rounding import HALF_ULP, half_ulp, is_coarse, precisions
 
 LOW_PRECISION = Fault(
     code="low_precision_head",
     title="one side's head or log-softmax has low precision",
     broken="computation",
     evidence={
-        "rounded_logprobs": "every logprob of {side} is a {dtype} value: the {part} was computed or stored in low precision",
+        "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the {part} was computed or stored in low precision",
         "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the {part} was "
         "computed or stored in low precision",
     },
@@ -29,11 +29,11 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
     """Detect rounded logprobs, or rounded logits in a pass whose contract says float32."""
     found = []
     for side, precision in zip("ab", precisions(data), strict=True):
-        if precision.values in HALF_ULP:
+        if precision.values is not None and is_coarse(precision.values):
             values = getattr(data, side)
             half = half_ulp(values, precision.values)
             share = float(np.sum(np.minimum(half**2 / 3, data.d**2)) / max(np.sum(data.d**2), 1e-30))
-            named = precision.declared in HALF_ULP
+            named = precision.declared in HALF_ULP and precision.values in ("bfloat16", "float16")
             if share > (0.02 if precision.declared else MIN_SHARE):
                 finding = _head(data, side, "rounded_logprobs", precision.values, is_expected=named)
                 residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)

@@ -9,6 +9,7 @@ from ..finding import Fault
 from ..hypothesis import Hypothesis, of_signs
 from ..likelihood import unexplained
 from ..pair_data import PairData
+from ..rounding import value_rounding
 from ..structure import sampled_mean, sampled_score
 from ..where import repeated_in_row
 
@@ -17,7 +18,7 @@ PENALTY = Fault(
     title="a repetition penalty, logit bias or token filter on one side only",
     broken="recording",
     evidence={
-        "repeated": "{side} {lowers} tokens that occurred before in the row and {raises} all others: {mean_repeated:+.2g} against "
+        "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
         "{mean_new:+.2g} nats on average, as under a penalty for repetition{recorded_text}",
         "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against {mean_rest:+.2g} nats "
         "on average, as under a logit bias or a filter of tokens",
@@ -25,9 +26,7 @@ PENALTY = Fault(
         "another distribution than the one recorded{recorded_text}",
     },
     words={
-        "repeated": lambda n: {
-            "lowers": "lowers", "raises": "raises", "recorded_text": _recorded(n["recorded"]),
-        },
+        "repeated": lambda n: {"recorded_text": _recorded(n["recorded"])},
         "token_ids": lambda n: {
             "lowers": "lowers" if n["mean_ids"] < 0 else "raises", "raises": "raises" if n["mean_ids"] < 0 else "lowers",
         },
@@ -41,33 +40,35 @@ def _recorded(value: float | None) -> str:
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Detect that d has one sign where a token occurred before in its row and the other sign elsewhere."""
+    """Detect that d has one sign where a token occurred before in its row and the other sign elsewhere. A repetition penalty
+    counts prompt and response, frequency and presence penalties the response alone."""
     if data.num_kept < 200:
         return []
-    repeated = repeated_in_row(data)
-    if not 0.01 < repeated.mean() < 0.99:
-        return []
+    kinds = {"row": repeated_in_row(data), "response": repeated_in_row(data, prompt=False)}
+    found = [_of_repeats(data, counted, repeated) for counted, repeated in kinds.items()]
+    return [each for each in found if each is not None]
+
+
+def _of_repeats(data: PairData, counted: str, repeated: np.ndarray) -> Hypothesis | None:
     off = np.abs(data.d) > 4 * unexplained(data).sigma * np.maximum(data.rest, 1e-3)
     if (off & repeated).sum() < 20 or (off & ~repeated).sum() < 20:
-        return []
+        return None
     means = float(data.d[repeated & off].mean()), float(data.d[~repeated & off].mean())
-    if means[0] * means[1] >= 0:
-        return []
-    side = "b" if means[0] > 0 else "a"  # the penalised side gives repeated tokens less
     sign = np.where(repeated, np.sign(means[0]), np.sign(means[1]))
-    if np.mean(np.sign(data.d[off]) == sign[off]) < 0.9:
-        return []
+    if means[0] * means[1] >= 0 or np.mean(np.sign(data.d[off]) == sign[off]) < 0.9:
+        return None
+    side = "b" if means[0] > 0 else "a"  # the penalised side gives repeated tokens less
     flip = -1.0 if side == "b" else 1.0
     finding = PENALTY.finding(
         data, "repeated", off, next=commands.far_tokens(data),
         numbers={
-            "side": data.names[side], "mean_repeated": flip * means[0], "mean_new": flip * means[1],
+            "side": data.names[side], "counted": counted, "mean_repeated": flip * means[0], "mean_new": flip * means[1],
             "recorded": recorded_penalty(data),
         },
     )  # fmt: skip
     # A recorded penalty is asked first: it costs nothing to name.
-    found = of_signs(data, finding, sign, 0.0 if recorded_penalty(data) else 8.0, np.ones(data.num_kept, bool))
-    return [found]
+    cost = 0.0 if recorded_penalty(data) else 8.0
+    return of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))
 
 
 def find_token_ids(data: PairData) -> list[Hypothesis]:
@@ -76,7 +77,7 @@ def find_token_ids(data: PairData) -> list[Hypothesis]:
         return []
     tokens = data.sample.tokens[data.keep]
     ids, place = np.unique(tokens, return_inverse=True)
-    off = np.abs(data.d) > 4 * unexplained(data).sigma * np.maximum(data.rest, 1e-3)
+    off = np.abs(data.d) > np.maximum(0.25 * np.median(np.abs(data.d)), 4 * value_rounding(data))
     if off.sum() < 50:
         return []
     num = np.bincount(place[off], minlength=len(ids))

@@ -92,7 +92,10 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
     usual = float(np.median(np.abs(rest))) if len(rest) else 0.0
     if value == 0.0 and _is_nucleus(off_by, rest):
         return False
-    if value < 0 and len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
+    if IMPOSSIBLE_LOGPROB < value < 0 and where.sum() < 8:
+        return False
+    kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
+    if value < 0 and min(len(np.unique(kind)) for kind in kinds) < MIN_CONSTANT_TOKENS:
         return False  # in a repeated context, a token has the same logprob each time
     if value < 0 and _is_likely(data, other, value, where):
         return False

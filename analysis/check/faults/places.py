@@ -24,8 +24,8 @@ _TOKENS = (
     "token_before",
     "starts_turn",
 )
-_BY_TIME = ("step", "version", "version_a", "version_b", "lag")
-_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "response_length", "prompt_length", "total_length")
+BY_TIME = ("step", "version", "version_a", "version_b", "lag")
+_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "prompt_length")
 
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -74,7 +74,7 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             fault = ONE_PLACE
         else:
             continue
-        if len(place.values) > 4:
+        if len(place.values) > 4 or (place.feature == "from_end" and (place.kind != "before" or place.values[0] > 4)):
             continue
         finding = fault.finding(
             data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
@@ -98,7 +98,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     found = []
     for place in places:
         rows = np.unique(data.seq[place.inside])
-        by_time = place.feature in _BY_TIME
+        by_time = place.feature in BY_TIME
         known = by_time or place.feature in _ROW_SETTINGS or place.feature in data.sample.settings
         known |= place.feature.startswith(("writer", "contract", "finish_reason", "group_id"))
         if not known or len(place.values) > 20:

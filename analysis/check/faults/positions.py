@@ -13,7 +13,8 @@ from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
-from ..structure import error_structure
+from ..rounding import allowed_noise
+from ..structure import error_structure, fades, growth
 from ..where import Where
 from .weights import measured
 
@@ -75,6 +76,8 @@ def find_onset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     for place in places:
         if place.feature not in _COUNTED or place.kind == "one_of" or place.values[0] < 2:
             continue
+        if place.kind == "before" and growth(data).ratio < 2.5:
+            continue  # at its full size from the first step on, it is no change of weights
         fault = ONSET if place.kind == "from" else CHANGE
         finding = fault.finding(
             data, "common_place", place.inside, weight=explained(data, place.inside), next=commands.query(data, "by-position"),
@@ -106,24 +109,6 @@ def find_prefix_cache(data: PairData, places: Sequence[Where]) -> list[Hypothesi
         )  # fmt: skip
         found.append(located(data, finding, place.inside, 1.0))
     return found
-
-
-def fades(data: PairData, inside: np.ndarray) -> tuple[float, float]:
-    """Return the log ratio between the mismatch in the first third of each sequence and that in the last third, averaged over
-    the sequences inside, and this mean in standard errors. The effect of a cached prompt fades along the response; that of
-    different weights does not."""
-    level = data.level_beyond_tokens
-    there = np.isfinite(level) & inside
-    place = data.position / np.maximum(data.sample.lengths[data.seq], 1)
-    means = []
-    for part in (there & (place < 1 / 3), there & (place >= 2 / 3)):
-        count = np.bincount(data.seq[part], minlength=data.sample.num_sequences)
-        total = np.bincount(data.seq[part], level[part], data.sample.num_sequences)
-        means.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
-    falls = (means[0] - means[1])[np.isfinite(means[0] - means[1])]
-    if len(falls) < 2:
-        return 0.0, 0.0
-    return float(falls.mean()), float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12))
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +248,8 @@ def _inside(
 def find_persistence(data: PairData) -> list[Finding]:
     """Detect a mismatch that is similar in neighbouring tokens but differs between the sequences of a step."""
     structure = error_structure(data)
-    if not structure.changes_inside(is_excessive=True):
+    # Where all tokens are off, whatever is wrong differs by context anyway; where many are right, it comes and goes.
+    if not structure.changes_inside(is_excessive=True) or float(np.nanmedian(data.noise)) > allowed_noise(data):
         return []
     numbers = measured(data) | {"persistence": structure.persistence, "sequence_score": structure.sequence_score}
     return [CHANGE.finding(data, "persistence", weight=0.5, next=commands.weights(data), numbers=numbers)]

@@ -11,7 +11,8 @@ from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
-from ..structure import error_structure, exact_rows, growth, repeats
+from ..rounding import token_scale
+from ..structure import error_structure, exact_rows, fades, growth, repeats
 from ..where import Where, where_text
 
 _PADDING = ("pad_left", "shorter_prompt", "shorter_total", "prompt_length")
@@ -24,6 +25,8 @@ ROW_CONTEXT = Fault(
     evidence={
         "rows_run_together": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {ratio:.3g} times the mismatch of "
         "the others (rms {effect:.2g} vs {rms_elsewhere:.2g} nats), from the first step on",
+        "fades": "the mismatch falls along the response, to {left:.2g} times that of its first third ({score:.1f} standard errors), from "
+        "the first step on: the two sides read other prompts (BOS, template, truncation, or a wrong cache of it)",
         "some_rows_exact": "{exact:.0%} of the sequences are at the level of rounding and the others off by {level:.2g} nats of "
         "a logit, from the first step on: weights do not differ row by row, but padding and packing do{repeat_text}",
     },
@@ -36,6 +39,7 @@ ROW_CONTEXT = Fault(
         },
     },
     causes={
+        "prompt": "the two sides read other prompts: BOS, template, truncation, or a wrong cache of the prompt",
         "padding": "padding is attended to, or positions count it: rows with padding are off",
         "packing": "rows of a pack see each other: only the first of each pack is right",
     },
@@ -63,21 +67,32 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
     return found
 
 
-def find_exact_rows(data: PairData) -> list[Finding]:
+def find_fading(data: PairData) -> list[Finding]:
+    """Detect that the mismatch is largest at the first tokens and fades along the response."""
+    fall, score = fades(data)
+    if fall < np.log(2) or score < 6:
+        return []
+    numbers = {**data.names, "cause": "prompt", "left": float(np.exp(-fall)), "score": score}
+    return [ROW_CONTEXT.finding(data, "fades", weight=0.7, next=commands.query(data, "by-position"), numbers=numbers)]
+
+
+def find_exact_rows(data: PairData) -> list[Hypothesis]:
     """Detect that some rows are exact and others are not, from the first step on, where nothing recorded tells them apart."""
-    exact = exact_rows(data)
+    exact, rows = exact_rows(data)
     if not 0.05 < exact < 0.95 or growth(data).ratio > 5 or error_structure(data).persistence < 0.2:
         return []
     twins = repeats(data)
     unsteady = "a" if twins.a > 3 * twins.b and twins.a > twins.d / 4 else "b" if twins.b > 3 * twins.a else ""
+    inside = np.isin(data.seq, rows)
     finding = ROW_CONTEXT.finding(
-        data, "some_rows_exact", next=_replay(data, is_padding=False),
+        data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
         numbers={
-            **data.names, "exact": exact, "level": growth(data).later or growth(data).first,
+            **data.names, "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / token_scale(data)[inside])),
             "unsteady": data.names[unsteady] if unsteady else None,
         },
     )  # fmt: skip
-    return [finding]
+    # Each row costs a choice between the two kinds.
+    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)))]
 
 
 def _replay(data: PairData, is_padding: bool) -> commands.Advice:

@@ -42,6 +42,8 @@ def _joined(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 _EVIDENCE = {
+    "reversed": "the values of {b} run backwards along each sequence: read from the end they differ from {a}'s by {moved:.2g} nats "
+    "on average",
     "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
     f"average, as recorded by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
     "moved_after_place": f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and, shifted by "
@@ -92,6 +94,24 @@ def find_shift(data: PairData) -> list[Hypothesis]:
     )
     residual = data.a - token_values(data, grid_of(data).moved(lag))
     return [predicting(data, finding, residual, np.log(len(LAGS)), tokens, is_right=True)]
+
+
+def find_reversed(data: PairData) -> list[Hypothesis]:
+    """Detect that the values of pass b run backwards along each row."""
+    grid = grid_of(data)
+    there = np.isfinite(grid.b)
+    values = np.full_like(grid.b, np.nan)
+    for row in np.flatnonzero(there.sum(axis=1) > 3):
+        values[row, there[row]] = grid.b[row, there[row]][::-1]
+    tokens = np.isfinite(token_values(data, values))
+    residual = data.a - token_values(data, values)
+    if not tokens.any() or np.median(np.abs(residual[tokens])) > REALIGNED_SHARE * np.median(np.abs(data.d[tokens])):
+        return []
+    size = float(np.mean(np.abs(residual[tokens])))
+    finding = SHIFT.finding(
+        data, "reversed", tokens, next=commands.tokens(data), numbers={"moved": size, **data.names}
+    )  # fmt: skip
+    return [predicting(data, finding, residual, 1.0, tokens, is_right=True)]
 
 
 def find_retokenised(data: PairData) -> list[Hypothesis]:

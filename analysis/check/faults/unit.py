@@ -21,6 +21,7 @@ _NAMES = {
     "probability": "probabilities",
     "negative_ln": "negative logprobs",
     "negative_log2": "negative logarithms of base 2",
+    "cumulative": "cumulative sums of logprobs along the sequence",
     "factor": "logprobs times {factor:.4g}",
     "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
 }
@@ -74,6 +75,7 @@ def find_unit(data: PairData) -> list[Hypothesis]:
         scale = _slope(values, other)
         if scale is not None:
             found += _converted(data, side, "factor", values / scale - other, scale)
+        found += _converted(data, side, "cumulative", _differences(data, values) - other, None)
         by_row = _row_factors(data, values, other)
         if by_row is not None:
             found += _converted(data, side, "factor_by_length", values / by_row[data.seq] - other, None)
@@ -95,6 +97,13 @@ def _converted(data: PairData, side: str, unit: str, residual: np.ndarray, facto
     cost = {"factor": 8.0, "factor_by_length": 4.0 * len(np.unique(data.seq))}.get(unit, 2.0)
     every = np.ones(data.num_kept, bool)
     return [predicting(data, finding, residual if side == "a" else -residual, cost, every, is_right=True)]
+
+
+def _differences(data: PairData, values: np.ndarray) -> np.ndarray:
+    """Return each value minus the one before it in the sequence."""
+    before = np.concatenate([[0.0], values[:-1]])
+    starts = np.concatenate([[True], data.seq[1:] != data.seq[:-1]])
+    return values - np.where(starts, 0.0, before)
 
 
 def _slope(values: np.ndarray, other: np.ndarray) -> float | None:

@@ -13,7 +13,7 @@ from ..finding import Fault, Finding, Number
 from ..hypothesis import Hypothesis, by_step
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, precisions
-from ..structure import along_movement, growth, token_effect
+from ..structure import along_movement, fades, growth, token_effect
 
 MIN_ALONG = 2.5
 """Alignment between d and the weight updates, in standard errors, from which the text mentions it: rounded weights stay
@@ -64,6 +64,10 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
         "share_of_tokens": max(numbers["token_effect"], 0.0),
+        "fades_text": f"; in the last third of a response it is {np.exp(-numbers['fall']):.2g} times that in the first, as of a prompt "
+        "cached under older weights"
+        if numbers.get("cause") == "stale_prefix"
+        else "",
         "behind_text": behind if abs(along) > MIN_ALONG else "",
     }
 
@@ -85,17 +89,17 @@ WEIGHTS = Fault(
         "contract": "the contract of {side} has {setting} {value}",
         "one_adapter": "only {side} has an adapter, and " + _LEVEL,
         "grows": "the median difference of a logit grows from {first:.2g} nats at the first step to {later:.2g}, above that of "
-        "rounding from step {since} on: it is not there at version 0 and grows with the updates{behind_text}",
-        "logits": _LEVEL + "{behind_text}; logprobs alone do not show why: replay to find out",
+        "rounding from step {since} on: it is not there at version 0 and grows with the updates{fades_text}{behind_text}",
     },
     words={
-        "engine_weights": _tensor, "one_adapter": _measured, "logits": _measured, "grows": _measured,
+        "engine_weights": _tensor, "one_adapter": _measured, "grows": _measured,
     },
     causes={
         "stale_weights": "one side's weights are a step or more behind",
         "partial_sync": "some weights were not synchronised",
         "adapter": "the adapter is on one side only",
         "quantised": "one side's weights are quantised",
+        "stale_prefix": "the engine reuses a prefix cache of older weights",
         "never_synchronised": "the trainer's weights were never sent to the engine",
         "other_weights": "the engine's weights match no recorded version of the trainer",
     },
@@ -172,7 +176,10 @@ def find_growth(data: PairData) -> list[Hypothesis]:
         return []
     if found.later < allowed_noise(data) / 2 and not (abs(along_movement(data)) > MIN_ALONG and _is_of_tokens(data)):
         return []
+    fall, score = fades(data)
+    is_prefix = fall > np.log(1.5) and score > 6
     numbers = measured(data) | {"first": found.first, "later": found.later, "since": found.since}
+    numbers |= {"cause": "stale_prefix" if is_prefix else "", "fall": fall}
     finding = WEIGHTS.finding(data, "grows", weight=0.8, next=commands.weights_replay(data), numbers=numbers)
     return [by_step(data, finding)]
 
@@ -180,18 +187,6 @@ def find_growth(data: PairData) -> list[Hypothesis]:
 def _is_of_tokens(data: PairData) -> bool:
     effect, score = token_effect(data)
     return effect > MIN_TOKEN_EFFECT / 2 and score > 5
-
-
-def find_token_weights(data: PairData) -> list[Finding]:
-    """Detect a mismatch larger than rounding that depends on the token id."""
-    effect, score = token_effect(data)
-    if effect < MIN_TOKEN_EFFECT or score < 5:
-        return []
-    return [
-        WEIGHTS.finding(
-            data, "logits", weight=0.5, next=commands.weights_replay(data), broken="computation", numbers=measured(data)
-        )
-    ]  # fmt: skip
 
 
 def measured(data: PairData) -> dict[str, Number]:
