@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ...schemas.loss import read_loss
 from ..advice import Advice
+from ..facts.series import by_step
 from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
@@ -113,12 +114,16 @@ _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGN
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
 _REUSES = re.compile(r"(num_iterations|ppo_epochs|num_ppo_epochs|updates_per_batch)$", re.IGNORECASE)
-_LOGGED = {
-    "reward": ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward"),
-    "length": ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths"),
-    "entropy": ("entropy", "actor/entropy", "train/entropy", "entropy/mean"),
-}  # fmt: skip
-"""Quantity -> names under which frameworks log its mean over a step."""
+_LOGGED = (
+    ("sequences", "reward", ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward")),
+    ("sequences", "num_response_tokens", ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
+    ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
+)  # fmt: skip
+"""Table, quantity, and names under which frameworks log its mean over a step."""
+_MEANS = """
+SELECT step, avg(value) AS mean, stddev_pop(value) / sqrt(count(*)) AS error
+FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
+"""
 
 
 class _Run:
@@ -133,28 +138,18 @@ class _Run:
         self.rows = {name: table[name].to_numpy() for name in table.column_names}
         self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
         self.is_per_token = bool(self.rows["is_per_token"].any())
+        inspected = self.steps if sample is None else np.unique(sample.steps)
+        self.inspected = ", ".join(str(step) for step in inspected)
 
     def finding(
-        self,
-        code: str,
-        affected: np.ndarray,
-        at: np.ndarray,
-        query: str,
-        numbers: Numbers,
-        *,
-        notice: bool = False,
-        constant: bool = True,
+        self, code: str, affected: np.ndarray, at: np.ndarray, query: str, numbers: Numbers, *, notice: bool = False
     ) -> DataFinding:
-        """Build a finding from a mask over rows, pairs or steps, and the index of the step of each.
-
-        If not `constant`, it is no notice if it begins during the run.
-        """
+        """Build a finding from a mask over rows, pairs or steps, and the index of the step of each."""
         condition = self.database.step_condition()
         rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
         text = re.sub(r'(["$`\\])', r"\\\1", query.format(rows=rows, **numbers))
-        since = self.since(affected, at)
         return DataFinding(
-            code=code, share=float(np.mean(affected)), since=since, is_notice=notice and (constant or since is None), numbers=numbers,
+            code=code, share=float(np.mean(affected)), since=self.since(affected, at), is_notice=notice, numbers=numbers,
             next=Advice(f'tim-trace sql {shlex.quote(self.database.given[0])} "{text}"'),
         )  # fmt: skip
 
@@ -181,7 +176,7 @@ def _values(run: _Run) -> Iterator[DataFinding]:
     # Normalised over n values, one is at most sqrt(n); minus a baseline, at most the range of the rewards.
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(rows["is_per_token"], rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(at, units)), 2 * np.abs(rewards).max(initial=0.0))[at]
-    medians = [np.median(size[part]) for step in np.unique(at) if (part := (at == step) & (size > 0)).any()]
+    medians = [np.median(some) for _, part in _parts(at) if len(some := size[part][size[part] > 0])]
     usual = float(np.quantile(medians, 0.25)) if medians else 0.0
     if (extreme := (size > bound) & (size > 50 * usual)).any():
         numbers: Numbers = {"largest": float(size.max()), "bound": float(bound[extreme].max()), "usual": usual}
@@ -221,105 +216,104 @@ def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Compare advantages with rewards, step by step, and name the rule that most of the steps follow that do not follow their group."""
+    """Compare advantages with rewards step by step, and name the rule of most steps that do not follow the group's mean."""
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
-    r, a, at = run.rows["reward"][known], run.rows["advantage"][known], run.at[known]
+    r, a, at, has_id = (
+        run.rows["reward"][known],
+        run.rows["advantage"][known],
+        run.at[known],
+        run.rows["group"][known] > 0,
+    )
     if not len(at):
         return
-    group, has_id = _numbered(run.rows["group"][known], at), run.rows["group"][known] > 0
+    group = _numbered(run.rows["group"][known], at)
     is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
-    parts = {int(step): at == step for step in np.unique(at)}
-    labels = {
-        step: np.unique((group if is_grouped else at)[part], return_inverse=True)[1] for step, part in parts.items()
-    }
-    rules = {
-        step: rule_of(r[part], a[part], labels[step], explain=is_grouped and not run.is_per_token)
-        for step, part in parts.items()
-    }
-    judged = np.isin(at, [step for step, rule in rules.items() if rule.name != "none"])
-    names = [rule.name for rule in rules.values() if rule.name not in ("own", "constant", "none", "")]
-    name = max(names, key=names.count, default="")
-    if 2 * names.count(name) < sum(rule.name in ("", *names) for rule in rules.values()):
+    explain, label, rules = is_grouped and not run.is_per_token, group if is_grouped else at, {}
+    for step, part in _parts(at):
+        rule = rule_of(r[part], a[part], label[part] - label[part].min(), explain=explain)
+        if rule.name != "none":
+            rules[step] = rule
+    names = [rule.name for rule in rules.values()]
+    others = [name for name in names if name not in ("own", "constant", "")]
+    name = max(others, key=others.count, default="")
+    if 2 * others.count(name) < len(others) + names.count(""):
         name = ""  # a few small steps fit something by chance
 
     def found(
-        code: str, steps: list[int], numbers: Numbers, *, notice: bool = False, constant: bool = True
+        code: str, steps: list[int], numbers: Numbers, *, notice: bool = False, changed: bool = True
     ) -> DataFinding:
-        return run.finding(
-            code, np.isin(at[judged], steps), at[judged], _BY_GROUP, numbers, notice=notice, constant=constant
-        )
+        """Build a finding; with `changed`, a change during the run is no notice."""
+        judged = at[np.isin(at, [*rules])]
+        built = run.finding(code, np.isin(judged, steps), judged, _BY_GROUP, numbers, notice=notice)
+        return replace(built, is_notice=notice and not (changed and built.since is not None))
 
     constant = [step for step, rule in rules.items() if rule.name == "constant"]
     if len(constant) > 1 and not run.is_per_token:
-        yield found(
-            "advantages_constant",
-            constant,
-            {"value": float(a[np.isin(at, constant)].mean()), "num_steps": len(constant)},
-        )
-    scaled = [step for step, rule in rules.items() if rule.factor is not None]
+        value = float(a[np.isin(at, constant)].mean())
+        yield found("advantages_constant", constant, {"value": value, "num_steps": len(constant)})
+    scaled = {step: rule.factor for step, rule in rules.items() if rule.factor is not None}
     if 10 * len(scaled) > len(rules):
-        factor = float(np.median([rules[step].factor or 0.0 for step in scaled]))
-        yield found("advantages_scaled", scaled, {"factor": factor}, notice=True, constant=False)
-    off = [step for step, rule in rules.items() if rule.name == name]
-    freedom = sum(rules[step].freedom for step in off)
-    if not freedom or rules[off[0]].name in ("own", "constant", "none"):
+        yield found("advantages_scaled", [*scaled], {"factor": float(np.median([*scaled.values()]))}, notice=True)
+    off = {step: rule for step, rule in rules.items() if rule.name == name}
+    freedom = sum(rule.freedom for rule in off.values())
+    if not freedom:
         return
-    correlation, error = (
-        sum(rules[step].correlation * rules[step].freedom for step in off) / freedom,
-        _ERRORS / freedom**0.5,
-    )
-    fit, own, between = (
-        float(np.median([getattr(rules[step], key) for step in off])) for key in ("fit", "own", "between")
-    )
+    correlation = sum(rule.correlation * rule.freedom for rule in off.values()) / freedom
+    error, values = _ERRORS / freedom**0.5, a[np.isin(at, [*off])]
     numbers: Numbers = {
+        key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")
+    }
+    numbers |= {
         "correlation": correlation,
         "error": error,
-        "fit": fit,
-        "own": own,
-        "between": between,
+        "low": float(values.min()),
+        "high": float(values.max()),
         "explanation": name,
     }
-    values, declared = (
-        a[np.isin(at, off)],
-        " ".join(f"{key}={value}" for key, value in run.settings.items() if _IS_ALGORITHM.search(key)),
-    )
+    declared = " ".join(f"{key}={value}" for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
     if name == "clipped":
-        yield found(
-            "advantages_clipped", off, numbers | {"low": float(values.min()), "high": float(values.max())}, notice=True
-        )
+        yield found("advantages_clipped", [*off], numbers, notice=True, changed=False)
     elif name.startswith("rewards"):
-        yield found("rewards_of_other_rows", off, numbers)
+        yield found("rewards_of_other_rows", [*off], numbers)
     elif name == BATCH:
         numbers["explanation"] = _constant(r, a, at, off)
-        baseline = found("baseline", off, numbers, notice=not _NAMES_GROUP.search(declared), constant=False)
+        baseline = found("baseline", [*off], numbers, notice=not _NAMES_GROUP.search(declared))
         if baseline.since is not None or not _NAMES_OTHER.search(declared):
             yield baseline
     elif name:
-        yield found("baseline", off, numbers)
+        yield found("baseline", [*off], numbers)
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
-        yield found("advantages_inverted", off, numbers)
+        yield found("advantages_inverted", [*off], numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
-        yield found("advantages_unrelated", off, numbers)
-    elif is_grouped and 3 <= len(off) <= len(rules) - 3 and off == [*rules][-len(off) :]:
-        # A run may have reasons for another baseline, but not for a change.
-        yield found("baseline_unknown", off, numbers, notice=True)
+        yield found("advantages_unrelated", [*off], numbers)
+    elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change in time
+        yield found("baseline_unknown", [*off], numbers, notice=True, changed=False)
 
 
-def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: list[int]) -> str:
+def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Yield each step's index with its rows."""
+    steps, firsts = np.unique(at, return_index=True)
+    for step, first, end in zip(steps, firsts, [*firsts[1:], len(at)], strict=True):
+        yield int(step), slice(first, end)
+
+
+def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
     """Name the constant of the batch that was subtracted from rewards at most of the steps."""
-    means, names = np.bincount(at, r) / np.maximum(np.bincount(at), 1), []
-    for step in steps:
-        slope, intercept = np.polyfit(r[at == step], a[at == step], 1)
-        before = means[:step] if step else np.array([np.inf])
+    names, means = [], [0.0]
+    for step, part in _parts(at):
+        mean, spread = float(r[part].mean()), float(np.std(r[part]))
         constants = {
-            "the batch's mean": means[step],
+            "the batch's mean": mean,
             "nothing": 0.0,
-            "the previous step's mean": before[-1],
-            "the running mean": before.mean(),
+            "the previous step's mean": means[-1],
+            "the running mean": float(np.mean(means[1:] or [0])),
         }
-        distances = {name: abs(intercept / slope + constant) for name, constant in constants.items()}
-        best = min(distances, key=distances.__getitem__)
-        names.append(best if distances[best] < 0.01 * np.std(r[at == step]) else BATCH)
+        if step in steps:
+            slope, intercept = np.polyfit(r[part], a[part], 1)
+            distances = {name: abs(intercept / slope + constant) for name, constant in constants.items()}
+            best = min(distances, key=distances.__getitem__)
+            names.append(best if distances[best] < 0.01 * spread else BATCH)
+        means.append(mean)
     return max(names, key=names.count)
 
 
@@ -342,87 +336,67 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
 
 def _metrics(run: _Run) -> Iterator[DataFinding]:
     """Detect logged means that contradict those of the rows."""
-    execute, logged = run.database.connection.execute, {}
-    for name, step, value in execute(
-        "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
-    ).fetchall():
-        logged[name, step] = value
-    inspected = run.steps if run.sample is None else np.unique(run.sample.steps)
-    for column, names in _LOGGED.items():
-        names = tuple(name for name in names if any(name == known for known, _ in logged))
-        if not names:
+    query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
+    logged = {(name, step): value for name, step, value in run.database.connection.execute(query).fetchall()}
+    known_names = {name for name, _ in logged}
+    for table, column, names in _LOGGED:
+        if known_names.isdisjoint(names):
             continue
-        steps, values = run.rows["step"], run.rows.get(column, np.empty(0))
-        if column == "entropy":
-            rows = execute(
-                "SELECT step, list_avg(entropy) AS mean FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND list_contains($steps, step)",
-                {"steps": inspected.tolist()},
-            ).fetchnumpy()
-            steps, values = np.array(rows["step"]), np.ma.filled(np.ma.asarray(rows["mean"]).astype(float), np.nan)
-        at = np.searchsorted(run.steps, steps[np.isfinite(values)])
-        values, num = values[np.isfinite(values)], np.maximum(np.bincount(at, minlength=len(run.steps)), 1)
-        mean = np.bincount(at, values, minlength=len(num)) / num
-        error = np.sqrt(np.bincount(at, (values - mean[at]) ** 2, minlength=len(num))) / num
+        rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column))
+        steps, mean, error = rows["step"], rows["mean"], rows["error"]
         found = []
-        for name, later in ((name, later) for name in names for later in (0, 1, -1)):
-            value = np.array([logged.get((name, int(step) + later), np.nan) for step in run.steps])
-            known = np.isin(np.arange(len(num)), at) & np.isfinite(value)
+        for name, later in ((name, later) for name in names if name in known_names for later in (0, 1, -1)):
+            value = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
+            known = np.isfinite(value)
             off = known & (np.abs(value - mean) > 1e-3 * np.abs(mean).max(initial=1e-9))
-            is_inexact = 2 * int(off.sum()) >= int(known.sum())
-            if is_inexact:  # the rows may be a sample of those logged
-                off &= np.abs(value - mean) > _ERRORS * error
+            is_sample = 2 * int(off.sum()) >= int(known.sum())  # of the rows that were logged
+            off &= (np.abs(value - mean) > _ERRORS * error) | (not is_sample)
             if known.sum() > 2:
-                found.append((is_inexact, int(off.sum()), abs(later), name, value, off, known))
-        is_inexact, num_off, _, name, value, off, known = min(
-            found, key=lambda entry: entry[:3], default=(True, 0, 0, "", num, num, num)
+                found.append((is_sample, int(off.sum()), abs(later), name, value, off, known))
+        is_sample, num, _, name, value, off, known = min(
+            found, key=lambda entry: entry[:3], default=(True, 0, 0, "", mean, mean, mean)
         )
-        if num_off > 1 and (not is_inexact or 2 * num_off > known.sum()):
+        if num > 1 and (not is_sample or 2 * num > known.sum()):
             worst = int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
             numbers: Numbers = {
                 "name": name,
                 "logged": float(value[worst]),
                 "recorded": float(mean[worst]),
-                "step": int(run.steps[worst]),
+                "step": int(steps[worst]),
             }
-            yield run.finding(
-                "metric_contradicts", off[known], np.flatnonzero(known), _BY_STEP, numbers, notice=is_inexact
-            )
+            at = np.searchsorted(run.steps, steps[known])
+            yield run.finding("metric_contradicts", off[known], at, _BY_STEP, numbers, notice=is_sample)
 
 
 _EQUAL = """
-SELECT a.step, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num, max(a.iteration) AS iteration,
-       max(a.policy_version - coalesce(b.policy_version, s.policy_version)) AS lag, any_value(a.contract) AS contract_a, any_value(b.contract) AS contract_b
+SELECT a.step, a.iteration > 0 AS is_reused, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num,
+       coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag,
+       any_value(a.contract) AS contract_a, any_value(b.contract) AS contract_b
 FROM scores AS a JOIN scores AS b USING (run, step, seq_id) JOIN sequences AS s USING (run, step, seq_id)
-WHERE a."pass" = $a AND b."pass" = $b AND b.iteration = 0 AND (a.iteration > 0 OR NOT $reused) AND list_contains($steps, a.step)
-GROUP BY a.step ORDER BY a.step
+WHERE a."pass" = $a AND b."pass" = $b AND b.iteration = 0 AND a.step IN ({steps})
+GROUP BY ALL ORDER BY a.step
 """
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:
     """Detect passes with a ratio of 1 at every token although updates lie between them, or dtypes differ."""
     execute, loss = run.database.connection.execute, read_loss(run.settings)
-    steps = (run.steps if run.sample is None else np.unique(run.sample.steps)).tolist()
-    reused = [
-        name
-        for name, value in run.settings.items()
-        if _REUSES.search(name) and isinstance(value, (int, float)) and value > 1
-    ]
+    reuses = any(
+        _REUSES.search(name) and str(value) not in ("0", "1", "0.0", "1.0") for name, value in run.settings.items()
+    )
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
-        passes = {"a": a, "b": b, "steps": steps}
-        rows = (
-            execute(_EQUAL, passes | {"reused": True}).fetchall()
-            or execute(_EQUAL, passes | {"reused": False}).fetchall()
-        )
-        equal = [row for row in rows if row[1]]
-        if 2 * len(equal) <= len(rows):
+        rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
+        rows = [row for row in rows if row[1]] or rows  # updates precede the later uses of a batch
+        is_equal, num_equal = np.array([row[2] for row in rows], bool), sum(row[2] for row in rows)
+        if 2 * num_equal <= len(rows):
             continue
-        lag = max(row[4] or 0 for row in equal)
-        dtypes = [set(re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(equal[0][side])))) for side in (5, 6)]
+        _, is_reused, _, _, lag, *scored = max((row for row in rows if row[2]), key=lambda row: row[4])
+        dtypes = [set(re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(contract)))) for contract in scored]
         is_notice = False
         if lag > 0:
             reason = f"the weights of {a} are {lag} updates newer"
-        elif equal[0][3] > 0 or (reused and a == "current"):
+        elif is_reused or (reuses and a == "current"):
             reason = "updates lie between them, as each batch is used several times"
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
             reason = f"{a} was computed in {', '.join(dtypes[0])}, {b} in {', '.join(dtypes[1])}"
@@ -430,17 +404,11 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
             reason, is_notice = "clipping has no effect, which is right only with one update per batch", True
         else:
             continue
-        numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[2] for row in equal), "reason": reason}
+        numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[3] for row in rows if row[2]), "reason": reason}
         at = np.searchsorted(run.steps, [row[0] for row in rows])
-        # A warm-up from a learning rate of 0 leaves the first step's weights as they are.
-        yield run.finding(
-            "ratio_is_one",
-            np.array([row[1] for row in rows]),
-            at,
-            _EQUAL_BY_STEP,
-            numbers,
-            notice=is_notice or len(equal) < 2,
-        )
+        # A warm-up from a learning rate of 0 leaves the weights of the first step as they are.
+        is_notice |= num_equal < 2
+        yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
 
 
 def _unsampled(run: _Run) -> Iterator[DataFinding]:
@@ -457,26 +425,23 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
     if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 changes it less
         certain[:] = False
-    odd = sample.mask & (certain | ~np.isfinite(engine.logprobs) | unlikely)
-    begins = np.r_[True, (np.diff(odd) != 0) | (np.diff(seq) != 0)]
-    stretch, starts = np.cumsum(begins) - 1, np.flatnonzero(begins)
-    size, is_odd = np.bincount(stretch), odd[starts]
-    repeats = np.bincount(stretch, tokens == tokens[np.maximum(starts - 1, 0)][stretch]) == size
-    is_last = sample.position[starts + size - 1] == sample.lengths[seq[starts]] - 1
-    padding = is_odd & repeats & is_last & (sample.position[starts] > 0)
-    inside = is_odd & ~padding & (size >= _STRETCH)
-    if (
-        size[inside].sum() < 0.9 * size[is_odd & ~padding].sum()
-    ):  # missing logprobs of sampled tokens are not all in stretches
-        inside[:] = False
-    for code, is_found in (("padding_counts", padding[stretch]), ("unsampled_count", inside[stretch])):
-        rows = np.unique(seq[is_found])
-        _, counts = np.unique(tokens[is_found], return_counts=True)
-        if len(rows) < max(3, 0.05 * sample.num_sequences) or (
-            code == "padding_counts" and counts.max() < 0.9 * counts.sum()
-        ):
+    missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
+    odd = missing | (sample.mask & unlikely)
+    differs = tokens != tokens[np.maximum(sample.starts[1:] - 1, 0)][seq]
+    last_other = sample.starts[:-1] - 1
+    np.maximum.at(last_other, seq[differs], np.flatnonzero(differs))
+    repeats_end = np.arange(len(tokens)) > last_other[seq] + 1
+    padding, odd = odd & repeats_end, odd & ~repeats_end
+    stretch = np.cumsum(np.r_[True, (np.diff(odd) != 0) | (np.diff(seq) != 0)]) - 1
+    size = np.bincount(stretch)[stretch]
+    inside = odd & (size >= _STRETCH) & (size < sample.lengths[seq])
+    if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
+        return  # the logprobs of sampled tokens are missing, too
+    for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
+        rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
+        if len(rows) < max(3, 0.05 * sample.num_sequences) or (found is padding and counts.max() < 0.9 * counts.sum()):
             continue
         name, step = sample.seq_ids[rows[0]].replace("'", "''"), int(sample.steps[rows[0]])
-        numbers: Numbers = {"num_tokens": int(is_found.sum()), "num_rows": len(rows), "seq_id": name, "step": step}
+        numbers: Numbers = {"num_tokens": int(found.sum()), "num_rows": len(rows), "seq_id": name, "step": step}
         at = np.searchsorted(run.steps, sample.steps)
         yield run.finding(code, np.isin(np.arange(len(at)), rows), at, _TOKENS, numbers)
