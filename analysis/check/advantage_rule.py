@@ -35,7 +35,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, g: np.ndarray, *, explain: bool) -> Ad
     varies = spread > 1e-6 * np.abs(r).max()
     both = varies & (spread_a > 1e-6 * np.sqrt(mean_of(g, a * a)))
     if not both.any():
-        return AdvantageRule(name="constant" if varies.any() else "none")
+        return AdvantageRule(name="constant" if varies.any() else "none", freedom=float((1 - 1 / n[varies]).sum()))
     correlation = float(np.mean((x * y)[both] / (spread * spread_a)[both]))
     freedom = float((1 - 1 / n[both]).sum())
     between = float(np.sqrt(np.mean((a - y - a.mean()) ** 2) / np.mean(a * a)))
@@ -105,6 +105,9 @@ def count_of(label: np.ndarray) -> np.ndarray:
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
     """Return the correlation over rows without NaN; 0 if one side is constant up to rounding."""
     x, y = x[known := np.isfinite(x)], y[known]
-    if len(x) < 3 or np.ptp(x) <= 1e-6 * np.abs(x).max() or np.ptp(y) <= 1e-6 * np.abs(y).max():
+    if len(x) < 3:
         return 0.0
-    return float(np.corrcoef(x, y)[0, 1])
+    dx, dy = x - x.mean(), y - y.mean()
+    xx, yy = dx @ dx, dy @ dy
+    is_constant = min(xx / max(x @ x, 1e-300), yy / max(y @ y, 1e-300)) < 1e-12
+    return 0.0 if is_constant else float(dx @ dy / np.sqrt(xx * yy))

@@ -80,7 +80,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
     run = _Run(database, sample)
     checks = (_values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled)
-    found = {finding.code: finding for check in checks for finding in check(run)}
+    found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
     return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
 
 
@@ -114,14 +114,15 @@ _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGN
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
 _REUSES = re.compile(r"(num_iterations|ppo_epochs|num_ppo_epochs|updates_per_batch)$", re.IGNORECASE)
+_ERROR_OF_MEAN = "4 * stddev_pop(value) / sqrt(count(*))"
 _LOGGED = (
-    ("sequences", "reward", ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward")),
-    ("sequences", "num_response_tokens", ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
-    ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
+    ("sequences", "reward", _ERROR_OF_MEAN, ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward")),
+    ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
+    ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, quantity, and names under which frameworks log its mean over a step."""
+"""Table, quantity, error if the rows are a sample or weighted, and names under which frameworks log its mean over a step."""
 _MEANS = """
-SELECT step, avg(value) AS mean, stddev_pop(value) / sqrt(count(*)) AS error
+SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
 """
 
@@ -248,7 +249,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         return replace(built, is_notice=notice and not (changed and built.since is not None))
 
     constant = [step for step, rule in rules.items() if rule.name == "constant"]
-    if len(constant) > 1 and not run.is_per_token:
+    if sum(rules[step].freedom for step in constant) >= 4 and not run.is_per_token:
         value = float(a[np.isin(at, constant)].mean())
         yield found("advantages_constant", constant, {"value": value, "num_steps": len(constant)})
     scaled = {step: rule.factor for step, rule in rules.items() if rule.factor is not None}
@@ -270,7 +271,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         "high": float(values.max()),
         "explanation": name,
     }
-    declared = " ".join(f"{key}={value}" for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
+    declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
     if name == "clipped":
         yield found("advantages_clipped", [*off], numbers, notice=True, changed=False)
     elif name.startswith("rewards"):
@@ -323,15 +324,17 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
     order = np.lexsort((response, at))
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
     one, two = order[same], order[same + 1]
-    firsts, sizes = np.searchsorted(at, at), count_of(at)
-    moved = {by: reward[firsts + (np.arange(len(at)) - firsts + by) % sizes] for by in sorted(range(-8, 9), key=abs)}
     least = 1e-6 * np.abs(reward[np.isfinite(reward)]).max(initial=0.0)
-    differs = {by: np.abs(values[one] - values[two]) > least for by, values in moved.items()}
-    shift = min(differs, key=lambda by: differs[by].sum())
-    num, num_moved = int(differs[0].sum()), int(differs[shift].sum())
-    if num >= 20 and 10 * num_moved <= num:  # 20 pairs do not become equal by chance
-        numbers: Numbers = {"num": num, "num_pairs": len(one), "shift": shift, "num_moved": num_moved}
-        yield run.finding("rewards_unequal", differs[0], at[one], _BY_ROW, numbers)
+    differs = np.abs(reward[one] - reward[two]) > least
+    if (num := int(differs.sum())) < 20:  # fewer may become equal by chance
+        return
+    firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
+    moved = {by: reward[firsts + (place - firsts + by) % sizes] for by in (*range(-8, 0), *range(1, 9))}
+    left = {by: int((np.abs(values[one] - values[two]) > least).sum()) for by, values in moved.items()}
+    shift = min(left, key=lambda by: (left[by], abs(by)))
+    if 10 * left[shift] <= num:
+        numbers: Numbers = {"num": num, "num_pairs": len(one), "shift": shift, "num_moved": left[shift]}
+        yield run.finding("rewards_unequal", differs, at[one], _BY_ROW, numbers)
 
 
 def _metrics(run: _Run) -> Iterator[DataFinding]:
@@ -339,18 +342,23 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
     query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
     logged = {(name, step): value for name, step, value in run.database.connection.execute(query).fetchall()}
     known_names = {name for name, _ in logged}
-    for table, column, names in _LOGGED:
+    for table, column, error, names in _LOGGED:
         if known_names.isdisjoint(names):
             continue
-        rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column))
-        steps, mean, error = rows["step"], rows["mean"], rows["error"]
+        rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error))
+        steps, mean, errors = rows["step"], rows["mean"], rows["error"]
         found = []
         for name, later in ((name, later) for name in names if name in known_names for later in (0, 1, -1)):
             value = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
             known = np.isfinite(value)
-            off = known & (np.abs(value - mean) > 1e-3 * np.abs(mean).max(initial=1e-9))
-            is_sample = 2 * int(off.sum()) >= int(known.sum())  # of the rows that were logged
-            off &= (np.abs(value - mean) > _ERRORS * error) | (not is_sample)
+            ends, sums = np.flatnonzero(known), np.r_[0.0, np.cumsum(mean)]
+            averaged = mean.copy()  # since the step that was logged before
+            averaged[ends] = np.diff(np.r_[0.0, sums[ends + 1]]) / np.diff(np.r_[0, ends + 1])
+            distance = np.minimum(np.abs(value - mean), np.abs(value - averaged))
+            off = known & (distance > 1e-3 * np.abs(mean).max(initial=1e-9))
+            is_sample = 2 * int(off.sum()) >= int(known.sum())
+            if is_sample:
+                off &= distance > errors
             if known.sum() > 2:
                 found.append((is_sample, int(off.sum()), abs(later), name, value, off, known))
         is_sample, num, _, name, value, off, known = min(

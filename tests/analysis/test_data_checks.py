@@ -116,6 +116,11 @@ def some_rows(step, number):
     }
 
 
+def rising(step, number, draw):
+    """Better by the step."""
+    return number / 10 + np.linspace(0, 0.1, len(GROUP))
+
+
 SOUND = {
     "grpo": {},
     "grpo of graded rewards": {"reward": graded},
@@ -137,6 +142,7 @@ SOUND = {
     "groups of several sizes": {"groups": lambda step, n: [f"{g % 6}" for g in GROUP], "advantage": lambda r, n: grpo(r, GROUP % 6), "columns": lambda step, n: {"prompt_ids": None}},
     "turns with prompts of their own": {"columns": lambda step, n: {"prompt_ids": [[*prompt.tolist(), row] for row, prompt in enumerate(step.prompts)]}},
     "one prompt": {"columns": lambda step, n: {"prompt_ids": [[5, 6]] * len(GROUP)}},
+"metrics of every third step": {"steps": 12, "reward": rising, "metrics": lambda step, r, n: {"reward": np.mean([rising(step, n - k, None).mean() for k in range(3)])} if n % 3 == 0 else {}},
     "metrics of more rows": {"metrics": lambda step, r, n: {"reward": r.mean() + np.random.default_rng(n).normal() * r.std() / 8}},
 }  # fmt: skip
 
@@ -200,7 +206,7 @@ FAULTS = {
     "constant rewards": ("rewards_constant", None, {"reward": lambda step, n, draw: np.zeros(len(GROUP))}),
     "logged reward": ("metric_contradicts", 6, {"metrics": lambda step, r, n: {"reward": r.mean() + (n > 5) * 0.2}}),
     "logged length": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"completion_length": 40.0 + n}}),
-    "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 3.0 + n / 10}}),
+    "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
 }  # fmt: skip
 NOTICES = (
     "whole batch",
