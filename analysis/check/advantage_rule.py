@@ -83,9 +83,12 @@ def _others(r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray) -> 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
     """Return the factor between advantages and rewards minus the group's mean; None if it is usual, or not one number."""
-    few = max(int(n.min()), 2)
-    usual = (  # leave-one-out multiplies by n / (n - 1); the batch's scale may be that of its tokens
-        (x / spread, np.sqrt(1 - 1 / few), 1.0), (x, 1.0, few / (few - 1)), (x / np.std(r), 0.6, 1.8), (x / np.std(x), 0.6, 1.8),
+    few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
+    kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
+    x = np.where(np.isfinite(spread), x, np.nan)
+    # Leave-one-out multiplies by n / (n - 1). The batch's scale may be that of its tokens.
+    usual = (
+        (x / spread, kept * np.sqrt(1 - 1 / few), 1.0), (x, 1.0, few / (few - 1)), (x / np.std(r), 0.6, 1.8), (x / of_batch, 0.6, 1.8),
     )  # fmt: skip
     found = [(np.nansum(p * a) / np.nansum(p * p), low, high) for p, low, high in usual if _fit(p, a) > 0.999]
     is_usual = any(0.9 * low < factor < 1.1 * high for factor, low, high in found)
@@ -103,9 +106,9 @@ def count_of(label: np.ndarray) -> np.ndarray:
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the correlation over rows without NaN; 0 if one side is constant up to rounding."""
+    """Return the correlation over rows without NaN; 0 for fewer than 8, or if one side is constant up to rounding."""
     x, y = x[known := np.isfinite(x)], y[known]
-    if len(x) < 3:
+    if len(x) < 8:
         return 0.0
     dx, dy = x - x.mean(), y - y.mean()
     xx, yy = dx @ dx, dy @ dy

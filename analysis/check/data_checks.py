@@ -253,8 +253,9 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         value = float(a[np.isin(at, constant)].mean())
         yield found("advantages_constant", constant, {"value": value, "num_steps": len(constant)})
     scaled = {step: rule.factor for step, rule in rules.items() if rule.factor is not None}
-    if 10 * len(scaled) > len(rules):
-        yield found("advantages_scaled", [*scaled], {"factor": float(np.median([*scaled.values()]))}, notice=True)
+    factors = np.array([*scaled.values()])
+    if 10 * len(scaled) > len(rules) and np.ptp(factors) < 0.1 * np.median(factors):  # groups may differ in scale
+        yield found("advantages_scaled", [*scaled], {"factor": float(np.median(factors))}, notice=True)
     off = {step: rule for step, rule in rules.items() if rule.name == name}
     freedom = sum(rule.freedom for rule in off.values())
     if not freedom:
@@ -357,14 +358,15 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             distance = np.minimum(np.abs(value - mean), np.abs(value - averaged))
             off = known & (distance > 1e-3 * np.abs(mean).max(initial=1e-9))
             is_sample = 2 * int(off.sum()) >= int(known.sum())
-            if is_sample:
-                off &= distance > errors
+            # Logged means that are exact at some steps only, in no order, are of other rows by chance.
+            if is_sample or not off[known][off[known].argmax() :].all():
+                off &= distance > np.maximum(errors, errors.mean())
             if known.sum() > 2:
                 found.append((is_sample, int(off.sum()), abs(later), name, value, off, known))
         is_sample, num, _, name, value, off, known = min(
             found, key=lambda entry: entry[:3], default=(True, 0, 0, "", mean, mean, mean)
         )
-        if num > 1 and (not is_sample or 2 * num > known.sum()):
+        if num > 2 and (not is_sample or 2 * num > known.sum()):
             worst = int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
             numbers: Numbers = {
                 "name": name,
