@@ -149,8 +149,12 @@ def _since(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
+    """Return the explanation with the largest gain, or the simplest one that has half as much: tokens of a row are off
+    together, so that the gain of a longer description is too large."""
     best = max(found, key=lambda each: each.gain, default=None)
-    return best if best is not None and best.gain > MIN_GAIN_NATS else None
+    if best is None or best.gain <= MIN_GAIN_NATS:
+        return None
+    return min((each for each in found if each.gain >= best.gain / 2), key=lambda each: (each.rank, -each.gain))
 
 
 def _without(data: PairData, found: Sequence[Hypothesis]) -> PairData:
@@ -203,6 +207,8 @@ def is_above(data: PairData) -> bool:
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     """Return the finding, and for a part of the run what the mismatch in it depends on; that first if the part is the rest of
     the run from a step on."""
+    if best.finding.signal == "grows":
+        return [*_part_that_grows(data, best.finding), best.finding]
     if best.finding.code != SUBSET.code:
         return [best.finding]
     inside = data.without(~best.tokens)
@@ -213,6 +219,14 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         return [best.finding, _state(inside)]
     cause = _state(data)
     return [replace(cause, numbers=cause.numbers | {"since_step": since}), best.finding]
+
+
+def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
+    """Return where the mismatch is in the steps in which it has grown, if the other tokens of these steps have none."""
+    later = data.without(owned(data, data.sample.steps[data.seq] < int(grown.numbers.get("since") or 0)))
+    where = [place for place in places(later) if _is_told(later, place) and place.feature not in BY_TIME]
+    best = _best([each for find in _PLACES for each in find(later, where[:_MAX_PLACES])])
+    return [] if best is None or best.finding.code in (SUBSET.code, grown.code) else [best.finding]
 
 
 def _left(data: PairData) -> list[Finding]:

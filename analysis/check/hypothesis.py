@@ -24,6 +24,8 @@ class Hypothesis:
     """[N] bool: the tokens that it explains."""
     gain: float
     """By how many nats d is more likely under the explanation than without one."""
+    rank: int = 0
+    """Length of the description: 0 for a cause or one property of tokens, 1 for a threshold, 2 for a set of values."""
     right: np.ndarray | None = None
     """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
 
@@ -62,7 +64,7 @@ def owned(data: PairData, tokens: np.ndarray) -> np.ndarray:
     return out
 
 
-def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float) -> Hypothesis:
+def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float, rank: int = 0) -> Hypothesis:
     """Return an explanation that says at which tokens, [K] bool, d is off, and not by how much: its gain is that of a level
     of mismatch of its own there."""
     return Hypothesis(
@@ -74,4 +76,5 @@ def by_step(data: PairData, finding: Finding) -> Hypothesis:
     """Return an explanation of all tokens by a size of the mismatch that differs by step."""
     steps = data.sample.steps[data.seq]
     worth = apart(data, *(steps == step for step in np.unique(steps)))
-    return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=worth - 3.0 * len(np.unique(steps)) - CLAIM_NATS)
+    cost = 3.0 * len(np.unique(steps)) + CLAIM_NATS
+    return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=worth - cost, rank=1)

@@ -11,12 +11,14 @@ from typing import Any
 from ...schemas.steps import ALL_STEPS
 from ..info import steps_text
 from ..rows import shown
+from .data_checks import DataFinding, data_text
 from .faults import evidence_text
 from .finding import Finding
 from .notes import Note
 from .result import CheckResult
 
 _INDENT = "  "
+_DATA = "rewards, advantages and groups (the comparison of logprobs does not depend on them):"
 
 NOTES: Mapping[str, str] = {
     "few_tokens": "only {num_tokens:,} comparable tokens, too few to detect faults near the level of rounding; record more "
@@ -65,6 +67,9 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     head = f"{verdict}: {result.pair} of {result.trace}{of_steps(result.steps)}, {result.num_tokens:,} tokens ({inspected}), rms {result.rms_d:.3g} nats"
     blocks = [wrapped(head, "", width)]
     blocks += [_finding_text(number, finding, width) for number, finding in enumerate(result.findings, 1)]
+    if result.data:
+        told = [wrapped(_data_text(each), _INDENT, width) for each in result.data]
+        blocks.append("\n".join([_DATA, *told]))
     blocks += [wrapped(f"note: {note_text(note)}", "", width) for note in result.notes]
     return "\n\n".join(blocks)
 
@@ -79,6 +84,12 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
     if finding.next:
         lines.append(f"{_INDENT}next: {finding.next}")
     return "\n".join(lines)
+
+
+def _data_text(finding: DataFinding) -> str:
+    since = "" if finding.since is None else f", from step {finding.since} on"
+    following = f"; next: {finding.next}" if finding.next else ""
+    return f"{finding.title}{since}: {data_text(finding)}{following}"
 
 
 def of_steps(steps: str) -> str:
@@ -112,6 +123,7 @@ def checked_json(result: CheckResult) -> dict[str, Any]:
         "is_valid": result.is_valid,
         "broken": result.broken,
         "findings": findings,
+        "data": [asdict(each) | {"title": each.title, "sentence": data_text(each)} for each in result.data],
         "notes": notes,
         "note_codes": codes,
     }

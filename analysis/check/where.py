@@ -53,6 +53,18 @@ class Where:
     """Median logit error outside, nats."""
 
     @property
+    def rank(self) -> int:
+        """Length of the description: 0 for a property of tokens or rows, 1 for a threshold, 2 for a set of values."""
+        if self.kind == "one_of":
+            return 2 if len(self.values) > 1 else 0
+        is_property = (
+            self.kind == "is"
+            or self.values == (True,)
+            or self.feature.startswith(("pad_left", "forward_row", "prompt_seen"))
+        )
+        return 0 if is_property else 1
+
+    @property
     def values_text(self) -> str:
         """The values, the first five of them, as text."""
         shown = [f"{each:g}" if isinstance(each, float) else str(each)[:16] for each in self.values[:5]]
@@ -73,6 +85,7 @@ FEATURES = {
     "token_id": "the token id",
     "token_before": "the id of the token before",
     "token_repeated": "tokens that occurred before in the row",
+    "later_turn": "the second turn of a conversation or a later one",
     "starts_turn": "the first token after masked ones",
     "step": "the step",
     "version": "the policy version that sampled",
@@ -256,6 +269,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "token_id": ids.astype(float),
         "token_before": before.astype(float),
         "token_repeated": repeated_in_row(data),
+        "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }
     for parts in (2, 4, 8, 16):
@@ -266,6 +280,15 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         columns[f"phase_{period}"] = (position % period).astype(float)
         columns[f"phase_total_{period}"] = (total % period).astype(float)
     return columns
+
+
+def later_turn(sample: Sample) -> np.ndarray:
+    """Return [N] bool: True after masked tokens that follow counted ones, i.e. in the second turn and later ones."""
+    out = np.zeros(len(sample.tokens), bool)
+    for first, last in zip(sample.starts[:-1], sample.starts[1:], strict=True):
+        counted = np.cumsum(sample.mask[first:last]) > 0
+        out[first:last] = np.cumsum(counted & ~sample.mask[first:last]) > 0
+    return out
 
 
 def recorded_order(sample: Sample) -> np.ndarray:

@@ -20,6 +20,7 @@ from ..attribution.attribution import Attribution
 from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import gather, judge
+from ..check.data_checks import data_findings
 from ..check.rounding import Precision, dtype_of, precisions
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
@@ -60,7 +61,7 @@ def diagnose(
     database = open_database(trace, steps)
     with database.telling(progress):
         data = gather(database, names, trace=database.given[0])
-    checked = judge(data, pair)
+    checked = judge(data, pair, data_findings(database, data.sample))
     sides = precisions(data)
     metrics = own_metrics(data)
     coarser = coarser_dtype(sides)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..finding import Fault, Finding
+from ..finding import Finding
 from .computation import COMPUTATION, NOT_REPEATABLE, ROUTER_FLIPS
 from .copies import COPIES, EQUAL
 from .grammar import GRAMMAR

@@ -66,6 +66,9 @@ def find_constants(data: PairData) -> list[Hypothesis]:
     for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
         for value in _repeated(data, side, other):
             where = data.keep & (side.logprobs == value)
+            far = where & (np.abs(other.logprobs - value) > 0.1)
+            if value == 0.0 and far.sum() < 0.02 * where.sum():  # certain tokens have 0 by right
+                where = far
             finding = _finding(data, side, other, value, where)
             found.append(predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where[data.keep]))
     return found
@@ -102,7 +105,7 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
     far = off_by > max(0.1, 10 * usual)
     varies = np.std(other.logprobs[where]) > 0.05
     # A certain token has 0 by right; any other value that is often right is a value and no placeholder.
-    return bool(far.sum() >= 2 and far.mean() > (0.02 if value == 0.0 else 0.5) and varies)
+    return bool(far.sum() >= 2 and (value == 0.0 or far.mean() > 0.5) and varies)
 
 
 def _is_likely(data: PairData, other: PassSample, value: float, where: np.ndarray) -> bool:

@@ -25,7 +25,7 @@ _TOKENS = (
     "starts_turn",
 )
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
-_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "prompt_length")
+_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0")
 
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -85,7 +85,7 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
                 "share_lower": float(np.mean(data.d[place.inside] < 0)),
             },
         )  # fmt: skip
-        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values)))
+        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values), place.rank))
     return found
 
 
@@ -114,7 +114,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             },
         )  # fmt: skip
         preferred = -2.0 if place.feature == "step" else 0.0
-        found.append(located(data, finding, place.inside, preferred + 3.0 * len(place.values)))
+        found.append(located(data, finding, place.inside, preferred + 10.0 * len(place.values), max(place.rank, 1)))
     return found
 
 

@@ -26,7 +26,7 @@ ROW_CONTEXT = Fault(
         "rows_run_together": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {ratio:.3g} times the mismatch of "
         "the others (rms {effect:.2g} vs {rms_elsewhere:.2g} nats), from the first step on",
         "fades": "the mismatch falls along the response, to {left:.2g} times that of its first third ({score:.1f} standard errors), from "
-        "the first step on: the two sides read other prompts (BOS, template, truncation, or a wrong cache of it)",
+        "the first step on: the two sides read other prompts, or attend to them differently",
         "some_rows_exact": "{exact:.0%} of the sequences are at the level of rounding and the others off by {level:.2g} nats of "
         "a logit, from the first step on: weights do not differ row by row, but padding and packing do{repeat_text}",
     },
@@ -39,7 +39,8 @@ ROW_CONTEXT = Fault(
         },
     },
     causes={
-        "prompt": "the two sides read other prompts: BOS, template, truncation, or a wrong cache of the prompt",
+        "prompt": "the two sides read other prompts (BOS, template, truncation, a wrong cache), or attend to them differently",
+        "turns": "later turns are read in another context: the template drops or rewrites earlier turns",
         "padding": "padding is attended to, or positions count it: rows with padding are off",
         "packing": "rows of a pack see each other: only the first of each pack is right",
     },
@@ -50,21 +51,29 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
     """Detect that rows with padding, or all but the first of a pack, are off."""
     found = []
     for place in places:
-        is_padding = place.feature.startswith(_PADDING) and (place.feature != "prompt_length" or place.kind == "before")
-        if not is_padding and not place.feature.startswith(_PACKING):
-            continue
-        if place.kind == "one_of":
+        cause = _cause(place)
+        if cause is None or place.kind == "one_of":
             continue
         finding = ROW_CONTEXT.finding(
-            data, "rows_run_together", place.inside, weight=explained(data, place.inside), next=_replay(data, is_padding),
+            data, "rows_run_together", place.inside, weight=explained(data, place.inside), next=_replay(data, is_padding=cause == "padding"),
             numbers={
-                **place.numbers, **data.names, "cause": "padding" if is_padding else "packing",
+                **place.numbers, **data.names, "cause": cause,
                 "ratio": place.ratio, "num_sequences": len(np.unique(data.seq[place.inside])),
                 "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside),
             },
         )  # fmt: skip
-        found.append(located(data, finding, place.inside, 3.0))
+        found.append(located(data, finding, place.inside, 3.0, place.rank))
     return found
+
+
+def _cause(place: Where) -> str | None:
+    if place.feature == "later_turn":
+        return "turns"
+    if place.feature == "prompt_length" and place.kind == "from":
+        return "prompt"
+    if place.feature.startswith(_PADDING):
+        return "padding"
+    return "packing" if place.feature.startswith(_PACKING) else None
 
 
 def find_fading(data: PairData) -> list[Finding]:
@@ -92,7 +101,7 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
         },
     )  # fmt: skip
     # Each row costs a choice between the two kinds.
-    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)))]
+    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)), 2)]
 
 
 def _replay(data: PairData, is_padding: bool) -> commands.Advice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,7 +86,13 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
                     **data.names, **_declared(data),
                 },
             )  # fmt: skip
-            found.append(predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool)))
+            hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
+            # A recorded temperature is asked first.
+            named = fit.lowest / wider < 1 / _to_try(data, temperature) < fit.highest * wider
+            is_recorded = (
+                named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
+            )
+            found.append(replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .. import commands
@@ -69,9 +71,21 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         return []
     of = _truncation if _is_cut(data, raised) else _padding
     sign = np.full(data.num_kept, -1.0 if negative > 0.5 else 1.0)
-    # A recorded filter is asked first: it costs nothing to name.
-    cost = 0.0 if recorded_filter(data) else 4.0
-    return [of_signs(data, of(data, raised, lowered, mass), sign, cost, np.ones(data.num_kept, bool))]
+    found = of_signs(data, of(data, raised, lowered, mass), sign, 4.0, np.ones(data.num_kept, bool))
+    # A recorded filter is asked first.
+    return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
+
+
+def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
+    """Return True if the recording names a filter, and its top-p, if it has one, keeps as much mass as the tokens show."""
+    if not recorded_filter(data) or data.names[raised] == "train":
+        return False
+    kept = data.sample.settings["top_p"]
+    kept = kept[np.isfinite(kept)]
+    least = float(kept.min()) if len(kept) else 1.0
+    if least >= 1.0:
+        return True
+    return float(np.mean(size > -np.log(least) + 3 * allowed_noise(data))) < 0.01
 
 
 def _grows_with_surprise(data: PairData) -> bool:

@@ -109,13 +109,15 @@ def _differences(data: PairData, values: np.ndarray) -> np.ndarray:
 def _slope(values: np.ndarray, other: np.ndarray) -> float | None:
     """Return the factor by which `values` are multiples of `other`; None if it is within 2 % of 1, which scaled logits give
     as well, or if they are not proportional."""
-    there = (other < -0.05) & (values < 0)
+    there = (other < -1.0) & (values < 0)
+    if there.sum() < 30:
+        there = (other < -0.05) & (values < 0)
     if there.sum() < 30:
         return None
     ratio = values[there] / other[there]
     middle = float(np.median(ratio))
     spread = float(np.median(np.abs(ratio - middle)))
-    return middle if abs(np.log(middle)) > 0.02 and spread < 0.02 * middle else None
+    return middle if abs(np.log(middle)) > 0.02 and spread < 0.05 * middle else None
 
 
 def _row_factors(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray | None:
