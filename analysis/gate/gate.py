@@ -125,7 +125,7 @@ def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
 
 def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: Progress) -> Verdict:
     from ..check.check import check  # no other condition needs its detectors
-    from ..check.text import evidence_text
+    from ..check.faults import evidence_text
 
     checked = check(trace, pair=pair, partial=partial, progress=progress)
     faults = [finding for finding in checked.findings if finding.fails]

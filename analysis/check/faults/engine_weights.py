@@ -1,4 +1,4 @@
-"""Detect differences between engine and trainer weights from the recorded digests of all tensors."""
+"""Engine and trainer weights that differ by the recorded digests of all tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from .. import commands
 from ..finding import Finding
 from ..pair_data import PairData
+from .weights import WEIGHTS
 
 
 def find_engine_weights(data: PairData) -> list[Finding]:
@@ -16,8 +17,8 @@ def find_engine_weights(data: PairData) -> list[Finding]:
         return []
     steps = data.sample.steps[data.seq]
     return [
-        data.finding(
-            "weights_differ",
+        WEIGHTS.finding(
+            data,
             "engine_weights",
             np.isin(steps, list(fault.steps)),
             next=commands.engine_weights(data),

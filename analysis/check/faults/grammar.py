@@ -1,17 +1,28 @@
-"""Detect logprobs that only one pass normalised over the tokens allowed by a grammar."""
+"""Logprobs that only one pass normalised over the tokens allowed by a grammar."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from .. import commands
-from ..finding import Finding
-from ..pair_data import PairData, declared
-from ..thresholds import MAX_MINOR_SHARE, MAX_UNTOLD_NOISE, MIN_RAISED_TOKENS, MIN_REST, MIN_SPREAD
-from .numerics import allowed_noise, precisions
+from ..finding import Fault, Finding
+from ..hypothesis import Hypothesis
+from ..pair_data import MIN_REST, PairData, declared
+from ..rounding import allowed_noise
+
+GRAMMAR = Fault(
+    code="grammar",
+    title="one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
+    broken="recording",
+    evidence={
+        "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs are over the allowed tokens, {other}'s "
+        "over all; of {of_tokens:,} such tokens {num_tokens:,} are higher in {side} beyond rounding, by at most {largest:.3g} "
+        "nats, and {num_lower:,} are lower"
+    },
+)
 
 
-def find_grammar(data: PairData) -> list[tuple[Finding, np.ndarray]]:
+def find_grammar(data: PairData) -> list[Hypothesis]:
     """Return a finding for each pass that used a grammar while the other did not, with a mask of the affected tokens,
     [N] bool.
 
@@ -24,7 +35,7 @@ def find_grammar(data: PairData) -> list[tuple[Finding, np.ndarray]]:
         tokens = data.keep & (under[side] & ~under[other])[data.sample.seq]
         finding = _of_side(data.without(~tokens), side, other) if tokens.any() else None
         if finding is not None:
-            found.append((finding, tokens))
+            found.append(Hypothesis(finding=finding, tokens=tokens, gain=float("inf")))
     return found
 
 
@@ -36,18 +47,17 @@ def _under_grammar(data: PairData, side: str) -> np.ndarray:
 
 def _of_side(data: PairData, side: str, other: str) -> Finding | None:
     values, others = getattr(data, side), getattr(data, other)
-    if np.std(values) < MIN_SPREAD:
+    if np.std(values) < 1e-3:
         return None
-    rounding = MAX_UNTOLD_NOISE * allowed_noise(precisions(data)) * np.maximum(-np.expm1(others), MIN_REST)
+    rounding = allowed_noise(data) * np.maximum(-np.expm1(others), MIN_REST)
     raised, lower = values - others > rounding, others - values > rounding
-    if raised.sum() < MIN_RAISED_TOKENS or lower.sum() > MAX_MINOR_SHARE * (raised.sum() + lower.sum()):
+    if raised.sum() < 10 or lower.sum() > 0.05 * (raised.sum() + lower.sum()):
         return None
     name, other_name = data.names[side], data.names[other]
-    return Finding(
-        code="grammar",
-        signal="allowed_tokens",
-        effect=data.rms(raised),
-        share=float(raised.sum() / max(data.sample.compared.sum(), 1)),
+    return GRAMMAR.finding(
+        data,
+        "allowed_tokens",
+        raised,
         next=commands.whole_vocabulary_replay(data, other_name, int(data.sample.steps[data.seq[raised][0]])),
         numbers={
             "side": name,

@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..pair_data import PairData, once
-from ..thresholds import CAP_NATS
+from .pair_data import PairData, once
+
+CAP_NATS = 3.0
+"""Maximum cost of a token when rows are compared, nats: a token that one side considers impossible weighs no more than
+this."""
+MIN_OFF_NATS = 0.05
+"""Minimum mean |d| of a row, nats, for it to be compared with other places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +75,8 @@ def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
     return np.where(count >= 3, np.sqrt(squares / np.maximum(count, 1)), np.nan)
+
+
+def token_values(data: PairData, grid: np.ndarray) -> np.ndarray:
+    """Return [K] the values of a grid, [S, T], at the kept tokens."""
+    return np.asarray(grid[data.seq, data.position])

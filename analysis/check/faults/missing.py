@@ -1,14 +1,48 @@
-"""Detect tokens that count in the loss but have no finite logprob."""
+"""Tokens that count in the loss but have no finite logprob."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from .. import commands
-from ..finding import Finding
+from ..finding import Fault, Finding
 from ..pair_data import PairData
 from ..sample import PassSample, Sample
-from ..thresholds import MIN_CUT_TOKENS_LOST, MIN_MISSING_SHARE, MIN_TAIL_SHARE
+
+MIN_MISSING_SHARE = 1e-4
+"""Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
+them."""
+
+
+def missing_at(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """Return the phrase that says where logprobs are missing."""
+    if numbers["place"] == "scattered":
+        return {"at": f"scattered over {numbers['num_sequences']:,} sequences"}
+    if numbers["place"] == "whole":
+        return {"at": f"(every token of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences)"}
+    return {"at": f"at the {numbers['place']} of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"}
+
+
+_SENTENCES = {
+    "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
+    "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
+    "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens of steps that were not inspected individually",
+}
+_WORDS = {"missing": missing_at, "missing_in_both": missing_at}
+
+LENGTHS = Fault(
+    code="lengths", title="tokens are missing on one side", broken="recording", evidence=_SENTENCES, words=_WORDS
+)
+HOLES = Fault(
+    code="placeholders",
+    title="missing values instead of logprobs",
+    broken="recording",
+    evidence=_SENTENCES,
+    words=_WORDS,
+)
 
 
 def find_missing(data: PairData) -> list[Finding]:
@@ -43,10 +77,10 @@ def _of_side(
     in_tail = float((missing & _tails(missing, sample.starts)).sum() / missing.sum())
     in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
     rows = np.unique(sample.seq[missing])
-    cut = missing.sum() >= MIN_CUT_TOKENS_LOST and max(in_tail, in_head) >= MIN_TAIL_SHARE
-    return Finding(
-        code="lengths" if cut else "placeholders",
-        signal="missing_in_both" if in_both else "missing",
+    cut = missing.sum() >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at an end by chance
+    return (LENGTHS if cut else HOLES).finding(
+        data,
+        "missing_in_both" if in_both else "missing",
         effect=float("nan"),
         share=float(share),
         next=commands.sql(
@@ -86,9 +120,9 @@ def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
 
 def _elsewhere(data: PairData, num: int) -> Finding:
     """Return the finding for NaN and infinite logprobs in steps that were not inspected individually."""
-    return Finding(
-        code="placeholders",
-        signal="missing_elsewhere",
+    return HOLES.finding(
+        data,
+        "missing_elsewhere",
         effect=float("nan"),
         share=float(num / max(data.sums.num_tokens + data.sums.num_not_finite, 1)),
         next=commands.stats(data, "step"),
