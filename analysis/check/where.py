@@ -157,6 +157,9 @@ def _split(
     if best is None:
         return None
     gain, kind, chosen = best
+    is_range = kind == "one_of" and values.dtype.kind in "if" and not name.startswith(("phase", "token"))
+    if is_range and len(chosen) > 2 and len(chosen) > 0.8 * (chosen.max() - chosen.min() + 1):
+        kind, chosen = "from", np.arange(chosen.min(), chosen.max() + 1)
     marked = np.zeros(len(values), bool)
     marked[np.flatnonzero(there)[np.isin(place, chosen)]] = True
     inside = marked if rows is None else np.isin(data.seq, rows[marked])
