@@ -23,12 +23,11 @@ from builders import ROOT, tim_trace
 from shared import rest_slow
 from tim_trace import cli
 from tim_trace.analysis.check.check import check, gather
-from tim_trace.analysis.check.detectors.error_structure import error_structure, variance_between
-from tim_trace.analysis.check.detectors.weight_mismatch import along_movement
-from tim_trace.analysis.check.finding import FAULTS, HEALTHY, WEIGHT_CAUSES, Finding
+from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES, evidence_text
+from tim_trace.analysis.check.faults.weights import MIN_ALONG
+from tim_trace.analysis.check.structure import along_movement, error_structure, variance_between
 from tim_trace.analysis.check.sums import read_pair_sums
-from tim_trace.analysis.check.text import EVIDENCE, NOTES, evidence_text, note_text
-from tim_trace.analysis.check.thresholds import MIN_ALONG, MIN_CLEAR_PERSISTENCE, MIN_PERSISTENCE, MIN_SEQUENCE_SCORE
+from tim_trace.analysis.check.text import NOTES, note_text
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -222,10 +221,8 @@ def test_a_gap_that_changes_inside_of_sequences_lasts_from_token_to_token(tmp_pa
     for name, rollout in {"inside": half_updated, "rounding": in_bfloat16}.items():
         path = Recording(rollout=rollout, steps=6).write(tmp_path / name)
         seen[name] = error_structure(gather(open_database(path), ("train", "rollout"), trace=""))
-    assert seen["inside"].persistence > MIN_CLEAR_PERSISTENCE
-    assert seen["inside"].sequence_score > MIN_SEQUENCE_SCORE
-    assert abs(seen["rounding"].persistence) < MIN_PERSISTENCE
-    assert seen["rounding"].sequence_score < MIN_SEQUENCE_SCORE
+    assert seen["inside"].changes_inside(is_excessive=False)
+    assert not seen["rounding"].changes_inside(is_excessive=True)
 
 
 def test_variance_between_groups_is_that_of_an_analysis_of_variance():

@@ -7,7 +7,7 @@ import pytest
 from bigrams import BOTH_FP32, HOT, Recording, in_bfloat16, in_float32, moved, sample, table
 from builders import tim_trace
 from tim_trace.analysis.check.check import check
-from tim_trace.analysis.check.text import evidence_text
+from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder

@@ -14,8 +14,9 @@ from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
 from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.suspect import Evidence, Suspect
-from tim_trace.analysis.check.detectors.numerics import Precision
-from tim_trace.analysis.check.finding import FAULTS, Finding
+from tim_trace.analysis.check.faults import FAULTS
+from tim_trace.analysis.check.finding import Finding
+from tim_trace.analysis.check.rounding import Precision
 from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects
