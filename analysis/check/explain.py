@@ -3,7 +3,7 @@ rest is and what it depends on. Each token ends as rounding's, a cause's, or nob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -77,16 +77,16 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     facts += find_missing(data)
     data = _without(data, above)
     for find in (find_grammar, find_shared_constants):
-        found = find(data)
-        facts += [each.finding for each in found]
-        data = _without(data, found)
+        owned_by = find(data)
+        facts += [each.finding for each in owned_by]
+        data = _without(data, owned_by)
     if data.num_kept < MIN_LOGPROBS:
         equal = [finding for finding in find_equal(data) if not finding.fails]
         return facts or _gross(data) or equal or [too_few(data, MIN_LOGPROBS)]
     copied = find_copied_rows(data)
     if not copied and (equal := find_equal(data)):
         return [*facts, *(each for each in equal if each.fails or not facts)]
-    found = list(copied) if is_known else [*copied, *_explained(data)]
+    found: list[Finding] = list(copied) if is_known else [*copied, *_explained(data)]
     if not any(finding.fails for finding in (*found, *facts)):
         found += [each.finding for each in (*find_shared_unit(data), *find_unsampled(data))]
         if not any(finding.fails for finding in found):
@@ -201,7 +201,7 @@ def is_above(data: PairData) -> bool:
     if not len(squares):
         return False
     error = float(squares.std() / max(squares.mean(), 1e-30)) / (2 * np.sqrt(len(squares)))
-    return level(data) > allowed_noise(data) * (1 + 3 * min(error, 0.5))
+    return bool(level(data) > allowed_noise(data) * (1 + 3 * min(error, 0.5)))
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
@@ -271,13 +271,3 @@ def _gross(data: PairData) -> list[Finding]:
     if not data.num_kept or not nobodys(data).any():
         return []
     return [unexplained_tokens(data, nobodys(data), None)]
-
-
-def owners(data: PairData, findings: Sequence[Finding]) -> Iterator[tuple[str, float]]:
-    """Yield the code and the share of the compared tokens that each finding owns; what is left is rounding's."""
-    for finding in findings:
-        if finding.fails or finding.is_expected:
-            yield finding.code, finding.share
-
-
-__all__ = ["Where", "explain", "is_excessive", "nobodys", "owners"]

@@ -136,4 +136,4 @@ def nobodys(data: PairData) -> np.ndarray:
 def _beyond(size: np.ndarray) -> np.ndarray:
     """Return the probability that |t| with four degrees of freedom exceeds a size."""
     u = size / np.sqrt(4 + size**2)
-    return np.maximum(1 - u * (1.5 - 0.5 * u**2), 12 / np.maximum(size, 1) ** 4 * (size > 50))
+    return np.asarray(np.maximum(1 - u * (1.5 - 0.5 * u**2), 12 / np.maximum(size, 1) ** 4 * (size > 50)))

@@ -68,7 +68,7 @@ def _window_starts(data: PairData) -> np.ndarray:
     at = np.arange(max(data.num_kept - WIDTH + 1, 0))
     last = at + WIDTH - 1
     same = (data.seq[at] == data.seq[last]) & (data.position[last] - data.position[at] == WIDTH - 1)
-    return at[same]
+    return np.asarray(at[same])
 
 
 def _extended(data: PairData, targets: np.ndarray, sources: np.ndarray) -> Placement:

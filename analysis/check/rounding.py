@@ -116,7 +116,7 @@ def value_rounding(data: PairData) -> np.ndarray:
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
         if side.values is not None and is_coarse(side.values):
             half += half_ulp(values, side.values)
-    return half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b))
+    return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
 def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -136,7 +136,7 @@ def is_coarse(dtype: str | None) -> bool:
 def token_scale(data: PairData) -> np.ndarray:
     """Return [K] the factor by which an error of a logit reaches the logprob: 1 - p, p the larger of both sides'
     probabilities (arXiv 2512.23087), at least 1e-3."""
-    return np.maximum(data.rest, 1e-3)
+    return np.asarray(np.maximum(data.rest, 1e-3))
 
 
 def _has_tf32(contract: Contract) -> bool:

@@ -346,4 +346,5 @@ def _texts(values: list[str | None]) -> np.ndarray:
 
 
 def _known(values: np.ma.MaskedArray) -> np.ndarray:
-    return np.asarray(values.astype(float).filled(np.nan))
+    unknown = np.broadcast_to(np.asarray(values.mask, bool), values.shape)
+    return np.where(unknown, np.nan, np.asarray(values.data, float))

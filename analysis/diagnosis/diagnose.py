@@ -21,9 +21,9 @@ from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import gather, judge
 from ..check.data_checks import data_findings
-from ..check.rounding import Precision, dtype_of, precisions
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
+from ..check.rounding import Precision, dtype_of, precisions
 from ..facts.recorded import RecordedChange, read_recorded
 from ..located import newest
 from ..location import Location

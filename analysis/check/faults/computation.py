@@ -92,7 +92,7 @@ def find_not_repeatable(data: PairData) -> list[Finding]:
                 "num": found.num,
                 "d": found.d,
             },
-        )  # fmt: skip
+        )
     ]
 
 

@@ -106,7 +106,7 @@ def find_copied_rows(data: PairData) -> list[Finding]:
                 "of_sequences": int((num > 0).sum()),
                 "equal_elsewhere": equal_elsewhere,
             },
-        )  # fmt: skip
+        )
     ]
 
 

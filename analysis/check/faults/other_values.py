@@ -10,6 +10,14 @@ from ..hypothesis import Hypothesis, of_signs, predicting
 from ..pair_data import PairData
 from ..structure import sampled_mean, sampled_score
 
+_SAMPLED = {
+    "unknown": ": they belong to different tokens, in no known order, or to different models",
+    "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
+    "distribution, so {side} holds other values",
+    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
+    "distribution, so one of the two runs with broken weights or on other text",
+}
+
 UNRELATED = Fault(
     code="unrelated",
     title="one side's values do not belong to the sampled tokens",
@@ -31,13 +39,6 @@ UNRELATED = Fault(
         }
     },
 )
-_SAMPLED = {
-    "unknown": ": they belong to different tokens, in no known order, or to different models",
-    "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
-    "distribution, so {side} holds other values",
-    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
-    "distribution, so one of the two runs with broken weights or on other text",
-}
 MIN_CORRELATION = 0.3
 """Correlation between the logprobs of two passes below which they belong to different tokens or models. With rounding,
 different weights or a different temperature it stays above 0.8; for unrelated values it is 0."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...advice import Advice
 from .. import commands
-from ..finding import Fault, Finding
+from ..finding import Fault, Finding, Number
 from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
@@ -81,7 +82,7 @@ def find_fading(data: PairData) -> list[Finding]:
     fall, score = fades(data)
     if fall < np.log(2) or score < 6:
         return []
-    numbers = {**data.names, "cause": "prompt", "left": float(np.exp(-fall)), "score": score}
+    numbers: dict[str, Number] = {**data.names, "cause": "prompt", "left": float(np.exp(-fall)), "score": score}
     return [ROW_CONTEXT.finding(data, "fades", weight=0.7, next=commands.query(data, "by-position"), numbers=numbers)]
 
 
@@ -104,6 +105,6 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
     return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)), 2)]
 
 
-def _replay(data: PairData, is_padding: bool) -> commands.Advice:
+def _replay(data: PairData, is_padding: bool) -> Advice:
     arms = "--arm padding=left --arm padding=right" if is_padding else "--arm padding=packed --arm padding=right"
     return commands.arms(data, arms)

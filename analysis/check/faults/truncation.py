@@ -100,13 +100,12 @@ def _grows_with_surprise(data: PairData) -> bool:
 
 def recorded_filter(data: PairData) -> str:
     """Return the recorded top-p, top-k and min-p that leave out tokens, as text; empty if there are none."""
-    neutral = {"top_p": lambda v: v < 1, "top_k": lambda v: v > 0, "min_p": lambda v: v > 0}
     said = []
-    for name, cuts in neutral.items():
+    for name in ("top_p", "top_k", "min_p"):
         values = data.sample.settings[name]
-        values = values[np.isfinite(values)]
-        if len(values) and np.any(cuts(values)):
-            said.append(f"{name} {float(np.median(values[cuts(values)])):g}")
+        cuts = values[(values < 1) if name == "top_p" else (values > 0)]
+        if len(cuts):
+            said.append(f"{name} {float(np.median(cuts)):g}")
     return ", ".join(said)
 
 

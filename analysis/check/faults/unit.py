@@ -103,7 +103,7 @@ def _differences(data: PairData, values: np.ndarray) -> np.ndarray:
     """Return each value minus the one before it in the sequence."""
     before = np.concatenate([[0.0], values[:-1]])
     starts = np.concatenate([[True], data.seq[1:] != data.seq[:-1]])
-    return values - np.where(starts, 0.0, before)
+    return np.asarray(values - np.where(starts, 0.0, before))
 
 
 def _slope(values: np.ndarray, other: np.ndarray) -> float | None:
@@ -178,7 +178,7 @@ def _follows(surprise: np.ndarray, entropy: np.ndarray) -> bool:
         abs(surprise[part].mean() - entropy[part].mean()) / max(surprise[part].std() / np.sqrt(len(part)), 1e-3)
         for part in parts
     ]
-    return max(errors) < 5
+    return bool(max(errors) < 5)
 
 
 def _score(data: PairData, values: np.ndarray) -> float:

@@ -132,7 +132,7 @@ def _versions(data: PairData) -> list[Finding]:
                 "num_sequences": len(rows),
                 "of_sequences": data.sample.num_sequences,
             },
-        )  # fmt: skip
+        )
     ]
 
 
