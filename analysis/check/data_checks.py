@@ -362,7 +362,7 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             is_sample = 2 * int(off.sum()) >= int(known.sum())
             # Logged means that are exact at some steps only, in no order, are of other rows by chance.
             if is_sample or not off[known][off[known].argmax() :].all():
-                off &= distance > np.maximum(errors, errors.mean())
+                off &= distance > np.maximum(errors, errors.sum() / max(len(errors), 1))
             if known.sum() > 2:
                 found.append((is_sample, int(off.sum()), abs(later), name, value, off, known))
         is_sample, num, _, name, value, off, known = min(

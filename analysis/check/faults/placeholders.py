@@ -33,6 +33,7 @@ _REASONS = {
     "begin_alike": "; all sequences of a prompt begin with them, so they belong to the prompt",
     "improbable": "; elsewhere {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
     "after_end": "; they follow the first end of the response: padding counts in the loss",
+    "floor": "; all lower values of {other} have it: the values are cut off there",
     "none": "",
 }
 
@@ -134,8 +135,12 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
     improbable = surprise > max(1.5 * usual, usual + 1)
     in_runs = _mean_run(where, sample.seq) >= 2.0
     reason = "begin_alike" if given else "improbable" if improbable and in_runs else "none"
+    is_floor = (
+        value < 0 and value == side.logprobs[data.keep].min() and np.mean(other.logprobs[where] < value + 0.1) > 0.95
+    )
+    reason = "floor" if is_floor else reason
     reason = "after_end" if reason == "improbable" and _ends_rows(sample, where) else reason
-    return (PLACEHOLDERS if reason == "none" else NOT_SAMPLED).finding(
+    return (PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED).finding(
         data,
         "constant",
         effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),

@@ -100,6 +100,8 @@ def find_prefix_cache(data: PairData, places: Sequence[Where]) -> list[Hypothesi
         if place.feature != "prompt_seen_before" or float((data.updates_behind[rows] != 0).mean()) > 0.95:
             continue
         fall, score = fades(data, place.inside)
+        if _is_since_a_step(data, rows) and not (np.exp(fall) > MIN_FALL and score > 4):
+            continue  # all prompts are repeats from a step on: without a drop along the response, it is the step
         finding = CHANGE.finding(
             data, "prefix_cache", place.inside, weight=explained(data, place.inside), next=commands.query(data, "by-prompt"),
             numbers={
@@ -109,6 +111,13 @@ def find_prefix_cache(data: PairData, places: Sequence[Where]) -> list[Hypothesi
         )  # fmt: skip
         found.append(located(data, finding, place.inside, 1.0))
     return found
+
+
+def _is_since_a_step(data: PairData, rows: np.ndarray) -> bool:
+    """Return True if the sequences `rows` are all those from one step on."""
+    steps = data.sample.steps
+    present = np.unique(data.seq)
+    return bool(np.array_equal(np.sort(rows), present[steps[present] >= steps[rows].min()]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
 from ..rounding import token_scale
-from ..structure import error_structure, exact_rows, fades, growth, repeats
+from ..structure import along_movement, error_structure, exact_rows, fades, growth, repeats
 from ..where import Where, where_text
+from .weights import some_behind
 
 _PADDING = ("pad_left", "shorter_prompt", "shorter_total", "prompt_length")
 _PACKING = ("forward_row", "not_first_of")
@@ -53,6 +54,9 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
     found = []
     for place in places:
         cause = _cause(place)
+        if cause is None and place.feature in ("position", "total_position") and place.kind == "before":
+            # What is wrong at the first tokens from the first step on is their context.
+            cause = "prompt" if place.values[0] >= 2 and growth(data).ratio < 2.5 else None
         if cause is None or place.kind == "one_of":
             continue
         finding = ROW_CONTEXT.finding(
@@ -94,6 +98,8 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
     twins = repeats(data)
     unsteady = "a" if twins.a > 3 * twins.b and twins.a > twins.d / 4 else "b" if twins.b > 3 * twins.a else ""
     inside = np.isin(data.seq, rows)
+    if abs(along_movement(data)) > 2.5:
+        return [located(data, some_behind(data, exact, inside), inside, np.log(2) * len(np.unique(data.seq)), 2)]
     finding = ROW_CONTEXT.finding(
         data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
         numbers={

@@ -14,7 +14,7 @@ from .. import commands
 from ..finding import Fault
 from ..hypothesis import Hypothesis, predicting
 from ..pair_data import PairData, declared
-from ..rounding import context_pairs
+from ..rounding import context_pairs, value_rounding
 
 MIN_R2 = 0.6
 """Minimum share of the mismatch that one factor on the logits must explain, read from either side. Other faults that
@@ -73,7 +73,11 @@ class ScaleFit:
 def find_temperature(data: PairData) -> list[Hypothesis]:
     """Detect that one pass's logits are the other's times a factor. The factor is fitted to logprob + entropy where entropies
     are recorded, else to the log-odds."""
-    found = []
+    found: list[Hypothesis] = []
+    off = np.abs(data.d) > 4 * value_rounding(data)
+    lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
+    if not 0.02 < lower < 0.98:
+        return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
     for fit in (_by_entropy(data), _by_odds(data)):
         if fit is not None and is_temperature(fit) and not _contradicted(data, fit.scale):
             wider = float(np.exp(abs(np.log(fit.scale)) * max((1 - fit.r2) / 2, _MODEL_ERROR)))

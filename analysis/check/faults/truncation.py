@@ -62,7 +62,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     # Lost mass moves every token one way; the few others are rounding. Any wrong computation moves some by nats the other way.
     other = (data.d > 0) if negative > 0.5 else (data.d < 0)
     most = 3 * allowed_noise(data) * token_scale(data)
-    if (other.any() and np.mean(size[other] > most[other]) > 0.02) or _grows_with_surprise(data):
+    if np.sum(size[other] > most[other]) > 0.02 * other.sum() or _grows_with_surprise(data):
         return []
     raised, lowered = ("b", "a") if negative > 0.5 else ("a", "b")
     mass = np.minimum(np.exp(data.d if negative > 0.5 else -data.d), 1.0)

@@ -117,7 +117,7 @@ def _slope(values: np.ndarray, other: np.ndarray) -> float | None:
     ratio = values[there] / other[there]
     middle = float(np.median(ratio))
     spread = float(np.median(np.abs(ratio - middle)))
-    return middle if abs(np.log(middle)) > 0.02 and spread < 0.05 * middle else None
+    return middle if abs(np.log(middle)) > 0.02 and spread < 0.02 * middle else None
 
 
 def _row_factors(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray | None:
@@ -150,7 +150,7 @@ def find_shared_unit(data: PairData) -> list[Hypothesis]:
     )
     if entropy is None or declared_other or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
         return []
-    if abs(_score(data, data.a + entropy)) < 12:
+    if abs(_score(data, data.a + entropy)) < 6:
         return []
     fits = {unit: abs(_score(data, data.a * nats + entropy)) for unit, nats in _SHARED.items()}
     unit = min(fits, key=lambda each: fits[each])
@@ -178,7 +178,8 @@ def _follows(surprise: np.ndarray, entropy: np.ndarray) -> bool:
         abs(surprise[part].mean() - entropy[part].mean()) / max(surprise[part].std() / np.sqrt(len(part)), 1e-3)
         for part in parts
     ]
-    return bool(max(errors) < 5)
+    means = [abs(surprise[part].mean() / max(entropy[part].mean(), 1e-6) - 1) for part in parts]
+    return all(error < 5 or share < 0.15 for error, share in zip(errors, means, strict=True))
 
 
 def _score(data: PairData, values: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from ....schemas.contract import Contract
 from .. import commands
 from ..finding import Fault, Finding, Number
-from ..hypothesis import Hypothesis, by_step
+from ..hypothesis import CLAIM_NATS, Hypothesis, by_step
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, precisions
 from ..structure import along_movement, fades, growth, token_effect
@@ -18,6 +18,9 @@ from ..structure import along_movement, fades, growth, token_effect
 MIN_ALONG = 2.5
 """Alignment between d and the weight updates, in standard errors, from which the text mentions it: rounded weights stay
 below 2."""
+CLEAR_ALONG = 4.0
+"""Alignment between d and the weight updates, in standard errors, that shows weights of another version at any size: healthy
+runs stay below 2.5."""
 MIN_GROWTH = 2.5
 """Ratio between the mismatch of a later step and that of the first step from which it grows with the updates."""
 MIN_TOKEN_EFFECT = 0.15
@@ -88,11 +91,14 @@ WEIGHTS = Fault(
         "optimizer updates behind the other side's, according to the recorded policy versions",
         "contract": "the contract of {side} has {setting} {value}",
         "one_adapter": "only {side} has an adapter, and " + _LEVEL,
+        "some_rows": "{exact:.0%} of the sequences are at the level of rounding and the others are not{behind_text}: one of several "
+        "engines, or some of its rows, have other weights",
+        "follows": _LEVEL + "{behind_text}",
         "grows": "the median difference of a logit grows from {first:.2g} nats at the first step to {later:.2g}, above that of "
         "rounding from step {since} on: it is not there at version 0 and grows with the updates{fades_text}{behind_text}",
     },
     words={
-        "engine_weights": _tensor, "one_adapter": _measured, "grows": _measured,
+        "engine_weights": _tensor, "one_adapter": _measured, "grows": _measured, "follows": _measured, "some_rows": _measured,
     },
     causes={
         "stale_weights": "one side's weights are a step or more behind",
@@ -155,6 +161,12 @@ def _quantised(contract: Contract) -> dict[tuple[str, ...], str]:
     return {path: value for path, value in values.items() if value not in _NOT_QUANTISED}
 
 
+def some_behind(data: PairData, exact: float, inside: np.ndarray) -> Finding:
+    """Return the finding that the rows `inside`, [K] bool, were computed with weights of another version."""
+    numbers = measured(data) | {"exact": exact}
+    return WEIGHTS.finding(data, "some_rows", inside, weight=0.7, next=commands.weights_replay(data), numbers=numbers)
+
+
 def find_adapter(data: PairData) -> list[Finding]:
     """Detect an adapter on one side only, by the contracts."""
     adapters = [name for side, name in data.names.items() if declared(data.contract(side), "model", "adapters")]
@@ -172,6 +184,8 @@ def find_growth(data: PairData) -> list[Hypothesis]:
     """Detect a mismatch that is no more than rounding at first and grows with the updates, beyond rounding or along their
     direction."""
     found = growth(data)
+    if abs(along_movement(data)) > CLEAR_ALONG and _is_of_tokens(data):
+        return [_follows_updates(data)]
     if found.since is None or found.ratio < MIN_GROWTH or found.first > allowed_noise(data) / 2:
         return []
     if found.later < allowed_noise(data) / 2 and not (abs(along_movement(data)) > MIN_ALONG and _is_of_tokens(data)):
@@ -182,6 +196,15 @@ def find_growth(data: PairData) -> list[Hypothesis]:
     numbers |= {"cause": "stale_prefix" if is_prefix else "", "fall": fall}
     finding = WEIGHTS.finding(data, "grows", weight=0.8, next=commands.weights_replay(data), numbers=numbers)
     return [by_step(data, finding)]
+
+
+def _follows_updates(data: PairData) -> Hypothesis:
+    numbers = measured(data) | {"cause": "stale_weights"}
+    finding = WEIGHTS.finding(data, "follows", weight=0.7, next=commands.weights_replay(data), numbers=numbers)
+    # Rounding leans along the updates by as many standard errors once in so many runs: half the square of the score.
+    return Hypothesis(
+        finding=finding, tokens=data.keep.copy(), gain=along_movement(data) ** 2 / 2 - CLAIM_NATS + 12, rank=1
+    )
 
 
 def _is_of_tokens(data: PairData) -> bool:
