@@ -155,8 +155,6 @@ EXPECTED = {"quantised": "computation_differs", "stale_weights": "weights_differ
 """Planted fault -> code of its finding, where the two differ. Quantised weights are at their full size from the first step, as any
 other difference of the computation."""
 MISNAMED = {
-    "truncation": "top-p that is not recorded is named temperature: the fitted scale has twice the gain of the signs, although "
-    "every d has one sign and is bounded by the kept mass",
     "stale_weights": "computation_differs says that no update was missed because the first step has the full size; its recorded "
     "version is 1, not 0, and d follows the updates",
 }
