@@ -194,7 +194,9 @@ def pages():
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},
         "reference/arms.md": {"options": arms()},
-        "reference/check.md": {"thresholds": thresholds("check/thresholds.py")},
+        "reference/check.md": {
+            "thresholds": thresholds("check/explain.py", "check/hypothesis.py", "check/likelihood.py", "check/rounding.py")
+        },
         "reference/trace-format.md": {
             "tables": "\n\n".join(
                 f"### {spec.name}\n\n{spec.doc}" if spec.name.startswith("eval_") else table(spec)

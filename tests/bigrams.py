@@ -36,6 +36,18 @@ def log_softmax(logits):
     return wide - np.log(np.exp(wide).sum(axis=-1, keepdims=True))
 
 
+def top_p(rows, mass):
+    """Logits of what nucleus sampling keeps; the others are far below."""
+    chances = np.exp(rows - rows.max(axis=-1, keepdims=True))
+    chances /= chances.sum(axis=-1, keepdims=True)
+    order = np.argsort(-chances, axis=-1)
+    ranked = np.take_along_axis(chances, order, axis=-1)
+    kept = np.cumsum(ranked, axis=-1) - ranked < mass
+    mask = np.zeros_like(kept)
+    np.put_along_axis(mask, order, kept, axis=-1)
+    return np.where(mask, rows, -1e9)
+
+
 @dataclass
 class Step:
     """Sequences that were sampled at one step."""

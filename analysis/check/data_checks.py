@@ -348,6 +348,8 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             continue
         rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error))
         steps, mean, errors = rows["step"], rows["mean"], rows["error"]
+        if not len(steps):
+            continue
         found = []
         for name, later in ((name, later) for name in names if name in known_names for later in (0, 1, -1)):
             value = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])

@@ -3,9 +3,9 @@
 python benchmarks/planted/blind.py runs/planted/blind-1 [runs/planted/blind-2] [--errors]
 
 Strict: the first finding's code is the label's fault, or one of its `also`. Faults of weights are scored by class: their
-label is `weights_differ`. `other` labels values that no code of a cause names: right are the codes that claim no cause
-(CAUSELESS). A false alarm is a healthy trace with a failing finding. Detectable faults that are called VALID are counted
-by themselves.
+label is `weights_differ`, and `computation_differs` is as right. `other` labels values that no code of a cause names: right
+are the codes that claim no cause (CAUSELESS). A false alarm is a healthy trace with a failing finding. Detectable faults
+that are called VALID are counted by themselves.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from score import checked
+from score import OF_WEIGHTS, checked
 
-CAUSELESS = ("unrelated", "not_logprobs")
+CAUSELESS = ("unrelated", "not_logprobs", "unexplained", "computation_differs")
 """Codes that say what the values are not, and no cause."""
 
 
@@ -43,7 +43,8 @@ class BlindVerdict:
         if self.is_healthy:
             return not self.fails
         right = (self.label["fault"], *self.label["also"])
-        return self.found[0] in (*right, *(CAUSELESS if "other" in right else ()))
+        of_weights = OF_WEIGHTS if "weights_differ" in right else ()
+        return self.found[0] in (*right, *of_weights, *(CAUSELESS if "other" in right else ()))
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ python benchmarks/planted/score.py runs/planted/tuning [runs/planted/heldout]
 A fault is detectable when the rms of d over the tokens that it reaches is more than twice the rms of d of the same
 trace without the fault (label.json: d_rms, noise_rms); a missing or non-finite value there counts as detectable, and a
 copied pass does when there was any noise. Top-1 accuracy is the share of traces whose first finding has the planted
-code; of stale, partly synchronised, quantised weights and a missing adapter it is `weights_differ`, since a replay tells
-these apart. A false alarm is a healthy trace that check fails.
+code; of stale, partly synchronised, quantised weights and a missing adapter it is `weights_differ`, or `computation_differs`
+where the mismatch has its full size from the first step on, since a replay tells these apart. A false alarm is a healthy trace that check fails.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from tim_trace.schemas.errors import NothingToCompare
 
 HEALTHY = ("rounding", "equal")
 WEIGHT_CAUSES = ("stale_weights", "partial_sync", "adapter", "quantised")
+OF_WEIGHTS = ("weights_differ", "computation_differs")
+"""Codes that are right where the weights differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,9 @@ class Verdict:
         return str(self.label["code"])
 
     @property
-    def expected(self) -> str:
-        """The finding that is right."""
-        return "weights_differ" if self.code in WEIGHT_CAUSES else self.code
+    def expected(self) -> tuple[str, ...]:
+        """Codes of the findings that are right."""
+        return expected(self.code)
 
     @property
     def first(self) -> str:
@@ -50,7 +52,7 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        return self.first == self.expected
+        return self.first in self.expected
 
     @property
     def is_healthy(self) -> bool:
@@ -59,6 +61,11 @@ class Verdict:
     @property
     def is_detectable(self) -> bool:
         return bool(self.label["detectable"]) and not self.is_healthy
+
+
+def expected(code: str) -> tuple[str, ...]:
+    """Codes of the findings that are right for a planted code."""
+    return OF_WEIGHTS if code in WEIGHT_CAUSES else (code,)
 
 
 def main() -> None:
@@ -110,15 +117,14 @@ def report(split: str, verdicts: list[Verdict]) -> str:
     for code in dict.fromkeys(verdict.code for verdict in verdicts):
         firsts = Counter(verdict.first for verdict in verdicts if verdict.code == code)
         said = ", ".join(
-            f"{'*' if first == ('weights_differ' if code in WEIGHT_CAUSES else code) else ''}{first} {count}"
-            for first, count in firsts.most_common()
+            f"{'*' if first in expected(code) else ''}{first} {count}" for first, count in firsts.most_common()
         )
         lines.append(f"  {code:24} {said}")
     lines += [
         "",
         f"top-1, every trace              {_share(verdicts, lambda v: v.is_right)}",
         f"top-1, detectable faults        {_share(detectable, lambda v: v.is_right)}",
-        f"  in the first two              {_share(detectable, lambda v: v.expected in v.found[:2])}",
+        f"  in the first two              {_share(detectable, lambda v: bool({*v.expected} & {*v.found[:2]}))}",
         f"drowned faults taken for rounding, or rightly named  {_share(drowned, lambda v: v.is_right or not v.fails)}",
         f"false alarms on healthy traces  {_share(healthy, lambda v: v.fails)}",
         "",

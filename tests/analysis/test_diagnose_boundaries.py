@@ -14,9 +14,10 @@ from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
 from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.suspect import Evidence, Suspect
-from tim_trace.analysis.check.detectors.numerics import Precision
-from tim_trace.analysis.check.finding import FAULTS, Finding
+from tim_trace.analysis.check.faults import ALL, FAULTS
+from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.check.result import CheckResult
+from tim_trace.analysis.check.rounding import Precision
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects
 from tim_trace.analysis.diagnosis.diagnose import _figures, _next, coarser_dtype, own_metrics, size_comparison
@@ -44,9 +45,10 @@ def effect(removed, changes=None):
 
 
 def checked(code="rounding", command=""):
+    fault = next(each for each in ALL if each.code == code)
     finding = Finding(
-        code=code, signal="equal_bits", effect=0.1, share=1.0, next=command,
-        numbers={"num_tokens": 2, "a": "train", "b": "rollout", "contracts_known": 1},
+        code=code, signal=next(iter(fault.evidence)), effect=0.1, share=1.0, next=command, cause=fault.title, side=fault.broken,
+        numbers={"level": 0.1, "allowed": 0.2, "a": "train", "b": "rollout", "dtype_a": None, "dtype_b": None},
     )  # fmt: skip
     return CheckResult(
         trace="run", pair="train:rollout", num_tokens=2, num_sampled_tokens=2, rms_d=0.1, findings=(finding,)
@@ -385,7 +387,14 @@ def test_a_fall_is_told_with_what_leads_it_and_its_cause(changes, suspects, told
 
 
 def test_a_story_says_when_a_mismatch_began_once():
-    part = Finding(code="subset", signal="column", effect=0.1, share=0.5, numbers={"since": 57, "column": "step"})
+    part = Finding(
+        code="subset",
+        signal="column",
+        effect=0.1,
+        share=0.5,
+        numbers={"since": 57, "column": "step"},
+        cause=FAULTS["subset"],
+    )
     elsewhere = replace(part, numbers={"since": None, "column": "writer_a"})
     assert part.title == "the mismatch grows at step 57"
     assert replace(part, numbers={"since": 57, "last_before": 50}).title == "the mismatch grows between steps 50 and 57"

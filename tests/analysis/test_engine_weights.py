@@ -9,7 +9,7 @@ from bigrams import BOTH_FP32, Recording, moved, table
 from builders import tim_trace
 from tim_trace.analysis import weights
 from tim_trace.analysis.check.check import check, gather
-from tim_trace.analysis.check.detectors.engine_weights import find_engine_weights, weights_agree
+from tim_trace.analysis.check.faults.engine_weights import find_engine_weights, weights_agree
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.engine_weights import engine_verdict, engine_versions, read_engine_verdict
 from tim_trace.analysis.verify import verify
@@ -197,7 +197,7 @@ def test_tensors_that_agree_are_counted_in_a_line(tmp_path):
     ]
     assert UP in tim_trace("weights", trace, "--engine", "--verbose").stdout
     assert UP in tim_trace("weights", trace, "--engine", "--csv").stdout
-    assert "All 2 modules of" in tim_trace("weights", trace, "--engine", "--by", "module").stdout
+    assert "All 2 engine modules" in tim_trace("weights", trace, "--engine", "--by", "module").stdout
 
 
 def test_tensors_that_do_not_agree_have_a_row(tmp_path):
@@ -288,19 +288,20 @@ def test_where_all_digests_agree_it_is_not_said_that_weights_differ(tmp_path):
     (finding,) = check(trace).findings
     assert (finding.code, finding.signal) == ("computation_differs", "equal_weights")
     bare = Recording(rollout=behind, weights=moving, contracts=BOTH_FP32).write(tmp_path / "bare")
-    assert [finding.code for finding in check(bare).findings] == ["weights_differ"]
+    assert [finding.signal for finding in check(bare).findings] == ["full_size"]
 
 
 def test_steps_whose_digests_are_not_there_are_judged_by_logprobs(tmp_path):
     trace = recorded(tmp_path / "t", run_of(lambda v, t, of: of(v), versions=3))
-    assert [finding.code for finding in check(trace).findings] == ["weights_differ"]
+    (finding,) = check(trace).findings
+    assert (finding.code, finding.signal) == ("computation_differs", "full_size")
 
 
 def test_an_engine_without_digests_beside_one_that_has_them_is_judged_by_logprobs(tmp_path):
     rows = run_of(lambda v, t, of: of(v), writer="another process")
-    assert [finding.code for finding in check(recorded(tmp_path / "t", rows)).findings] == ["weights_differ"]
+    assert [finding.signal for finding in check(recorded(tmp_path / "t", rows)).findings] == ["full_size"]
     served = [row | {"dtype": None} for row in rows]
-    assert [finding.code for finding in check(recorded(tmp_path / "u", served)).findings] == ["computation_differs"]
+    assert [finding.signal for finding in check(recorded(tmp_path / "u", served)).findings] == ["equal_weights"]
 
 
 def test_another_pair_is_not_judged_by_the_engine_s_weights(tmp_path):

@@ -1,6 +1,7 @@
 """`steps` of a verb: its answer is that over a trace which holds these steps alone."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,7 @@ def both(request, whole, tmp_path_factory):
 def told(result, trace, steps="all"):
     """A result without the name of its trace, and as if it had been asked of all steps."""
     text = repr(result).replace(f" --steps {steps}", "")
+    text = re.sub(r"\(FROM sequences WHERE step BETWEEN \d+ AND \d+\)", "sequences", text)  # in the SQL of a next step
     for name in ("steps", "steps_asked"):
         text = text.replace(f"{name}={steps!r}", f"{name}='all'")
     return text.replace(trace, "RUN")
