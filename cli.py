@@ -845,11 +845,10 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @_prints()
 def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
-    """Say how a run changed: when each series changed, which changed first, and which series lead.
+    """Say how a run changed: when each series changed, and which changed first.
 
     Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
-    which each jumps or breaks its slope, with intervals; correlations over lags; whether responses surged, and when the
-    length-decay schedule of arXiv 2602.01826 would have acted; how fast k3 compounds; the entropy law.
+    which each jumps or breaks its slope, with intervals; and how fast k3 compounds.
     """
     from .analysis import dynamics as look
     from .analysis.dynamics.text import dynamics_json, dynamics_text, series_rows
@@ -1274,40 +1273,22 @@ def attribute(trace: str, control: str | None, pair: str, steps: str, form: _For
 @_example("tim-trace report runs/demo -o demo.html")
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
-@click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
-@click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
-@click.option(
-    "--pdf", metavar="FILE.pdf|DIR", help="File with one page per figure, or folder with one PDF per figure; with CSV."
-)
-@click.option(
-    "--width", default="column", metavar="INCHES|NAME",
-    help="Width of those figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
-)  # fmt: skip
-@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of those figures.")
-@click.option("--title", is_flag=True, help="Put a title above each of those figures.")
+@click.option("-o", "--output", required=True, metavar="FILE.html", help="HTML file to write.")
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
-def report(
-    traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
-) -> None:
-    """Write everything known of a run into one HTML file, or as figures for papers.
+def report(traces: Sequence[str], output: str, **options: Any) -> None:
+    """Write everything known of a run into one HTML file.
 
     The first RUN is reported; series of the others are drawn over its own. The page needs no network: verdict, series,
     mismatch, tokens and provenance are inside, with the query behind each figure.
     """
     from .analysis import report as put_together
 
-    paths = (output, png, svg, pdf)
-    if not any(paths):
-        raise click.UsageError("name what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
-    made = put_together(list(traces), output=output, png=png, svg=svg, pdf=pdf, progress=_progress, **options)
+    made = put_together(list(traces), output=output, progress=_progress, **options)
     _say(_one_line(made.verdicts[0].headline))
-    for path in paths:
-        if path is not None:
-            _tell(f"wrote {path}{_size(path)}")
+    _tell(f"wrote {output} ({os.path.getsize(output) / 1e6:.1f} MB)")
 
 
 @_example("tim-trace watch runs/demo --once")
@@ -1402,10 +1383,6 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
     form.table(table_of(found.verdicts), "gate")
     if found.fails:
         raise click.exceptions.Exit(1)
-
-
-def _size(path: str) -> str:
-    return f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
 
 
 def _print_json(value: Any) -> None:

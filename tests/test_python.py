@@ -22,7 +22,7 @@ from tim_trace.analysis.rows import Rows
 from tim_trace.schemas.errors import DamageWarning, InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
 
 VERBS = sorted(set(tim_trace.__all__) - {"Loss", "Recorder"})
-HEAVY = ("torch", "duckdb", "pyarrow", "numpy", "pandas", "click", "bokeh", "matplotlib", "scipy")
+HEAVY = ("torch", "duckdb", "pyarrow", "numpy", "pandas", "click", "bokeh", "scipy")
 
 
 def python(program, *arguments):

@@ -8,8 +8,7 @@ from ...schemas.results import Result
 from ..facts.changes import ChangePoint, FirstChange
 from ..facts.fall import Fall
 from ..statement import Statement
-from .laws import EntropyLaw, Growth, LeadLag
-from .schedule import Schedule
+from .growth import Growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +34,7 @@ class SeriesSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dynamics(Result):
-    """Changes of a run's series, their order, and the effect a learning-rate schedule would have had."""
+    """Changes of a run's series, and their order."""
 
     _text = "tim_trace.analysis.dynamics.text:dynamics_text"
 
@@ -52,11 +51,7 @@ class Dynamics(Result):
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
     """First change of each series, earliest first."""
-    lead_lag: tuple[LeadLag, ...]
-    schedule: Schedule | None
-    """Length surge and the resulting learning-rate schedule; None if response lengths are unknown."""
     growth: tuple[Growth, ...]
     """Growth rates of k3."""
-    entropy_law: EntropyLaw | None
     unanswered_codes: tuple[Statement, ...]
     """What the trace cannot show, as codes in text.UNANSWERED."""

@@ -54,13 +54,13 @@ def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     yield Heatmap(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
         note=text.density_note(spread.envelope), sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
-        x_edges=spread.edges.probability, y_edges=spread.edges.d, counts=spread.whole.density,
-        curves=_envelope(spread), is_open=True, by_step={step: shapes.density for step, shapes in spread.by_step.items()},
+        x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
+        curves=_envelope(spread), is_open=True,
     )  # fmt: skip
     for name in text.PROFILES:
-        if getattr(spread.whole, name) is not None:
+        if name in spread.profiles:
             yield _profile(spread, name)
-    if spread.whole.ratios is not None:
+    if spread.ratios is not None:
         for sign in ("positive", "negative"):
             yield _ratios(spread, sign)
 
@@ -69,42 +69,32 @@ def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
     if spread.envelope is None:
         return ()
     x = np.linspace(0.0, 1.0, 41)
-    limit = float(spread.edges.d[-1])
+    limit = float(spread.d_edges[-1])
     upper = spread.envelope * (1 - x)
     upper[upper > limit] = np.nan
     return Line(name="99 % within", x=x, y=upper), Line(name="99 % within", x=x, y=-upper)
 
 
 def _profile(spread: Breakdowns, name: str) -> LineChart:
-    profile, edges = getattr(spread.whole, name), np.asarray(getattr(spread.edges, name))
+    profile = spread.profiles[name]
     title, label, note = text.PROFILES[name]
-    start = edges[:-1] + (1 if name == "position" else 0)
-    there = profile.num > 0
+    start = profile.start + (1 if name == "position" else 0)
     return LineChart(
         key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large |d| more.", sql=spread.sql[name],
-        lines=(Line(name="mean |d|", x=start[there], y=profile.mean_abs_d[there]), Line(name="rms d", x=start[there], y=profile.rms_d[there])),
+        lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
         x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
-        by_step={
-            step: (own.mean_abs_d[there], own.rms_d[there])
-            for step, shapes in spread.by_step.items()
-            if (own := getattr(shapes, name)) is not None
-        },
     )  # fmt: skip
 
 
 def _ratios(spread: Breakdowns, sign: str) -> HistogramChart:
     which = "above" if sign == "positive" else "below"
-
-    def of(ratios: Mapping[tuple[str, str], Array]) -> dict[str, Array]:
-        return {when: counts for (when, of_sign), counts in ratios.items() if of_sign == sign}
-
-    assert spread.whole.ratios is not None
-    assert spread.edges.ratio is not None
+    assert spread.ratios is not None
+    assert spread.ratio_edges is not None
     return HistogramChart(
         key=f"ratio-{sign}", title=f"Ratio of tokens with an advantage {which} 0", unit="tokens",
         note=text.RATIO, sql=spread.sql["ratios"],
-        x_label="ln ratio, nats", edges=spread.edges.ratio, counts=of(spread.whole.ratios), is_open=True,
-        by_step={step: of(shapes.ratios) for step, shapes in spread.by_step.items() if shapes.ratios is not None},
+        x_label="ln ratio, nats", edges=spread.ratio_edges, is_open=True,
+        counts={when: counts for (when, of_sign), counts in spread.ratios.items() if of_sign == sign},
     )  # fmt: skip
 
 

@@ -63,19 +63,6 @@ class Tokens:
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
         return self._mapped(lambda values_T: values_T[kept_T], lengths_N, lambda values_N: values_N)
 
-    def arranged(self, order_N: np.ndarray) -> Tokens:
-        """Return the sequences in another order."""
-        if (np.diff(order_N) == 1).all():
-            return self
-        starts_N = self.starts_N[order_N]
-        places = list(zip(starts_N.tolist(), (starts_N + self.lengths_N[order_N]).tolist(), strict=True))
-
-        def moved(values_T: np.ndarray) -> np.ndarray:
-            # Slices of whole sequences are concatenated: an index per token takes ten times as long.
-            return np.concatenate([values_T[start:end] for start, end in places])
-
-        return self._mapped(moved, self.lengths_N[order_N], lambda values_N: values_N[order_N])
-
     def _mapped(
         self, of_tokens: Callable[[np.ndarray], np.ndarray], lengths_N: np.ndarray,
         of_sequences: Callable[[np.ndarray], np.ndarray],

@@ -2,7 +2,7 @@
 // The page's own behaviour: unpacks the data, lets Bokeh draw, and shows one chosen step everywhere.
 // Everything is in this file; nothing is fetched. Text of models only ever enters by textContent.
 const timTrace = (() => {
-  const state = {step: null, frames: {}, sequences: null, views: {}};
+  const state = {step: null, sequences: null, views: {}};
   const $ = (selector, root = document) => root.querySelector(selector);
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
   const element = (tag, options = {}, ...children) => {
@@ -44,7 +44,6 @@ const timTrace = (() => {
     const theme = JSON.parse($("#run").dataset.colours), drawn = themed();
     for (const [name, placeholder] of Object.entries(theme)) figures = figures.replaceAll(placeholder, colour(name));
     const packed = JSON.parse(figures);
-    state.frames = packed.frames;
     for (const group of packed.groups) {
       const views = await Bokeh.embed.embed_items(group.docs, group.items);
       for (const one of views) for (const view of one.roots) state.views[view.model.name] = view;
@@ -187,38 +186,10 @@ const timTrace = (() => {
     }
   }
 
-  // A figure shows the chosen step: its values, or a line where that is.
+  // A figure over steps shows a line at the chosen one.
   function update(key) {
     const span = (state.views[key].model.center ?? []).find((each) => each.name === "chosen");
     if (span) span.setv({location: state.step ?? 0, visible: state.step !== null});
-    const frame = state.frames[key];
-    if (frame && (state.step !== null || frame.fields[0].whole)) show(key, frame);
-  }
-
-  // The values of a figure at one step, or of the whole run again.
-  function show(key, frame) {
-    const plot = state.views[key]?.model, told = $(`#f-${key} .of`);
-    if (!plot) return;
-    const place = state.step === null ? -1 : frame.steps.indexOf(nearest(frame.steps, state.step));
-    told.textContent = place < 0 ? "whole run" : frame.steps[place] === state.step ? `step ${state.step}` :
-      `step ${frame.steps[place]}, the nearest one that was read token by token`;
-    frame.fields.forEach((field) => {
-      const held = found(plot, field.source);
-      field.values ??= floats(field.data);
-      const own = place < 0 ? null : field.values.subarray(place * field.size, (place + 1) * field.size);
-      held.data = {...held.data, ...columns(field, held.data, own)};
-    });
-  }
-
-  function columns(field, held, own) {
-    field.whole ??= {...held};
-    if (own === null) return field.whole;
-    if (field.kind === "heatmap") {
-      const of = (values) => new field.whole.counts[0].constructor(values, field.whole.counts[0].shape);
-      return {counts: [of(own)], image: [of(own.map((n) => n > 0 ? Math.log10(n) : NaN))]};
-    }
-    const values = Array.from(own);
-    return field.kind === "counts" ? {counts: values, top: values.map((n) => n > 0 ? n : NaN)} : {y: values};
   }
 
   function whole() {
