@@ -90,7 +90,7 @@ NAMED = [
     "worst-tokens",
     "by-prompt",
     "unique-responses",
-    "objective-bias",
+    "staleness",
     "entropy",
 ]
 FRAMEWORKS = ["verl", "trl", "slime", "nemo-rl", "prime-rl", "openrlhf"]

@@ -9,7 +9,6 @@ from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ..rows import Rows
 from ..statement import Statement, sentences
-from .concentration import Concentration
 from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
 
 
@@ -66,8 +65,6 @@ class Objective(Result):
     """Unanswerable questions: codes of sentences.CANNOT."""
     figures: dict[str, Estimate]
     """Name -> figure over the run; see figures.FIGURES."""
-    concentration: Concentration | None
-    """How far sum |b| is concentrated on few terms; None without a bias."""
     steps: Rows
     """One row per update: step, iteration, and the figures."""
 

@@ -1,6 +1,6 @@
 """Compute the sums of each sequence that the figures need.
 
-Shapes: T concatenated tokens of N sequences; K terms, see loss_terms; C columns. The sums of a sequence depend only on
+Shapes: T concatenated tokens of N sequences; C columns. The sums of a sequence depend only on
 its own tokens, so they are bitwise the same in any batch.
 """
 
@@ -12,7 +12,7 @@ from ...schemas.loss import Loss
 from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
 from ..trace.ragged import Tokens
-from .loss_terms import SIDES, Differences, LossTerms, terms_of
+from .loss_terms import SIDES, Differences, terms_of
 
 TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
@@ -32,16 +32,12 @@ size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used
 unclipped: A (w rho_used - rho*);
 clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
 
-MOMENT_COLUMNS = (
-    "terms_known", "sum_weighed_term_d", "mean_weighed", "mean_term_d", "spread_weighed", "spread_term_d", "spread_weighed_term_d",
-)  # fmt: skip
-"""Over terms with an advantage: weighed = A rho*, term_d = d of the term; spread: sums of squares and products around the means."""
-
-COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), *MOMENT_COLUMNS)
+COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
+"""Columns of a sequence's sums; terms_known is the number of terms with an advantage."""
 
 
-def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, LossTerms]:
-    """Return the [C, N] sums named in COLUMNS, the [K] |bias| with the loss as applied, and the terms."""
+def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
+    """Return the [C, N] sums named in COLUMNS."""
     found, parts = compared(tokens)
     found |= {
         "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
@@ -50,10 +46,8 @@ def sequence_sums(loss: Loss, tokens: Tokens) -> tuple[np.ndarray, Array, LossTe
     }  # fmt: skip
     found |= _spreads(parts)
     found |= _bad(tokens, parts)
-    terms = terms_of(loss, parts)
-    over_terms, size_K = terms.sums(loss)
-    found |= over_terms
-    return np.stack([found[name] for name in COLUMNS]), size_K, terms
+    found |= terms_of(loss, parts).sums(loss)
+    return np.stack([found[name] for name in COLUMNS])
 
 
 def _spreads(parts: Differences) -> dict[str, Array]:

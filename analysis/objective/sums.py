@@ -1,7 +1,6 @@
 """Compute the sums of every sequence while reading the tokens once.
 
-Shapes: R rows (sequence and inner iteration), of which N are comparable; U updates (step and inner iteration), K terms,
-C columns.
+Shapes: R rows (sequence and inner iteration), of which N are comparable; U updates (step and inner iteration), C columns.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from ..trace.database import Database
 from ..trace.ragged import blocks, counted
 from ..trace.spread import spread, unit_tokens
 from ..trace.tokens import CHUNK_TOKENS, step_ranges, tokens_by_step, tokens_of_rows
-from .concentration import NUM_BINS, Carried, bins_of
 from .pass_roles import PassRoles, names_of, read_batches
 from .sequence_sums import COLUMNS, sequence_sums
 
@@ -53,16 +51,12 @@ class SequenceSums:
     """True if the micro-batch of every sequence was recorded."""
     columns: dict[str, Array]
     """Column named in sequence_sums.COLUMNS -> [N] sums."""
-    carried: Carried
-    """How far the bias is concentrated on few terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
     """The sums of a batch of sequences."""
 
-    number: int
-    """Index of the step range that the batch belongs to."""
     keys: dict[str, np.ndarray]
     """Name in _KEYS -> [R] keys."""
     is_whole_R: np.ndarray
@@ -70,28 +64,19 @@ class _Batch:
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss."""
     columns_CN: np.ndarray
-    updates: list[tuple[int, int]]
-    bins: np.ndarray
-    """[U, 2, NUM_BINS] counts and sums of |bias|."""
-    num_terms: np.ndarray
-    """[U] number of terms with an advantage."""
     num_read: int
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
     """Read every token once, and return the sums of every sequence."""
     batches: list[_Batch] = []
-    carried = Carried()
     tokens = tokens_by_step(database)
     num_tokens = sum(tokens.values())
-    ranges = step_ranges(tokens, unit_tokens(database, CHUNK_TOKENS, num_tokens))
-    units = [(sides, number, steps) for number, steps in enumerate(ranges)]
+    units = [(sides, steps) for steps in step_ranges(tokens, unit_tokens(database, CHUNK_TOKENS, num_tokens))]
     with progress("reading tokens", num_tokens) as advance:
         for batch in spread(database, _of_range, units):
-            carried.add(batch.number, batch.updates, batch.bins, batch.num_terms)
             advance(batch.num_read)
             batches.append(batch)
-    carried.close()
     keys = {name: _concatenated([batch.keys[name] for batch in batches], _KEYS[name]) for name in _KEYS}
     is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
     num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
@@ -111,7 +96,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
         num_rows_U=rows.num_rows_U[[places[update] for update in updates]],
-        micro_batches_known=bool(knows_micro_batches(rows).all()), columns=columns, carried=carried,
+        micro_batches_known=bool(knows_micro_batches(rows).all()), columns=columns,
     )  # fmt: skip
 
 
@@ -125,31 +110,25 @@ def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[in
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
-def _of_range(database: Database, unit: tuple[PassRoles, int, range]) -> Iterator[_Batch]:
+def _of_range(database: Database, unit: tuple[PassRoles, range]) -> Iterator[_Batch]:
     """Yield the sums of one step range; the ranges of different units do not overlap."""
-    sides, number, steps = unit
+    sides, steps = unit
     with ThreadPoolExecutor(num_threads()) as pool:
-        yield from mapped(pool, partial(_of_batch, sides, number), read_batches(database, sides, steps))
+        yield from mapped(pool, partial(_of_batch, sides), read_batches(database, sides, steps))
 
 
-def _of_batch(sides: PassRoles, number: int, rows: pa.RecordBatch) -> _Batch:
+def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
     keys = {name: rows.column(name).to_numpy() for name in _KEYS}
     is_whole_R = rows.column("is_whole").to_numpy(zero_copy_only=False)
     whole = rows if is_whole_R.all() else rows.filter(rows.column("is_whole"))
-    updates, update_N = _updates(keys["step"][is_whole_R], keys["iteration"][is_whole_R])
-    bins = np.zeros((len(updates), 2, NUM_BINS))
     parts = [np.zeros((len(COLUMNS), 0))]
     tokens = tokens_of_rows(whole, names_of(sides))
     with np.errstate(all="ignore"):
         for sequences, span, _ in blocks(tokens.lengths_N):
-            found, size_K, terms = sequence_sums(sides.loss, tokens.cut(sequences, span))
-            parts.append(found)
-            _bin(bins, size_K, update_N[sequences], terms.lengths_N)
-    columns_CN = np.concatenate(parts, axis=1)
-    num_terms = np.bincount(update_N, columns_CN[COLUMNS.index("terms_known")], minlength=len(updates))
+            parts.append(sequence_sums(sides.loss, tokens.cut(sequences, span)))
     return _Batch(
-        number=number, keys=keys, is_whole_R=is_whole_R, num_tokens_R=_num_counted(rows), columns_CN=columns_CN,
-        updates=updates, bins=bins, num_terms=num_terms, num_read=int(tokens.lengths_N.sum()),
+        keys=keys, is_whole_R=is_whole_R, num_tokens_R=_num_counted(rows), columns_CN=np.concatenate(parts, axis=1),
+        num_read=int(tokens.lengths_N.sum()),
     )  # fmt: skip
 
 
@@ -162,18 +141,6 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
     before = np.concatenate([[0], np.cumsum(counted_T)])
     ends_R = np.cumsum(lengths_R)
     return np.asarray(before[ends_R] - before[ends_R - lengths_R])
-
-
-def _bin(bins: np.ndarray, size_K: Array, update_N: np.ndarray, lengths_N: np.ndarray) -> None:
-    """Add term sizes to the counts and sums in `bins`, by update and size; `lengths_N` is the number of terms per
-    sequence."""
-    low, high = int(update_N.min()), int(update_N.max())
-    place_K = bins_of(size_K)
-    if high > low:
-        place_K = place_K + np.repeat((update_N - low) * NUM_BINS, lengths_N)
-    num = (high - low + 1) * NUM_BINS
-    bins[low : high + 1, 0] += np.bincount(place_K, minlength=num).reshape(-1, NUM_BINS)
-    bins[low : high + 1, 1] += np.bincount(place_K, size_K, minlength=num).reshape(-1, NUM_BINS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from ...schemas.loss import ROLLOUT, TOKEN, Loss
 from ..rows import Rows
 from ..statement import Measured, Statement
-from .concentration import Concentration
 from .judged import Estimate, Objective
 
 SMALL, LARGE = 0.001, 0.05
@@ -16,9 +15,7 @@ limits are tim-trace's own convention: advantages are differences of noisy rewar
 is visible."""
 
 
-def verdict(
-    loss: Loss, figures: Mapping[str, Estimate], carried: Concentration | None, steps: Rows, num_tokens: int
-) -> tuple[Statement, ...]:
+def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
     """Return the direction, size and location of the bias, as codes of sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
@@ -36,7 +33,7 @@ def verdict(
         way,
         *_unclipped(unclipped),
         *(() if way.code.endswith("_opposed") else _signs(figures)),
-        *_where(loss, carried, steps),
+        *_where(steps),
         *_flips(figures, loss),
         *_correction(figures),
     )
@@ -92,17 +89,14 @@ def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
         yield Statement(code="signs", values=values)
 
 
-def _where(loss: Loss, carried: Concentration | None, steps: Rows) -> Iterator[Statement]:
-    """Yield statements on how concentrated the bias is, and on the update with the largest bias."""
-    if carried is not None:
-        values: dict[str, Measured] = {"half": carried.half, "ninety": carried.ninety, "terms": _terms(loss)}
-        yield Statement(code="concentration", values=values)
+def _where(steps: Rows) -> Iterator[Statement]:
+    """Yield the statement on the update with the largest bias."""
     rows = [row for row in steps.dicts() if row["bias"] is not None]
     if len(rows) < 2:
         return
     worst = max(rows, key=lambda row: abs(row["bias"]))
     total = sum(abs(row["bias"]) for row in rows)
-    values = {"step": worst["step"], "bias": worst["bias"]}
+    values: dict[str, Measured] = {"step": worst["step"], "bias": worst["bias"]}
     if total:
         values["share"] = abs(worst["bias"]) / total
     yield Statement(code="worst_update", values=values)
@@ -146,5 +140,5 @@ def nothing_read(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,
         verdict_codes=(Statement(code="nothing_read"),), note_codes=(), cannot_codes=(Statement(code="no_trainer_logprobs"),),
-        figures={}, concentration=None, steps=Rows(("step", "iteration"), []),
+        figures={}, steps=Rows(("step", "iteration"), []),
     )  # fmt: skip

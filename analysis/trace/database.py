@@ -257,7 +257,7 @@ def _define(sql: str, register: Callable[[Database], object] | None, database: D
 
 def core_files() -> list[MacroFile[Database]]:
     """Return the macros over tables and sums, which every feature needs."""
-    names = ("macros", "pair", "context", "bounds", "triangle", "views", "loss", "objective")
+    names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
         *(macro_file(name, sql_file(name)) for name in names),
