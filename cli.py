@@ -1034,7 +1034,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Store the result in the trace, for sql, report and diagnose; replaces an earlier one with the same options.",
+    help="Store the result in the trace, for sql and diagnose; replaces an earlier one with the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
 @click.option(

@@ -47,7 +47,7 @@ def locate(
     build the model with the user's code, which then also runs once in float64, where rounding hides nothing.
 
     With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier answer to the same
-    question; the views `operators` and `patches` and the report read it from there. `not_kept` is the reason if it
+    question; the views `operators` and `patches` and `diagnose` read it from there. `not_kept` is the reason if it
     could not be stored. Partial results are stored there as well, so that the same question resumes after an
     interruption, except with user code, which may have changed. Without `keep` nothing is written.
 

@@ -229,7 +229,7 @@ def test_a_token_tells_its_exact_values_to_the_mouse_and_to_the_keyboard(opened)
     assert facts["id"] == str(one["id"])
     shown.page.locator("#tokens-text .token[data-i='4']").hover()
     shown.wait("document.querySelector('#token-facts dd').textContent === '4 (0 to 5)'")
-    for mode in ("bias", "ratio", "p:train", "p:rollout", "d"):
+    for mode in ("ratio", "p:train", "p:rollout", "d"):
         shown.page.select_option("#mode", mode)
         assert shown.ask("document.querySelectorAll('#tokens-text .token.up, #tokens-text .token.down').length") > 0
     assert shown.troubles == []

@@ -84,11 +84,6 @@ class LossTerms:
         found |= self._signed("unclipped", self._unclipped() * self.tokens)
         return found | self._signed("used", used * self.tokens) | self._clips(loss)
 
-    def applied(self, loss: Loss) -> Array:
-        """Return the [K] bias w f(rho_used) - f(rho*) with the loss as applied, times the number of tokens per term."""
-        true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
-        return np.asarray((self._corrected(loss, used) - true) * self.tokens)
-
     def _unclipped(self) -> Array:
         """Return [K] A (w rho_used - rho*): the bias of the importance-weighted objective without the clip of the
         loss."""

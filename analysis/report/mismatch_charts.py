@@ -11,7 +11,6 @@ from ..rows import Rows
 from . import chart, text
 from .chart import Array, Bar, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
 from .commands import command
-from .located_charts import located_charts
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
@@ -23,7 +22,6 @@ _GROUPS = {
     "contribution-": "What the loss sees of it",
     "arms": "What would remove or cut it",
     "corrections": "What would remove or cut it",
-    "located-": "Where both sides diverge",
 }
 """Prefix of a chart's key -> the heading under which the chart is shown."""
 
@@ -44,8 +42,6 @@ def mismatch_charts(subject: Subject) -> list[Chart]:
         found += _spread_charts(subject, subject.spread)
     found += _objective_charts(subject)
     found += [one for one in (_arms(subject), _corrections(subject)) if one is not None]
-    if subject.located is not None:
-        found += located_charts(subject.located)
     return found
 
 

@@ -94,21 +94,6 @@ BIAS = (
 )
 
 
-LOCATED_RATIO = (
-    "The largest error each operator introduces, measured against float64 on the operator's own inputs, in units of the rounding error "
-    "its dtype allows. Errors of earlier operators do not count. Above 1 the operator computes something different."
-)
-LOCATED_DEPTH = "Root mean square difference of the two executions' hidden states at the input of each layer, relative to execution a."
-LOCATED_CARRIED = (
-    "How much the operators' own errors up to a layer add to the mean square of the mismatch, to first order: hidden-state errors along "
-    "the gradient of the tokens' logprobs, from one backward pass. Operators outside the layers are left out."
-)
-LOCATED_PATCHES = (
-    "One execution runs these operators with the other's code, on its own inputs: 1 means that the mismatch is gone. Lines are "
-    "95% CIs over prompts."
-)
-
-
 def density_note(envelope: float | None) -> str:
     rounding = "" if envelope is None else (
         f"Rounding of logits changes d by at most a constant times 1 - p (arXiv 2512.23087). The lines are +-{envelope:.3g} (1 - p) "

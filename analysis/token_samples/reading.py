@@ -15,7 +15,6 @@ from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
-from .bias import Bias
 from .choice import PROMPT_TOKENS, Choice
 from .steps import SequenceMismatch
 from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample
@@ -26,19 +25,18 @@ _BATCH_ROWS = 16
 
 
 def read_chosen(
-    database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str], bias: Bias,
+    database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str],
     text: TokenText, max_sequence_tokens: int,
 ) -> Iterator[TokenSample]:  # fmt: skip
     """Yield the chosen sequences in order, with the logprobs of `passes`."""
     place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
     if not place:
         return
-    read = list(dict.fromkeys([*passes, *bias.passes]))
     found: dict[int, TokenSample] = {}
-    for row in _rows(database, run, [*place], read):
+    for row in _rows(database, run, [*place], passes):
         number = place[row["step"], row["seq_id"]]
-        tokens = _Response(row, read)
-        found.setdefault(number, tokens.excerpt(choice.why[number], pair, passes, bias, text, max_sequence_tokens))
+        tokens = _Response(row, passes)
+        found.setdefault(number, tokens.excerpt(choice.why[number], pair, text, max_sequence_tokens))
     yield from (found[number] for number in choice.why)
 
 
@@ -88,28 +86,21 @@ class _Response:
         self.mask_R = _mask(row["response_mask"], len(self.ids_R))
         self.logprobs: dict[str, np.ndarray] = {}
         self.state: dict[str, np.ndarray] = {}
-        self.scored: set[str] = set()
-        """Names of the passes whose list of logprobs is as long as the response."""
         self.entropy: dict[str, np.ndarray] = {}
         for number, name in enumerate(passes):
-            values = row[f"p{number}"]
-            self.logprobs[name], self.state[name] = _side(values, len(self.ids_R))
-            if values is not None and len(values) == len(self.ids_R):
-                self.scored.add(name)
+            self.logprobs[name], self.state[name] = _side(row[f"p{number}"], len(self.ids_R))
             if (entropy := row[f"entropy_p{number}"]) is not None:
                 self.entropy[name] = _side(entropy, len(self.ids_R))[0]
         advantages = row["advantages"]
         self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
 
-    def excerpt(
-        self, why: tuple[str, ...], pair: Pair, passes: Sequence[str], bias: Bias, text: TokenText, most: int
-    ) -> TokenSample:
+    def excerpt(self, why: tuple[str, ...], pair: Pair, text: TokenText, most: int) -> TokenSample:
         """Return the sequence, cut to at most `most` response tokens around the largest |d|."""
         row, d_R = self.row, self._d(pair)
         size_R = np.abs(d_R[np.isfinite(d_R)])
         first = _first(d_R, most)
         shown = slice(first, first + most)
-        bias_R, entropy_R = self._bias(bias), self.entropy.get(pair[1], self.entropy.get(pair[0]))
+        entropy_R = self.entropy.get(pair[1], self.entropy.get(pair[0]))
         ids = self.ids_R[shown].astype(np.int32)
         return TokenSample(
             step=row["step"], seq_id=row["seq_id"], group_id=row["group_id"], why=why, num_tokens=len(self.ids_R),
@@ -118,9 +109,9 @@ class _Response:
             mean_abs_d=float(size_R.mean()) if len(size_R) else None,
             max_abs_d=float(size_R.max()) if len(size_R) else None, prompt=_prompt(row["prompt_ids"], text),
             num_prompt_tokens=row["num_prompt_tokens"], ids=ids, texts=text.of(ids.tolist()),
-            logprobs={name: self.logprobs[name][shown].copy() for name in passes},
-            state={name: self.state[name][shown].copy() for name in passes}, mask=self.mask_R[shown].copy(),
-            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown), bias=_cut(bias_R, shown),
+            logprobs={name: values[shown].copy() for name, values in self.logprobs.items()},
+            state={name: values[shown].copy() for name, values in self.state.items()}, mask=self.mask_R[shown].copy(),
+            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown),
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
@@ -131,14 +122,6 @@ class _Response:
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
         there_R = self.mask_R & np.isfinite(a_R) & np.isfinite(b_R)
         return np.where(there_R, np.where(there_R, a_R, 0.0) - np.where(there_R, b_R, 0.0), np.nan)
-
-    def _bias(self, bias: Bias) -> np.ndarray | None:
-        recorded = [self.state[name] != NOT_RECORDED for name in bias.passes]
-        return bias.of(
-            {name: self.logprobs[name] for name in self.scored},
-            np.logical_and.reduce(recorded) if recorded else self.mask_R,
-            self.mask_R, self.row["advantage"], self.advantages_R,
-        )  # fmt: skip
 
 
 def _first(d_R: np.ndarray, most: int) -> int:

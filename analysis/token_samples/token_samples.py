@@ -8,7 +8,6 @@ from ...schemas.passes import CURRENT, REFERENCE
 from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.source import Pair
-from .bias import read_bias
 from .choice import Wanted, choice_text, choose
 from .reading import read_chosen
 from .steps import look_at, read_sequence_mismatch
@@ -40,14 +39,14 @@ def read_token_samples(
     looked = look_at(database, pair, source.run, notable, wanted.worst)
     gaps = read_sequence_mismatch(database, pair, source.run, looked.steps)
     choice = choose(gaps, looked, wanted)
-    text, bias = read_token_text(source), read_bias(database, source.run)
+    text = read_token_text(source)
     found = read_chosen(
-        database, source.run, gaps, choice, pair=pair, passes=scored, bias=bias, text=text,
+        database, source.run, gaps, choice, pair=pair, passes=scored, text=text,
         max_sequence_tokens=wanted.max_sequence_tokens,
     )  # fmt: skip
     return TokenSamples(
         sequences=tuple(found), choice=choice_text(choice, gaps, looked, wanted, pair, lacking), text_from=text.told,
-        bias_from=bias.told, passes=tuple(scored),
+        passes=tuple(scored),
     )  # fmt: skip
 
 

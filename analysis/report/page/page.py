@@ -197,7 +197,7 @@ def _sequence(one: TokenSample) -> dict[str, Any]:
         "holes": [int(hole) for hole in holes],
     } | {
         name: floats(values)
-        for name, values in (("bias", one.bias), ("entropy", one.entropy), ("advantages", one.advantages))
+        for name, values in (("entropy", one.entropy), ("advantages", one.advantages))
         if values is not None
     }  # fmt: skip
 

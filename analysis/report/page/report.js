@@ -248,7 +248,6 @@ const timTrace = (() => {
 
   const MODES = {
     d: {title: "d", of: (one, i) => one.d[i], both: true, unit: "nats"},
-    bias: {title: "contribution", of: (one, i) => one.bias ? one.bias[i] : NaN, both: true, unit: "of the advantage's unit"},
     ratio: {title: "ln ratio", of: (one, i) => one.ratio[i], both: true, unit: "nats"},
   };
 
@@ -284,7 +283,7 @@ const timTrace = (() => {
     if (one.d) return one;
     const passes = state.sequences.passes, [a, b] = state.sequences.pair;
     one.p = Object.fromEntries(passes.filter((name) => one.logprobs[name]).map((name) => [name, floats(one.logprobs[name])]));
-    for (const name of ["bias", "entropy", "advantages"]) if (one[name]) one[name] = floats(one[name]);
+    for (const name of ["entropy", "advantages"]) if (one[name]) one[name] = floats(one[name]);
     const nothing = new Float32Array(one.texts.length).fill(NaN);
     const difference = (x, y) => x && y ? x.map((value, i) => value - y[i]) : nothing;
     one.d = difference(one.p[a], one.p[b]);
@@ -297,11 +296,9 @@ const timTrace = (() => {
     const one = state.open, mode = $("#mode").value;
     const of = mode.startsWith("p:") ? (i) => Math.exp(one.p[mode.slice(2)]?.[i] ?? NaN) : (i) => MODES[mode].of(one, i);
     const both = !mode.startsWith("p:");
-    const sizes = one.texts.map((_, i) => Math.abs(of(i))).filter(Number.isFinite).sort((x, y) => x - y);
-    const full = both ? (mode === "bias" ? Math.max(sizes.at(-1) ?? 1, 1e-12) : state.sequences.full) : 1;
+    const full = both ? state.sequences.full : 1;
     $("#scale").textContent = both ? `Full colour from ${number(full, 3)} ${MODES[mode].unit} on.` : "Dark: improbable.";
-    const [up, down] = mode === "bias" ? ["adds to the objective", "takes from it"] :
-      mode === "ratio" ? ["likelier than when sampled", "less likely"] :
+    const [up, down] = mode === "ratio" ? ["likelier than when sampled", "less likely"] :
       [`likelier under ${state.sequences.pair[0]}`, `likelier under ${state.sequences.pair[1]}`];
     $("#ends").replaceChildren(...(both ? [element("span", {class: "key up", text: up}), element("span", {class: "key down", text: down})] : []));
     const text = $("#tokens-text");
@@ -346,7 +343,6 @@ const timTrace = (() => {
     if (Number.isFinite(one.ratio[place])) facts.push(["ratio", number(Math.exp(one.ratio[place]), 6)]);
     const advantage = one.advantages ? one.advantages[place] : one.advantage;
     if (advantage !== null) facts.push(["advantage", number(advantage, 6)]);
-    if (one.bias && Number.isFinite(one.bias[place])) facts.push(["contribution b", number(one.bias[place], 4)]);
     if (one.entropy && Number.isFinite(one.entropy[place])) facts.push(["entropy", number(one.entropy[place], 6)]);
     if (!one.mask[place]) facts.push(["mask", "does not count in the loss"]);
     $("#token-facts").replaceChildren(...facts.flatMap(([name, value]) => [element("dt", {text: name}), element("dd", {text: value})]));
