@@ -61,7 +61,7 @@ SECTIONS = {
         "verify": "Verify every byte of a trace against its checksums.",
         "compact": "Merge the files of many writers into few.",
         "query": "Run a named query, or list them.",
-        "export": "Write a run for pandas, TensorBoard, W&B or MLflow.",
+        "export": "Write a run for pandas, TensorBoard or W&B.",
     },
     "more to judge by": {
         "check": "Find faults that make the comparison invalid.",
@@ -641,10 +641,6 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_steps
 @_by("run", "step", "sequence", "layer", help="What a row stands for; layer: of router choices.")
 @click.option(
-    "--exact", is_flag=True,
-    help="Exact quantiles for runs of any size; otherwise, above 33,554,432 tokens, they are accurate to 0.1 %.",
-)  # fmt: skip
-@click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
     help="The framework's own metrics, by its own definitions; see its options below.",
 )  # fmt: skip
@@ -936,7 +932,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@_by("side", "arm", "probability", "position", help="What a row of --csv stands for.")
+@_by("side", "arm", help="What a row of --csv stands for.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
@@ -1179,10 +1175,6 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
     "--engine", is_flag=True,
     help="Compare the engine's weights with the trainer's: when each tensor was last sent, and whether the two agree.",
 )  # fmt: skip
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Round the weights to this dtype, as an engine of that dtype loads them.",
-)  # fmt: skip
 @click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
 @click.option(
@@ -1198,7 +1190,7 @@ def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: i
 @click.option("-v", "--verbose", is_flag=True, help="With --engine: list tensors that agree, too.")
 @_prints()
 def weights(
-    trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
+    trace: str, by: str, engine: bool, verify: bool, weights_from: str | None,
     exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, verbose: bool,
     form: _Form,
 ) -> None:  # fmt: skip
@@ -1209,7 +1201,7 @@ def weights(
     from .analysis import attach, export
     from .analysis import weights as versions
     from .analysis.engine_weights_text import engine_weights_text
-    from .analysis.weights import OK, engine_dtype
+    from .analysis.weights import OK
 
     if attached is None and (tokenizer is not None or force):
         raise click.UsageError("--tokenizer and --force go with --attach")
@@ -1224,13 +1216,11 @@ def weights(
         return
     if exported is not None:
         with _library_output_held_back():
-            folder = export(trace, *exported, dtype=dtype, weights_from=weights_from)
+            folder = export(trace, *exported, weights_from=weights_from)
         _tell(f"wrote version {exported[0]} to {folder}")
         return
     with _library_output_held_back():
-        rows = versions(
-            trace, by=by, engine=engine, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress
-        )
+        rows = versions(trace, by=by, engine=engine, verify=verify, weights_from=weights_from, progress=_progress)
     if engine:
         of = "module" if by == "module" else "tensor"
         form.answer(
@@ -1240,8 +1230,6 @@ def weights(
         )
         return
     form.table(rows, "weights")
-    if dtype is None and (held := engine_dtype(trace)) is not None:
-        _tell(f"the engine held them as {held}; to see what changed there: tim-trace weights {trace} --dtype {held}")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
 
@@ -1328,7 +1316,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @click.option(
     "--to",
     required=True,
-    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb", "mlflow"]),
+    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]),
     help="File format to write.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
@@ -1339,14 +1327,11 @@ def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
     parquet and jsonl: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
-    reads them. tensorboard, wandb and mlflow: the mismatch by step and every logged number; wandb's run is written offline,
-    mlflow's to a SQLite file.
+    reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
     """
     from .analysis import export_run
 
-    with _library_output_held_back() if options["to"] == "mlflow" else nullcontext():
-        exported = export_run(trace, progress=_progress, **options)
-    _tell(str(exported))
+    _tell(str(export_run(trace, progress=_progress, **options)))
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
@@ -1359,12 +1344,6 @@ def export_(trace: str, **options: Any) -> None:
 @_pair
 @_confidence
 @_partial
-@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write, one test case per condition, for CI pages.")
-@click.option(
-    "--summary",
-    metavar="FILE.md",
-    help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY", for CI pages.',
-)
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Fail if a number of a run violates a condition, for use in CI of training code.

@@ -149,9 +149,8 @@ WRITES = {
     ("import_parquet", "output"),
     ("export", "folder"),
     ("export_run", "output"),
-    ("gate", "junit"),
-    ("gate", "summary"),
-} | {("report", name) for name in ("output", "png", "pdf")}
+    ("report", "output"),
+}
 """Arguments that are written to: a str is no mistake there."""
 
 

@@ -24,12 +24,9 @@ from ..trace.source import Pair
 from ..views import open_database
 from .sequences import metric_batches, sequence_tables, write_lines, write_parquet
 from .series import num_texts, step_figures
-from .trackers import EVENTS, MLFLOW_STORE, write_events, write_mlflow, write_wandb
+from .trackers import EVENTS, write_events, write_wandb
 
-PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW = "parquet", "jsonl", "tensorboard", "wandb", "mlflow"
-FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB, MLFLOW)
-_GROWING = {WANDB: write_wandb, MLFLOW: write_mlflow}
-"""Format in which an export adds a new run to an existing store -> the function that writes the format."""
+FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB) = ("parquet", "jsonl", "tensorboard", "wandb")
 
 _Write = Callable[[Path, Iterator[pa.Table | pa.RecordBatch]], int]
 
@@ -68,12 +65,11 @@ def export_run(
     `to` parquet or jsonl: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
     logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) - logprob(b) of
     `pair` for every response token, NULL if either is; and `metrics`, the logged values. `import parquet` reads both. `to`
-    tensorboard, wandb or mlflow: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own name, in
-    double precision. The W&B run is written offline, the MLflow run to the SQLite file mlflow.db; both keep the
-    hyperparameters as config or parameters.
+    tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own name, in double
+    precision. The W&B run is written offline and keeps the hyperparameters as config.
 
     `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing
-    files are replaced only with `force`; wandb and mlflow always add a new run.
+    files are replaced only with `force`; wandb always adds a new run.
 
     Raises InvalidOption, FileThere, StorageError, NotInstalled if the tool's library is missing, TraceNotFound, NewerTrace or
     DamagedTrace.
@@ -83,9 +79,9 @@ def export_run(
     names, folder = parse_pair(pair), local(output)
     files = {
         PARQUET: (f"{SEQUENCES}.parquet", f"{METRICS}.parquet"), JSONL: (f"{SEQUENCES}.jsonl", f"{METRICS}.jsonl"),
-        TENSORBOARD: (EVENTS,), WANDB: ("wandb",), MLFLOW: (MLFLOW_STORE,),
+        TENSORBOARD: (EVENTS,), WANDB: ("wandb",),
     }[to]  # fmt: skip
-    if to not in _GROWING:
+    if to != WANDB:
         refuse([folder / name for name in files], force)
     database = open_database(trace, steps)
     num_sequences = num_values = texts = 0
@@ -107,8 +103,8 @@ def export_run(
 def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int:
     figures = step_figures(database, pair)
     with _installed(to):
-        if to in _GROWING:
-            return _GROWING[to](folder, database.sources[0].run, read_hyperparameters(database), figures)
+        if to == WANDB:
+            return write_wandb(folder, database.sources[0].run, read_hyperparameters(database), figures)
         with whole_file(folder / EVENTS) as path:
             return write_events(path, figures)
 
@@ -144,7 +140,6 @@ def exported_text(exported: Exported) -> str:
         what = f"{exported.num_values:,} numbers{left_out}"
     then = {
         TENSORBOARD: f"\nnext: tensorboard --logdir {exported.output}",
-        MLFLOW: f"\nnext: mlflow ui --backend-store-uri sqlite:///{exported.output}/{MLFLOW_STORE}",
         WANDB: f"\nnext: wandb sync {exported.output}/wandb/offline-run-*",
     }.get(exported.format, "")
     return f"wrote {what} to {', '.join(f'{exported.output}/{name}' for name in exported.files)}{then}"

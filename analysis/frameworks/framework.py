@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,25 +78,9 @@ class Framework:
             query = f"SELECT * FROM {call} ORDER BY ALL"
             yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
-    def token_medians(self, pair: Pair) -> TokenMedians | None:
-        """Return the medians over all tokens among the framework's numbers; None if there are none."""
-        return None
-
     def notes(self, database: Database, pair: Pair) -> list[str]:
         """Return caveats on the framework's numbers for the open traces, one sentence each."""
         return []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMedians:
-    """Medians over all tokens, which cannot be computed from sums."""
-
-    macro: str
-    """Name of the macro that computes the medians; it returns run, step, and one column per median."""
-    tokens: str
-    """Call of the macro that returns the token values: one row per token, with run, step and seq_id."""
-    columns: Mapping[str, str]
-    """Name of a median -> name of the column with its token values."""
 
 
 def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]) -> None:

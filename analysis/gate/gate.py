@@ -8,13 +8,10 @@ from collections.abc import Sequence
 
 from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
-from ...tracer.whole_file import write_whole
-from ..report.targets import explained, local
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..views import open_database
 from .condition import CHECK, Condition, parse_condition
 from .measured import Measured, Run
-from .reporters import junit_xml, summary_markdown
 from .result import CANNOT_TELL, FAILED, PASSED, Gated, Verdict
 from .sums import COUNTS
 
@@ -26,8 +23,6 @@ def gate(
     pair: str = "train:rollout",
     confidence: float = 0.95,
     partial: bool = False,
-    junit: str | os.PathLike[str] | None = None,
-    summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
     """Fail if a number of a run violates a condition, for use in CI of training code.
@@ -48,9 +43,6 @@ def gate(
     the bound, or if an interval is expected but missing. NaN and infinities fail, and so does a number that excludes such
     tokens, or for which most tokens lack logprobs; counts do not.
 
-    `junit` is a JUnit XML file to write, one test case per condition; an existing file is replaced. `summary` is a file to which
-    a Markdown table is appended, such as $GITHUB_STEP_SUMMARY.
-
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token or the
     trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if a part of the trace is unreadable or
     missing, unless `partial` accepts an answer from the rest.
@@ -61,26 +53,18 @@ def gate(
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
-    target, summary_target = (None if path is None else local(path) for path in (junit, summary))
-    open_database(trace).check_whole(partial=partial)
+    database = open_database(trace)
+    database.check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
-    run = Run(trace, pair, confidence, progress)
+    run = Run(database, pair, confidence, progress)
     measured = run.measure(list(conditions.values()))
-    missing = run.left_out() if measured else ""
     verdicts = [
-        _judged(conditions[text], measured[text], missing)
+        _judged(conditions[text], measured[text], run.left_out)
         if text in conditions
         else _checked(trace, pair, partial, progress)
         for text in fail_on
     ]
-    gated = Gated(verdicts=tuple(verdicts))
-    if junit is not None and target is not None:
-        with explained(junit):
-            write_whole(target, junit_xml(gated, os.fspath(trace)))
-    if summary is not None and summary_target is not None:
-        with explained(summary), summary_target.open("a", encoding="utf-8") as file:
-            file.write(summary_markdown(gated, os.fspath(trace)))
-    return gated
+    return Gated(verdicts=tuple(verdicts))
 
 
 def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...schemas.results import Table
-from ..rows import table
+from ..rows import table, to_text
 
 FAILED, PASSED, CANNOT_TELL = "failed", "passed", "cannot tell"
 
@@ -39,7 +39,7 @@ class Verdict:
 class Gated(Table):
     """The verdicts on all conditions, in the order given."""
 
-    _text = "tim_trace.analysis.gate.reporters:gated_text"
+    _text = "tim_trace.analysis.gate.result:gated_text"
 
     verdicts: tuple[Verdict, ...]
 
@@ -51,3 +51,8 @@ class Gated(Table):
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         rows = table(self.verdicts)
         return rows.columns, rows.rows
+
+
+def gated_text(gated: Gated, width: int | None = None) -> str:
+    """Render the verdicts as a table with one row per condition."""
+    return to_text(table(gated.verdicts), width)

@@ -2,16 +2,14 @@
 
 import json
 import math
-import sqlite3
 import struct
 import sys
-from contextlib import closing
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.export import sequences, trackers
+from tim_trace.analysis.export import sequences
 from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
@@ -168,45 +166,7 @@ def test_an_offline_run_of_wandb_holds_every_number_and_the_settings(run, tmp_pa
     assert settings["loss_type"] == "grpo"
 
 
-def test_a_run_of_mlflow_holds_every_number_and_the_settings_and_a_second_one_is_another(run, tmp_path):
-    pytest.importorskip("mlflow", reason="mlflow is not among what the tests install")
-    for _ in range(2):  # a process of its own: what its libraries deprecate is no warning of ours
-        done = tim_trace(
-            "export", run, "--to", "mlflow", "-o", tmp_path, env={"MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "0"}
-        )
-        assert done.code == 0, done.stderr
-        assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db" in done.stderr
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as database:
-        runs = database.execute("SELECT run_uuid, status, name FROM runs").fetchall()
-        assert len({name for name, _, _ in runs}) == 2
-        assert {status for _, status, _ in runs} == {"FINISHED"}
-        for name, _, _ in runs:
-            found = {}
-            query = "SELECT step, key, CASE WHEN is_nan THEN NULL ELSE value END FROM metrics WHERE run_uuid = ?"
-            for step, key, value in database.execute(query, (name,)):
-                found.setdefault(step, {})[key] = float("nan") if value is None else value
-            expected = {
-                step: {key: limited(value) for key, value in values.items()}
-                for step, values in expected_figures(run).items()
-            }
-            np.testing.assert_equal(found, expected)
-            settings = dict(database.execute("SELECT key, value FROM params WHERE run_uuid = ?", (name,)).fetchall())
-            assert settings["loss_type"] == "grpo"
-
-
-def limited(value):
-    """A number as MLflow keeps it in SQL: infinities as the largest one."""
-    return float(np.clip(value, -1.7976931348623157e308, 1.7976931348623157e308))
-
-
-def test_names_that_mlflow_refuses_are_changed_and_stay_apart():
-    names = trackers._Names()
-    given = ["a/b", "a//b", "a@b", "a#b", "../x", "a/b", "", "x" * 300]
-    assert [names.of(name) for name in given][:7] == ["a/b", "a/b_2", "a_b", "a_b_2", "x", "a/b", "_"]
-    assert len(names.of("x" * 300)) == 240
-
-
-@pytest.mark.parametrize("library", ["tensorboard", "wandb", "mlflow"])
+@pytest.mark.parametrize("library", ["tensorboard", "wandb"])
 def test_a_library_that_is_missing_is_named(run, tmp_path, monkeypatch, library):
     for name in [library, *[name for name in sys.modules if name.startswith(f"{library}.")]]:
         monkeypatch.setitem(sys.modules, name, None)
