@@ -526,9 +526,8 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @_example("tim-trace verify runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@_ray
 @_prints()
-def verify(trace: str, ray: str | None, form: _Form) -> None:
+def verify(trace: str, form: _Form) -> None:
     """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
 
     The exit code is 2 if something is damaged or missing. Other commands verify only what they read.
@@ -538,8 +537,7 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
     from .analysis import verify as read_all
     from .analysis.verify import verification_text
 
-    with _library_output_held_back() if ray else nullcontext():
-        found = read_all(trace, ray=ray, progress=_progress)
+    found = read_all(trace, progress=_progress)
     form.answer(
         json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
         text=lambda width: verification_text(found, width),
