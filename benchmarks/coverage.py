@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
-from tim_trace.analysis.dynamics.growth import growths
+from tim_trace.analysis.dynamics.motion import growths
 from tim_trace.analysis.error_sums import GAP
 from tim_trace.analysis.facts.changes import LEAST_SD, change_points
 from tim_trace.analysis.facts.fall import Outcome, find_fall
@@ -35,8 +35,7 @@ from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
 from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals_of, values_of
 from tim_trace.analysis.objective.objective import estimates
 from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH
-from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
-from tim_trace.analysis.objective.sums import LossRows, SequenceSums
+from tim_trace.analysis.objective.sums import COLUMNS, LossRows, SequenceSums, sequence_sums
 from tim_trace.analysis.objective.sums import shares as loss_shares
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife, parts_of

@@ -18,9 +18,7 @@ from ..statement import Statement
 from ..trace.database import Database
 from ..trace.pairs import parse_pair, tell_sampled
 from ..views import open_database
-from . import growth as of_k3
-from .growth import Growth, growths
-from .motion import Dynamics, SeriesSummary
+from .motion import FEWEST_FOR_GROWTH, Dynamics, Growth, SeriesSummary, growths
 
 
 def dynamics(
@@ -105,7 +103,7 @@ def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
     yield from (Statement(code=f"no_{name}") for name in _NEEDED if name not in series)
     longest = max(int(one.known.sum()) for one in series.values())
     if longest < FEWEST:
-        least = {"changes": FEWEST, "rates": of_k3.FEWEST}
+        least = {"changes": FEWEST, "rates": FEWEST_FOR_GROWTH}
         yield Statement(code="too_short", values={"num_steps": longest, **least})
 
 

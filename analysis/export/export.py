@@ -23,8 +23,7 @@ from ..trace.pairs import parse_pair
 from ..trace.source import Pair
 from ..views import open_database
 from .sequences import metric_batches, sequence_tables, write_lines, write_parquet
-from .series import num_texts, step_figures
-from .trackers import EVENTS, write_events, write_wandb
+from .trackers import EVENTS, num_texts, step_figures, write_events, write_wandb
 
 FORMATS = (PARQUET, JSONL, TENSORBOARD, WANDB) = ("parquet", "jsonl", "tensorboard", "wandb")
 

@@ -10,9 +10,8 @@ from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..views import open_database
-from .condition import CHECK, Condition, parse_condition
+from .condition import CANNOT_TELL, CHECK, FAILED, PASSED, Condition, Gated, Verdict, parse_condition
 from .measured import Measured, Run
-from .result import CANNOT_TELL, FAILED, PASSED, Gated, Verdict
 from .sums import COUNTS
 
 

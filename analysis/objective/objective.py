@@ -19,12 +19,10 @@ from ..statistics.loss import SAFETY_BOUND
 from ..trace.database import Database
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
-from .chosen import choose_loss
 from .figures import FigureFormula, as_float, chosen_figures, summed, totals_of, values_of
-from .judged import Estimate, Objective
-from .pass_roles import PassRoles, choose_sides
+from .pass_roles import PassRoles, choose_loss, choose_sides
 from .sums import TOKEN_MEANS, SequenceSums, read_sequence_sums
-from .verdict import nothing_read, verdict
+from .verdict import Estimate, Objective, nothing_read, verdict
 
 _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")
 

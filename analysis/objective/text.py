@@ -7,7 +7,7 @@ from typing import Any
 
 from ..check.text import of_steps, wrapped
 from ..rows import Rows, shown, to_text
-from .judged import Objective
+from .verdict import Objective
 
 NUM_WORST = 5
 """Number of steps with the largest bias that are shown by default."""

@@ -24,8 +24,8 @@ from ..facts.mismatch import read_step_mismatch
 from ..facts.read_series import read_series
 from ..facts.series import Column, Series, by_step
 from ..info import TraceInfo, info
-from ..objective.judged import Objective
 from ..objective.objective import objective
+from ..objective.verdict import Objective
 from ..rows import Rows
 from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples

@@ -22,7 +22,7 @@ from tim_trace.analysis.alarms.published import ALARMS
 from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
-from tim_trace.analysis.objective.judged import Estimate
+from tim_trace.analysis.objective.verdict import Estimate
 from tim_trace.analysis.report import subject
 from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, QUESTIONS, objective_answer, size_answer
 from tim_trace.analysis.report.chart import LineChart
