@@ -1314,7 +1314,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @click.option(
     "--to",
     required=True,
-    type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]),
+    type=click.Choice(["parquet", "tensorboard", "wandb"]),
     help="File format to write.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
@@ -1324,7 +1324,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
-    parquet and jsonl: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
+    parquet: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
     reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
     """
     from .analysis import export_run
