@@ -1,6 +1,6 @@
-"""Break down a mismatch: counts and means by probability, position, length, entropy and the loss's ratios.
+"""Break down a mismatch: counts and means by probability, position, length and entropy.
 
-Shapes: X probability bins and Y bins of d; B non-empty bins of a profile; R ratio bins.
+Shapes: X probability bins and Y bins of d; B non-empty bins of a profile.
 """
 
 from __future__ import annotations
@@ -11,23 +11,105 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...schemas.loss import CURRENT, Loss, read_loss
+from ...schemas.loss import CURRENT
 from ..statistics.estimators import Array
-from ..trace.columns import passes_with, sequence_columns
+from ..trace.columns import passes_with
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
-from ..trace.macros import quoted
+from ..trace.macros import quoted, quoted_pair
 from ..trace.source import Pair
 from ..trace.table_views import step_condition
 from ..trace.tokens import notable_first, tokens_by_step
-from .queries import NUM_DIFFERENCES, NUM_PROBABILITIES, NUM_RATIOS, Queries
+
+NUM_PROBABILITIES = 40
+NUM_DIFFERENCES = 41
+ENTROPIES_PER_NAT = 4
+MAX_ENTROPIES = 64
+"""Number of entropy bins; the last one includes higher entropies (16 nats: nine million equally probable tokens)."""
+
+_ENDS = """\
+SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
+FROM (SELECT d, exp(logprob_b::DOUBLE) AS p FROM pair({pair}) WHERE {compared})"""
+
+_DENSITY = """\
+-- Number of tokens by probability under pass b (x: {num_x} equal bins, 0 to 1) and by d (y: {num_y} bins, -{reach} to {reach} nats).
+SELECT {x} AS x, {y} AS y, count(*) AS num_tokens
+FROM pair({pair})
+WHERE {compared}
+GROUP BY x, y
+ORDER BY x, y"""
+
+_POSITION = """\
+-- Mismatch by position in the response, one row per power of two; nats.
+SELECT CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
+       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
+FROM pair({pair})
+WHERE {compared}
+GROUP BY first_position
+ORDER BY first_position"""
+
+_LENGTH = """\
+-- Mismatch by length of the response, one row per power of two; nats.
+SELECT (2 ** floor(log2(num_response_tokens)))::BIGINT AS shortest,
+       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
+FROM pair({pair})
+JOIN (SELECT run, step, seq_id, num_response_tokens FROM sequences) USING (run, step, seq_id)
+WHERE {compared}
+GROUP BY shortest
+ORDER BY shortest"""
+
+_ENTROPY = """\
+-- Mismatch by entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up; nats.
+SELECT {bin} / {per_nat:.1f} AS entropy_from,
+       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
+FROM pair_entropies({pair})
+WHERE {compared} AND isfinite(entropy)
+GROUP BY entropy_from
+ORDER BY entropy_from"""
+
+
+class Queries:
+    """The queries for a pair of passes, restricted to tokens for which every condition in `within` holds."""
+
+    def __init__(self, pair: Pair, within: Sequence[str]):
+        compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
+        self._common = {"pair": quoted_pair(pair), "compared": compared}
+
+    def ends(self) -> str:
+        """Return the query for the number of tokens, the 99.9 % quantile of |d|, and the envelope."""
+        return _ENDS.format(**self._common)
+
+    def density(self, reach: float) -> str:
+        """Return the query for the number of tokens by bin of probability and bin of d, from -reach to reach."""
+        return _DENSITY.format(
+            num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach,
+            x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
+            y=_bin("d", reach, NUM_DIFFERENCES / (2 * reach), NUM_DIFFERENCES), **self._common,
+        )  # fmt: skip
+
+    def profile(self, axis: str) -> str:
+        """Return the query for the mismatch by position, length or entropy: start of a bin, number of tokens, mean |d|, rms d."""
+        entropy = _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
+        return {"position": _POSITION, "length": _LENGTH, "entropy": _ENTROPY}[axis].format(
+            bin=entropy, per_nat=ENTROPIES_PER_NAT, last=(MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT, **self._common
+        )
+
+
+def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
+    """Return the SQL expression for the number of a value's bin; values outside are in the first or last bin."""
+    shifted = f"({value} + {_literal(reach)})" if reach else value
+    return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
+
+
+def _literal(number: float) -> str:
+    """Return a number as SQL text that is read as the same DOUBLE; without an exponent it would be read as a
+    DECIMAL."""
+    return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
+
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
 """SQL hash of a sequence, used for sampling; `rows` is either empty or a table name followed by a dot."""
 SMALLEST = 1e-6
 """Half the width of an axis on which all values are 0, in nats."""
-_MAX_LOG = 700.0
-"""Largest ln ratio on an axis, within the range of float64; a loss with a bound of 0 produces infinite ln ratios."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -81,14 +163,8 @@ class Breakdowns:
     envelope: float | None
     """c, nats: 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p), which logit errors of c / 2 explain (arXiv
     2512.23087). None if no token has p < 0.99."""
-    ratio_edges: Array | None
-    """[R + 1] ln ratios, symmetric about 0; the first and last bins include values outside. None without advantages."""
-    ratios: dict[tuple[str, str], np.ndarray] | None
-    """("before" or "after", "positive" or "negative") -> [R] int64 number of loss terms by ln ratio, for advantages of
-    that sign. "before" is the ratio current / b, "after" the ratio that the loss uses, which is missing if the loss is
-    unknown. None without advantages."""
     sql: dict[str, str]
-    """density, position, length, entropy or ratios -> query that computes it over the whole run."""
+    """density, position, length or entropy -> query that computes it over the whole run."""
 
 
 def read_breakdowns(
@@ -97,7 +173,6 @@ def read_breakdowns(
     *,
     run: str | None = None,
     notable: Sequence[int] = (),
-    loss: Loss | None = None,
     max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:
@@ -107,7 +182,7 @@ def read_breakdowns(
     evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, independent of the order
     of rows.
 
-    `run` defaults to the first open run, `loss` to the recorded one.
+    `run` defaults to the first open run.
     """
     run = run or database.sources[0].run
     tokens = tokens_by_step(database, run)
@@ -120,11 +195,7 @@ def read_breakdowns(
         read, how = read + more, how + of_sequences
     shown = [f"run = {quoted(run)}"] if len(database.sources) > 1 else []
     shown += [condition] if (condition := database.step_condition(run)) else []
-    loss = loss or read_loss(read_hyperparameters(database, run))
-    has = sequence_columns(database, run)
-    has_advantage = has.advantage or has.advantages
-    has_now = CURRENT not in pair and bool(passes_with(database, "logprobs", run, of=[CURRENT], first_use=True))
-    asked, told = (Queries(pair, within, loss, has_now=has_now) for within in (read, shown))
+    asked, told = Queries(pair, read), Queries(pair, shown)
 
     ((num_tokens, largest, envelope),) = database.ask(asked.ends()).rows
     if not num_tokens:
@@ -138,17 +209,6 @@ def read_breakdowns(
         axes.append("entropy")
     sql = {"density": told.density(reach)} | {axis: told.profile(axis) for axis in axes}
     profiles = {axis: rows for axis in axes if (rows := database.ask(asked.profile(axis)).rows)}
-    ratio_edges = ratios = None
-    if has_advantage:
-        ratio_reach = rounded_up(min(database.ask(asked.ratio_ends()).rows[0][0] or 0.0, _MAX_LOG))
-        ratio_edges = np.linspace(-ratio_reach, ratio_reach, NUM_RATIOS + 1)
-        stages = ("before",) if loss is None else ("before", "after")
-        ratios = {
-            (stage, sign): np.zeros(NUM_RATIOS, np.int64) for stage in stages for sign in ("positive", "negative")
-        }
-        for stage, sign, place, num in database.ask(asked.ratios(ratio_reach)).rows:
-            ratios[stage, sign][place] = num
-        sql["ratios"] = told.ratios(ratio_reach)
     recorded = sum(tokens.values())
     return Breakdowns(
         num_tokens=num_tokens, num_recorded_tokens=recorded,
@@ -156,7 +216,7 @@ def read_breakdowns(
         d_edges=np.linspace(-reach, reach, NUM_DIFFERENCES + 1), density=density, envelope=envelope,
         profiles={axis: Profile(**dict(zip(Profile.__slots__, map(np.array, zip(*rows, strict=True)), strict=True)))
                   for axis, rows in profiles.items()},
-        ratio_edges=ratio_edges, ratios=ratios, sql=sql,
+        sql=sql,
     )  # fmt: skip
 
 

@@ -121,19 +121,6 @@ class Heatmap(Chart):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HistogramChart(Chart):
-    """A histogram whose counts are drawn on a logarithmic scale."""
-
-    x_label: str
-    edges: Array
-    """[B + 1]"""
-    counts: Mapping[str, Array]
-    """Name of a histogram -> its counts, [B]."""
-    is_open: bool = False
-    """True if the outermost bins also count the values beyond the ends of the axis."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
     """A named value with its confidence interval."""
 

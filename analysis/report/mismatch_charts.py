@@ -9,7 +9,7 @@ import numpy as np
 from ..breakdowns.breakdowns import Breakdowns
 from ..rows import Rows
 from . import chart, text
-from .chart import Array, Bar, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
+from .chart import Array, Bar, BarChart, Chart, Heatmap, Line, LineChart
 from .commands import command
 from .subject import Subject
 
@@ -56,9 +56,6 @@ def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     for name in text.PROFILES:
         if name in spread.profiles:
             yield _profile(spread, name)
-    if spread.ratios is not None:
-        for sign in ("positive", "negative"):
-            yield _ratios(spread, sign)
 
 
 def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
@@ -79,18 +76,6 @@ def _profile(spread: Breakdowns, name: str) -> LineChart:
         key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large |d| more.", sql=spread.sql[name],
         lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
         x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
-    )  # fmt: skip
-
-
-def _ratios(spread: Breakdowns, sign: str) -> HistogramChart:
-    which = "above" if sign == "positive" else "below"
-    assert spread.ratios is not None
-    assert spread.ratio_edges is not None
-    return HistogramChart(
-        key=f"ratio-{sign}", title=f"Ratio of tokens with an advantage {which} 0", unit="tokens",
-        note=text.RATIO, sql=spread.sql["ratios"],
-        x_label="ln ratio, nats", edges=spread.ratio_edges, is_open=True,
-        counts={when: counts for (when, of_sign), counts in spread.ratios.items() if of_sign == sign},
     )  # fmt: skip
 
 

@@ -65,10 +65,6 @@ def sequence(one: TokenSample) -> str:
     return ", ".join(each for each in told if each)
 
 
-RATIO = (
-    "Natural log of the probability ratio of each token, trained policy over sampling policy (before), and of the ratio the "
-    "loss uses after clipping (after). The grey bins hold everything outside the axis."
-)
 PROFILES = {
     "position": (
         "Mean |d| by position in the response", "position of the token, from 1",

@@ -7,24 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tim_trace.analysis.breakdowns.breakdowns import read_breakdowns, rounded_up
-from tim_trace.analysis.statistics.loss import contribution
 from tim_trace.analysis.views import open_database
-from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
 
-LOSSES = {
-    "none": None,
-    "ppo": Loss(clip_low=0.05, clip_high=0.1),
-    "hard": Loss(clip_low=0.05, clip_high=0.1, clip_hard=1.2),
-    "bypass": Loss(denominator="rollout"),
-    "current": Loss(denominator="current"),
-    "reinforce": Loss(kind="reinforce"),
-    "cispo": Loss(kind="cispo", clip_high=1.05),
-    "sapo": Loss(kind="sapo", sapo_temperature_pos=2.0),
-    "vespo": Loss(kind="vespo", level="sequence_sum", vespo_lambda_pos=1.5),
-    "gspo": Loss(level="sequence_mean", clip_low=0.02, clip_high=0.03),
-    "rloo": Loss(level="sequence_sum", aggregation="sequence"),
-}
 THREE = ("rollout", "train", "current")
 STEPS, ROWS, LONGEST = 4, 7, 21
 
@@ -52,11 +37,9 @@ def make(seed, steps=STEPS, by_token=False):
     return made
 
 
-def write(path, rows, loss=None, passes=THREE, advantages="one", entropy="rollout", order=None):
+def write(path, rows, passes=THREE, advantages="one", entropy="rollout", order=None):
     """Record them, the rows of a step in an order of its own."""
     with Recorder(path) as recorder:
-        if loss is not None:
-            recorder.add_loss(loss)
         order = list(range(ROWS)) if order is None else order
         for step in range(1, len(rows) // ROWS + 1):
             chosen = [rows[(step - 1) * ROWS + row] for row in order]
@@ -84,17 +67,15 @@ def write(path, rows, loss=None, passes=THREE, advantages="one", entropy="rollou
     return path
 
 
-def compared(rows, now="current"):
-    """One tuple a compared token: step, row, position, length, d, p, entropy, advantage, ln now / b, ln now / a."""
+def compared(rows):
+    """One tuple a compared token: step, row, position, length, d, p, entropy."""
     for number, row in enumerate(rows):
         for t in range(len(row["mask"])):
             a = float(row["train"][t]) if row["given"][t] else math.nan
             b = float(row["rollout"][t])
-            inside = float(row["current"][0][t]) if now == "current" else a
             if row["mask"][t] and math.isfinite(a) and math.isfinite(b):
                 yield (
                     number // ROWS + 1, number, t, len(row["mask"]), a - b, np.exp(b), float(row["entropy"][t]),
-                    float(row["advantage"][t]), inside - b, inside - a,
                 )  # fmt: skip
 
 
@@ -122,45 +103,13 @@ def check_profile(profile, pairs):
 
 def check_shapes(spread, tokens):
     density = np.zeros(spread.density.shape, int)
-    for _, _, _, _, d, p, *_ in tokens:
+    for _, _, _, _, d, p, _ in tokens:
         density[place(spread.d_edges, d), place(np.linspace(0, 1, 41), p)] += 1
     assert np.array_equal(spread.density, density)
     check_profile(spread.profiles["position"], [(power(each[2]), each[4]) for each in tokens])
     check_profile(spread.profiles["length"], [(power(each[3]), each[4]) for each in tokens])
     of_entropy = [(math.floor(each[6] * 4) / 4, each[4]) for each in tokens if math.isfinite(each[6])]
     check_profile(spread.profiles["entropy"], of_entropy)
-
-
-def used_ratio(loss, before, moved, advantage):
-    """ln of what multiplies the advantage, by the objective's own function."""
-    log_ratio = {"rollout": before, "current": 0.0, "train": moved}[loss.denominator]
-    return math.log(float(contribution(loss, np.exp(log_ratio), np.sign(advantage))) * np.sign(advantage))
-
-
-def terms(loss, tokens):
-    """(before, moved, advantage) of each term of a loss."""
-    known = [each for each in tokens if math.isfinite(each[8])]
-    if loss is None or loss.level == "token":
-        return [(each[8], each[9], each[7]) for each in known if each[7]]
-    found = []
-    for number in {each[1] for each in known}:
-        own = [each for each in known if each[1] == number]
-        over = np.mean if loss.level == "sequence_mean" else np.sum
-        found.append((over([e[8] for e in own]), over([e[9] for e in own]), np.mean([e[7] for e in own])))
-    return [each for each in found if each[2]]
-
-
-def check_ratios(ratios, edges, loss, found):
-    expected = {}
-    for before, moved, advantage in found:
-        sign = "positive" if advantage > 0 else "negative"
-        stages = {"before": before} | ({} if loss is None else {"after": used_ratio(loss, before, moved, advantage)})
-        for stage, value in stages.items():
-            counts = expected.setdefault((stage, sign), np.zeros(len(edges) - 1, int))
-            counts[place(edges, value)] += 1
-    for key, counts in expected.items():
-        assert np.array_equal(ratios[key], counts), key
-    assert sum(counts.sum() for counts in ratios.values()) == len(found) * (1 if loss is None else 2)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -188,35 +137,9 @@ def opened(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("advantages", ["one", "each"])
-def test_ratios_are_those_of_a_loop_over_terms(opened, name, advantages):
-    rows, database = opened(advantages, THREE)
-    loss = LOSSES[name]
-    spread = read_breakdowns(database, loss=loss)
-    assert (("after", "positive") in spread.ratios) == (loss is not None)
-    check_ratios(spread.ratios, spread.ratio_edges, loss, terms(loss, list(compared(rows))))
-
-
-def test_the_loss_is_that_of_the_run_where_none_is_given(tmp_path):
-    rows, loss = make(4), LOSSES["ppo"]
-    spread = read_breakdowns(open_database(write(tmp_path / "trace", rows, loss)))
-    check_ratios(spread.ratios, spread.ratio_edges, loss, terms(loss, list(compared(rows))))
-
-
-def test_without_a_pass_inside_the_loss_the_trainers_stands_for_it(opened):
-    rows, database = opened("each", ("rollout", "train"))
-    loss = LOSSES["ppo"]
-    spread = read_breakdowns(database, loss=loss)
-    found = terms(loss, list(compared(rows, now="train")))
-    assert all(moved == 0 for _, moved, _ in found)
-    check_ratios(spread.ratios, spread.ratio_edges, loss, found)
-
-
-@pytest.mark.parametrize("loss", [None, LOSSES["ppo"]])
-def test_its_sql_gives_the_same_figures(opened, loss):
+def test_its_sql_gives_the_same_figures(opened):
     _, database = opened("each", THREE)
-    spread = read_breakdowns(database, loss=loss)
+    spread = read_breakdowns(database)
     density = np.zeros_like(spread.density)
     for x, y, num in database.ask(spread.sql["density"]).rows:
         density[y, x] = num
@@ -225,8 +148,6 @@ def test_its_sql_gives_the_same_figures(opened, loss):
         rows = database.ask(spread.sql[axis]).rows
         columns = (profile.start, profile.num, profile.mean_abs_d, profile.rms_d)
         assert rows == list(zip(*(column.tolist() for column in columns), strict=True))
-    for stage, sign, number, num in database.ask(spread.sql["ratios"]).rows:
-        assert spread.ratios[stage, sign][number] == num
 
 
 def test_only_the_first_use_of_a_sequence_is_read(opened):
@@ -235,9 +156,6 @@ def test_only_the_first_use_of_a_sequence_is_read(opened):
     finite = [np.isfinite(row["current"][0]) & np.isfinite(row["rollout"]) & row["mask"] for row in rows]
     assert spread.num_tokens == sum(each.sum() for each in finite)
     assert sum(num for *_, num in database.ask(spread.sql["density"]).rows) == spread.num_tokens
-    assert sum(num for *_, num in database.ask(spread.sql["ratios"]).rows) == sum(
-        counts.sum() for counts in spread.ratios.values()
-    )
 
 
 def test_all_but_one_in_a_hundred_lie_in_the_envelope(tmp_path):
@@ -262,8 +180,8 @@ def test_a_sample_is_the_same_whatever_the_order_of_the_rows(tmp_path):
         # Of many sizes, so that adding in another order gives other last digits.
         scale = 10.0 ** draw.uniform(-6, 1, len(row["mask"]))
         row["rollout"], row["train"] = ((row[name] * scale).astype("f4") for name in ("rollout", "train"))
-    there = open_database(write(tmp_path / "there", rows, LOSSES["ppo"]))
-    back = open_database(write(tmp_path / "back", rows, LOSSES["ppo"], order=list(range(ROWS))[::-1]))
+    there = open_database(write(tmp_path / "there", rows))
+    back = open_database(write(tmp_path / "back", rows, order=list(range(ROWS))[::-1]))
     first, again, second = (read_breakdowns(database, max_tokens=250) for database in (there, there, back))
     assert first.num_tokens < read_breakdowns(there).num_tokens
     for other in (again, second):
@@ -311,8 +229,6 @@ def test_entropies_are_the_loss_s_where_neither_pass_has_any(tmp_path):
 def test_what_was_not_recorded_is_none(tmp_path):
     rows = make(12)
     spread = read_breakdowns(open_database(write(tmp_path / "bare", rows, advantages="none", entropy=None)))
-    assert spread.ratios is None
-    assert spread.ratio_edges is None
     assert {"density", "position", "length"} == set(spread.sql)
     assert {"position", "length"} == set(spread.profiles)
     assert read_breakdowns(open_database(write(tmp_path / "one", rows, passes=("rollout",)))) is None

@@ -383,7 +383,7 @@ def test_charts_have_a_word_for_everyone(made):
 def test_a_heading_stands_over_the_figures_that_there_are(made):
     keys = [one.key for one in made.mismatch]
     assert [one.key for charts in grouped(made.mismatch).values() for one in charts] == keys
-    without = [one for one in made.mismatch if not one.key.startswith("ratio-p")]
+    without = [one for one in made.mismatch if not one.key.startswith("d-by-p")]
     assert list(grouped(without)) == list(grouped(made.mismatch))
     assert "What the loss sees of it" not in grouped(one for one in made.mismatch if one.key.startswith("d-by-"))
 
