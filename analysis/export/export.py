@@ -84,9 +84,10 @@ def export_run(
     num_sequences = num_values = texts = 0
     with explained(output), database.telling(progress):
         if to == PARQUET:
-            sequences = _counted(sequence_tables(database, names), database, progress)
-            num_sequences = _written(folder / files[0], sequences)
-            num_values = _written(folder / files[1], metric_batches(database))
+            with whole_file(folder / files[0]) as path:
+                num_sequences = write_parquet(path, _counted(sequence_tables(database, names), database, progress))
+            with whole_file(folder / files[1]) as path:
+                num_values = write_parquet(path, metric_batches(database))
         else:
             num_values, texts = _write_figures(to, folder, database, names), num_texts(database)
     return Exported(
@@ -119,11 +120,6 @@ def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress)
         for table in tables:
             yield table
             advance(table.num_rows)
-
-
-def _written(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
-    with whole_file(path) as temporary:
-        return write_parquet(temporary, rows)
 
 
 def exported_text(exported: Exported) -> str:
