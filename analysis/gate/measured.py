@@ -14,8 +14,8 @@ import pyarrow as pa
 from ...schemas.errors import NothingToCompare
 from ...tracer.arrow_arrays import number_array
 from ...tracer.progress import Progress
+from ..frameworks.framework import read_once
 from ..frameworks.registry import framework_of
-from ..frameworks.sequence_rows import read_once
 from ..rows import Rows
 from ..statistics.estimators import FROM_SUMS, Array, Totals
 from ..statistics.intervals import (

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from builders import make_trace, run, tim_trace
 from tim_trace.analysis.check.check import check
+from tim_trace.analysis.frameworks.framework import read_once
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS, framework_of
-from tim_trace.analysis.frameworks.sequence_rows import read_once
 from tim_trace.analysis.gate.condition import metric_named, parse_condition
 from tim_trace.analysis.gate.gate import gate
 from tim_trace.analysis.gate.sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
