@@ -21,8 +21,7 @@ from ...tracer.dense_group import DenseGroup, open_dense
 from ..trace.macros import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
-from .divergence import Full, compare_full
-from .function import MEASURES
+from .divergence import MEASURES, Full, compare_full
 from .head_logits import Heads
 from .topk import TopK
 

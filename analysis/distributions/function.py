@@ -12,30 +12,13 @@ from ..rows import Rows
 from ..trace.database import Database, macro_file
 from ..trace.macros import quoted_pair, sql_file, struct_sql
 from ..trace.source import Pair, Source
+from .divergence import DIVERGENCES, MEASURES
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
 """SQL types of the group, first row, contract, policy version and attempt."""
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
-
-_DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
-_BOUNDED = (*_DIVERGENCES, "entropy_a", "entropy_b")
-
-MEASURES: dict[str, str] = {
-    **dict.fromkeys((*_DIVERGENCES, "max_abs_dlogit"), "DOUBLE"),
-    "argmax_flip": "BOOLEAN",
-    "num_unsupported_ab": "BIGINT",
-    "num_unsupported_ba": "BIGINT",
-    "entropy_a": "DOUBLE",
-    "entropy_b": "DOUBLE",
-    "vocab_a": "BIGINT",
-    "vocab_b": "BIGINT",
-    "mass_beyond_a": "DOUBLE",
-    "mass_beyond_b": "DOUBLE",
-    **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
-}
-"""Column for a compared token -> its SQL type."""
 
 
 class ComparedDistributions:
@@ -107,7 +90,7 @@ def summary(database: Database, pair: Pair, by: str) -> Rows:
     """Return the statistics of a pair of passes: exact columns if all tokens have exact measures, otherwise bounds."""
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
-    ends = {f"{kind}_{name}_{end}" for name in _DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}
-    exact = {f"{kind}_{name}" for name in _DIVERGENCES for kind in ("mean", "max")}
+    ends = {f"{kind}_{name}_{end}" for name in DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}
+    exact = {f"{kind}_{name}" for name in DIVERGENCES for kind in ("mean", "max")}
     hidden = ends if is_exact else exact | {"num_unsupported_ab", "num_unsupported_ba"}
     return rows.without(hidden)
