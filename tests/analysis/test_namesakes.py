@@ -129,6 +129,7 @@ def test_every_view_and_macro_answers_alike_whatever_sequences_are_called(traces
     # What is kept beside a trace is not there, nor what nobody recorded.
     kept = {
         "kept_groups",
+        "left_out",
         "run_quantiles",
         "run_statistics",
         "sequence_sums",

@@ -193,10 +193,10 @@ FALL = Fall(
 )  # fmt: skip
 
 
-def told(*, changes=None, fall=None, schedule=None, growth=(), num_steps=100):
+def told(*, changes=None, fall=None, growth=(), num_steps=100):
     changes = changes or {}
     onsets = onsets_of(changes, dict.fromkeys(changes, "reward"))
-    parts = tuple(summarise(changes, onsets, fall, schedule, growth, num_steps))
+    parts = tuple(summarise(changes, onsets, fall, growth, num_steps))
     return [part.code for part in parts], summary_sentences(
         SimpleNamespace(summary_codes=parts, onsets=onsets, fall=fall)
     )
@@ -236,10 +236,7 @@ def test_how_k3_compounds_at_the_end(doubling, expected):
 
 
 def test_what_else_is_told():
-    surge = SimpleNamespace(surge_step=30, decay_period=54)
-    codes_, sentences = told(changes={"learning_rate": [change(9)]}, fall=FALL, schedule=surge)
-    assert codes_ == ["no_change", "fall", "planned_change", "length_surge"]
+    codes_, sentences = told(changes={"learning_rate": [change(9)]}, fall=FALL)
+    assert codes_ == ["no_change", "fall", "planned_change"]
     assert sentences[1].startswith("reward declines slowly from step 9 on (95% CI 7-11), 0.8 to 0.3")
     assert sentences[2] == "The learning rate (a setting, not a measurement) changes at step 9."
-    assert "surged at step 30" in sentences[3]
-    assert "every 54 steps" in sentences[3]
