@@ -639,6 +639,10 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_steps
 @_by("run", "step", "sequence", "layer", help="What a row stands for; layer: of router choices.")
 @click.option(
+    "--exact", is_flag=True,
+    help="Exact quantiles for runs of any size; otherwise, above 33,554,432 tokens, they are accurate to 0.1 %.",
+)  # fmt: skip
+@click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
     help="The framework's own metrics, by its own definitions; see its options below.",
 )  # fmt: skip
@@ -1259,22 +1263,40 @@ def attribute(trace: str, control: str | None, pair: str, steps: str, form: _For
 @_example("tim-trace report runs/demo -o demo.html")
 @main.command()
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
-@click.option("-o", "--output", required=True, metavar="FILE.html", help="HTML file to write.")
+@click.option("-o", "--output", metavar="FILE.html", help="HTML file to write.")
+@click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
+@click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
+@click.option(
+    "--pdf", metavar="FILE.pdf|DIR", help="File with one page per figure, or folder with one PDF per figure; with CSV."
+)
+@click.option(
+    "--width", default="column", metavar="INCHES|NAME",
+    help="Width of those figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
+)  # fmt: skip
+@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of those figures.")
+@click.option("--title", is_flag=True, help="Put a title above each of those figures.")
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
 @_pair
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
-def report(traces: Sequence[str], output: str, **options: Any) -> None:
-    """Write everything known of a run into one HTML file.
+def report(
+    traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
+) -> None:
+    """Write everything known of a run into one HTML file, or as figures for papers.
 
     The first RUN is reported; series of the others are drawn over its own. The page needs no network: verdict, series,
     mismatch, tokens and provenance are inside, with the query behind each figure.
     """
     from .analysis import report as put_together
 
-    made = put_together(list(traces), output=output, progress=_progress, **options)
+    paths = (output, png, svg, pdf)
+    if not any(paths):
+        raise click.UsageError("name what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
+    made = put_together(list(traces), output=output, png=png, svg=svg, pdf=pdf, progress=_progress, **options)
     _say(_one_line(made.verdicts[0].headline))
-    _tell(f"wrote {output} ({os.path.getsize(output) / 1e6:.1f} MB)")
+    for path in paths:
+        if path is not None:
+            _tell(f"wrote {path}{_size(path)}")
 
 
 @_example("tim-trace watch runs/demo --once")
@@ -1342,6 +1364,12 @@ def export_(trace: str, **options: Any) -> None:
 @_pair
 @_confidence
 @_partial
+@click.option("--junit", metavar="FILE.xml", help="JUnit XML file to write, one test case per condition, for CI pages.")
+@click.option(
+    "--summary",
+    metavar="FILE.md",
+    help='File to append a Markdown table to, e.g. "$GITHUB_STEP_SUMMARY", for CI pages.',
+)
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
     """Fail if a number of a run violates a condition, for use in CI of training code.
@@ -1360,6 +1388,10 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
     form.table(table_of(found.verdicts), "gate")
     if found.fails:
         raise click.exceptions.Exit(1)
+
+
+def _size(path: str) -> str:
+    return f" ({os.path.getsize(path) / 1e6:.1f} MB)" if path.endswith(".html") else ""
 
 
 def _print_json(value: Any) -> None:

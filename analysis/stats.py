@@ -17,7 +17,7 @@ from .trace.database import Database
 from .trace.macros import quoted_pair
 from .trace.pairs import parse_pair, tell_sampled, why_nothing
 from .trace.source import Pair, Source, Traces, find_sums
-from .trace.sums import CHUNK_TOKENS, ensure, keep, summarize
+from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
 from .views import open_database
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
@@ -37,6 +37,7 @@ def stats(
     pair: str = "train:rollout",
     by: str = "run",
     steps: str = ALL_STEPS,
+    exact: bool = False,
     like: str | None = None,
     ray: str | None = None,
     progress: Progress = no_progress,
@@ -56,7 +57,7 @@ def stats(
     follow. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
     For a run of more than 33,554,432 tokens, quantiles come from histograms of its steps, with a relative error of at most
-    2^-10 (0.1 %), the column `quantile_error` (0 if exact).
+    2^-10 (0.1 %), the column `quantile_error` (0 if exact). `exact` reads the tokens once more for exact quantiles.
 
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
 
@@ -71,6 +72,8 @@ def stats(
         raise InvalidOption(f"got {by!r}; use {', '.join(BY)}", option="by")
     database = open_database(traces, steps, ray)
     if like is not None:
+        if exact:
+            raise InvalidOption("has no effect on a framework's numbers, which include no quantiles", option="exact")
         if database.ray is not None:
             raise InvalidOption("has no effect on a framework's numbers, which a single process computes", option="ray")
         return _like(database, names, by, framework_of(like, options))
@@ -86,6 +89,8 @@ def stats(
     with connected(database.ray):
         if ensure(database, names, of_run=by == "run", progress=progress):
             keep(database, names)
+        if exact and by == "run":
+            make_exact(database, names, progress)
     query = f"SELECT * FROM {BY[by]}({quoted_pair(names)})"
     if routed:
         query = f"""
@@ -149,7 +154,10 @@ def approximate(rows: Rows) -> list[str]:
     error = max((row.get("quantile_error") or 0.0 for row in rows.dicts()), default=0.0)
     if not error:
         return []
-    return [f"p50_abs_d, p95_abs_d and p99_abs_d are within {error:.1%} of the exact ones"]
+    return [
+        f"p50_abs_d, p95_abs_d and p99_abs_d are within {error:.1%} of the exact ones; {option('exact')} reads the tokens once "
+        "more for exact ones"
+    ]
 
 
 def likeness(
@@ -166,7 +174,7 @@ def likeness(
     """
     if like is None:
         return []
-    options.pop("by", None)
+    options = {name: value for name, value in options.items() if name not in ("by", "exact")}
     framework = framework_of(like, options)
     return [
         f"as {framework.name} {framework.version} defines them: {framework.source}",

@@ -22,7 +22,7 @@ from tim_trace.analysis.rows import Rows
 from tim_trace.schemas.errors import DamageWarning, InvalidOption, NotInstalled, TimTraceError, TraceNotFound, WrongType
 
 VERBS = sorted(set(tim_trace.__all__) - {"Loss", "Recorder"})
-HEAVY = ("torch", "duckdb", "pyarrow", "numpy", "pandas", "click", "bokeh", "scipy")
+HEAVY = ("torch", "duckdb", "pyarrow", "numpy", "pandas", "click", "bokeh", "matplotlib", "scipy")
 
 
 def python(program, *arguments):
@@ -149,8 +149,9 @@ WRITES = {
     ("import_parquet", "output"),
     ("export", "folder"),
     ("export_run", "output"),
-    ("report", "output"),
-}
+    ("gate", "junit"),
+    ("gate", "summary"),
+} | {("report", name) for name in ("output", "png", "pdf")}
 """Arguments that are written to: a str is no mistake there."""
 
 

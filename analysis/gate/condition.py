@@ -11,7 +11,7 @@ from typing import Any
 
 from ...schemas.errors import InvalidOption
 from ...schemas.results import Table
-from ..rows import table, to_text
+from ..rows import table
 
 OWN = "tim"
 """Source name of tim-trace's own statistics in a condition; all other source names are frameworks."""
@@ -120,7 +120,7 @@ class Verdict:
 class Gated(Table):
     """The verdicts on all conditions, in the order given."""
 
-    _text = "tim_trace.analysis.gate.condition:gated_text"
+    _text = "tim_trace.analysis.gate.reporters:gated_text"
 
     verdicts: tuple[Verdict, ...]
 
@@ -132,8 +132,3 @@ class Gated(Table):
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         rows = table(self.verdicts)
         return rows.columns, rows.rows
-
-
-def gated_text(gated: Gated, width: int | None = None) -> str:
-    """Render the verdicts as a table with one row per condition."""
-    return to_text(table(gated.verdicts), width)

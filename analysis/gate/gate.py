@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 from ...schemas.errors import InvalidOption
 from ...tracer.progress import Progress, no_progress
+from ...tracer.whole_file import write_whole
+from ..report.targets import explained, local
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..views import open_database
 from .condition import CANNOT_TELL, CHECK, FAILED, PASSED, Condition, Gated, Verdict, parse_condition
 from .measured import Measured, Run
+from .reporters import junit_xml, summary_markdown
 from .sums import COUNTS
 
 
@@ -22,6 +25,8 @@ def gate(
     pair: str = "train:rollout",
     confidence: float = 0.95,
     partial: bool = False,
+    junit: str | os.PathLike[str] | None = None,
+    summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
     """Fail if a number of a run violates a condition, for use in CI of training code.
@@ -42,6 +47,9 @@ def gate(
     the bound, or if an interval is expected but missing. NaN and infinities fail, and so does a number that excludes such
     tokens, or for which most tokens lack logprobs; counts do not.
 
+    `junit` is a JUnit XML file to write, one test case per condition; an existing file is replaced. `summary` is a file to which
+    a Markdown table is appended, such as $GITHUB_STEP_SUMMARY.
+
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token or the
     trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if a part of the trace is unreadable or
     missing, unless `partial` accepts an answer from the rest.
@@ -52,6 +60,7 @@ def gate(
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
+    target, summary_target = (None if path is None else local(path) for path in (junit, summary))
     database = open_database(trace)
     database.check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
@@ -63,7 +72,14 @@ def gate(
         else _checked(trace, pair, partial, progress)
         for text in fail_on
     ]
-    return Gated(verdicts=tuple(verdicts))
+    gated = Gated(verdicts=tuple(verdicts))
+    if junit is not None and target is not None:
+        with explained(junit):
+            write_whole(target, junit_xml(gated, os.fspath(trace)))
+    if summary is not None and summary_target is not None:
+        with explained(summary), summary_target.open("a", encoding="utf-8") as file:
+            file.write(summary_markdown(gated, os.fspath(trace)))
+    return gated
 
 
 def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:

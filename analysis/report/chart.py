@@ -1,4 +1,4 @@
-"""Charts: the data of a figure, independent of how it is drawn.
+"""Charts: the data of a figure, independent of how it is drawn. The HTML page, paper figures and CSV files share them.
 
 Shapes: n points per line, B bins; a heatmap has X columns and Y rows.
 """

@@ -1,9 +1,11 @@
-"""Reports on one or several runs: the results of every analysis, as an HTML page."""
+"""Reports on one or several runs: the results of every analysis, as an HTML page or as figures for papers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...schemas.errors import InvalidOption
 from ...schemas.steps import ALL_STEPS
@@ -15,23 +17,37 @@ from .contents import Report, report_of
 from .subject import NUM_QUESTIONS, Subject, read_subject
 from .targets import explained, local, refuse
 
+if TYPE_CHECKING:
+    from .paper.figure import PaperStyle
+
 
 def report(
     traces: Traces,
     *,
     output: str | os.PathLike[str] | None = None,
+    png: str | os.PathLike[str] | None = None,
+    svg: str | os.PathLike[str] | None = None,
+    pdf: str | os.PathLike[str] | None = None,
+    width: str | float = "column",
+    font: str = "DejaVu Sans",
+    title: bool = False,
     control: str | os.PathLike[str] | None = None,
     pair: str = "train:rollout",
     steps: str = ALL_STEPS,
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Write everything known of a run into one HTML file.
+    """Write everything known of a run into one HTML file, or as figures for papers.
 
     The first trace is reported; series of the others are drawn over its own. d = logprob(a) - logprob(b) of `pair`, nats.
     `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:, 2:200:2) selects steps
     of every trace. The verdict lists what the trace cannot answer. `output` is the HTML file to write; an existing file is
     replaced only with `force`. The result shows its page in a notebook and prints as its verdict.
+
+    Figures for papers: `png` and `svg` are folders for one picture and one CSV file per figure; `pdf` is a file (NAME.pdf)
+    with one page per figure and a folder of CSV files next to it, or a folder for one PDF per figure. `width` is in inches, or
+    a name that gives single figures the width of a column and the overview the width of the text: column (3.4 and 7 inches),
+    aaai, acl, acm, iclr, icml, ieee, jmlr, nature or neurips. `font` is an installed font. `title` adds a title to each figure.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -39,15 +55,43 @@ def report(
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
         raise InvalidOption("report: got no trace; name one folder or several")
-    if output is not None:
-        refuse([local(output)], force)
+    pictures = {kind: place for kind, place in (("png", png), ("svg", svg), ("pdf", pdf)) if place is not None}
+    files = [] if output is None else [local(output)]
+    files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]
+    refuse(files, force)
+    if pictures:
+        from .paper.figure import paper_style  # deferred, since importing matplotlib takes a second
+
+        style = paper_style(width, font, title)
     made = report_of(_subjects(given, names, control, steps, progress))
     if output is not None:
         from .page.page import page  # deferred, since importing Bokeh takes a second
 
         with explained(output), whole_file(local(output)) as path:
             path.write_text(page(made), encoding="utf-8", errors="replace")
+    if pictures:
+        _write_figures(made, pictures, style, force)
     return made
+
+
+def _is_file(kind: str, place: str | os.PathLike[str]) -> bool:
+    return kind == "pdf" and os.path.splitext(place)[1].lower() == ".pdf"
+
+
+def _write_figures(
+    made: Report, pictures: Mapping[str, str | os.PathLike[str]], style: PaperStyle, force: bool
+) -> None:
+    from .paper.files import figures_of, write_figures, write_pdf
+
+    figures = figures_of(made.charts, made.run)
+    folders: dict[Path, list[str]] = {}
+    for kind, place in pictures.items():
+        if _is_file(kind, place):
+            write_pdf(figures, place, title=made.title, style=style, force=force)
+        else:
+            folders.setdefault(local(place), []).append(kind)
+    for folder, kinds in folders.items():
+        write_figures(figures, folder, *kinds, style=style, force=force)
 
 
 def _subjects(

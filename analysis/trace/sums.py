@@ -258,6 +258,24 @@ def _with_pair(rows: pa.Table, pair: Pair) -> pa.Table:
     return rows
 
 
+def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
+    """Replace approximate quantiles of runs with exact ones, which requires another reading of the tokens of these
+    runs.
+
+    Exact quantiles are not stored in the trace, so default results do not depend on earlier requests.
+    """
+    ensure(database, pair, progress=progress)
+    query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
+    runs = [run for (run,) in database.connection.execute(query, [*pair]).fetchall()]
+    if not runs:
+        return
+    if not database.sums.is_computed(pair, runs=True):
+        for spec in OF_RUNS:
+            _take_kept(database, spec, pair, [source.run for source in database.sources])
+    _put_run_quantiles(database, pair, [_read_again(database, pair, run, progress) for run in runs])
+    database.supersede(pair, runs=True)
+
+
 def _histogram_rows(steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
     schema = _without_pair(STEP_HISTOGRAMS)
     parts = [
@@ -468,20 +486,22 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return the quantiles of a run: exact for up to EXACT_TOKENS tokens, which reads them again to gather the values in
-    the bins that contain the quantiles; otherwise from step histograms."""
-    query = f"""
-        SELECT bin, sum(num_tokens)::BIGINT AS num_tokens FROM {STEP_HISTOGRAMS.name}
-        WHERE run = ? AND pass_a = ? AND pass_b = ? GROUP BY bin ORDER BY bin
-    """
-    found = database.connection.execute(query, [run, *pair]).fetchnumpy()
-    histogram = Histogram(np.asarray(found["bin"]), np.asarray(found["num_tokens"]))
+    """Return the quantiles of a run: exact for up to EXACT_TOKENS tokens, which reads them again, otherwise from step
+    histograms."""
+    histogram = _histogram_of(database, pair, run)
+    if histogram.num_values <= EXACT_TOKENS:
+        return _read_again(database, pair, run, progress)
+    query = f"SELECT max(max_abs_d) FROM {SEQUENCE_SUMS.name} WHERE run = ? AND pass_a = ? AND pass_b = ?"
+    ((largest,),) = database.connection.execute(query, [run, *pair]).fetchall()
+    return run, histogram.num_values, *histogram.cuts(largest), ERROR
+
+
+def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
+    """Return the exact quantiles of a run by reading its tokens again and gathering the values in the bins that contain
+    the quantiles."""
+    histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
         return run, 0, *(None for _ in SHARES), 0.0
-    if histogram.num_values > EXACT_TOKENS:
-        query = f"SELECT max(max_abs_d) FROM {SEQUENCE_SUMS.name} WHERE run = ? AND pass_a = ? AND pass_b = ?"
-        ((largest,),) = database.connection.execute(query, [run, *pair]).fetchall()
-        return run, histogram.num_values, *histogram.cuts(largest), ERROR
     chunks = run_chunks(database, run)
     gathered = Gathered(histogram)
     parts = spread(database, _gather, [(pair, chunk, histogram) for chunk in chunks])
@@ -501,6 +521,15 @@ def _gather(database: Database, unit: tuple[Pair, Chunk, Histogram]) -> Iterator
             gathered.add(abs_d_T)
     gathered.count()
     yield gathered
+
+
+def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
+    query = f"""
+        SELECT bin, sum(num_tokens)::BIGINT AS num_tokens FROM {STEP_HISTOGRAMS.name}
+        WHERE run = ? AND pass_a = ? AND pass_b = ? GROUP BY bin ORDER BY bin
+    """
+    found = database.connection.execute(query, [run, *pair]).fetchnumpy()
+    return Histogram(np.asarray(found["bin"]), np.asarray(found["num_tokens"]))
 
 
 def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]) -> None:

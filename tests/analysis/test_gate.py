@@ -2,6 +2,7 @@
 
 import math
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -40,6 +41,38 @@ def noisy(tmp_path_factory):
     draw = np.random.default_rng(3)
     gaps = [draw.normal(0, draw.exponential(0.05), draw.integers(5, 41)).clip(-5, 0.9).tolist() for _ in range(300)]
     return record(tmp_path_factory.mktemp("gate") / "run", gaps, lambda place: -1 - place % 3)
+
+
+@pytest.mark.slow
+def test_junit_has_a_test_case_a_condition(noisy, tmp_path):
+    conditions = ["tim.k3>1", "tim.k3>1e-9", "check"]
+    for _ in range(2):  # what lies there is replaced
+        found = gate(noisy, fail_on=conditions, junit=tmp_path / "gate.xml")
+    suite = ElementTree.parse(tmp_path / "gate.xml").getroot().find("testsuite")
+    assert (suite.get("tests"), suite.get("failures")) == ("3", str(sum(verdict.fails for verdict in found.verdicts)))
+    cases = suite.findall("testcase")
+    assert [case.get("name") for case in cases] == conditions
+    for case, verdict in zip(cases, found.verdicts, strict=True):
+        assert (case.find("failure") is not None) == verdict.fails
+    assert repr(found.verdicts[1].value) in cases[1].find("failure").get("message")
+    done = tim_trace("gate", noisy, "--fail-on", "tim.k3>1e-9", "--junit", tmp_path / "more.xml")
+    assert done.code == 1
+    assert ElementTree.parse(tmp_path / "more.xml").getroot().get("failures") == "1"
+
+
+def test_a_summary_has_a_row_a_condition_and_is_added_to_what_is_there(tmp_path):
+    trace = tmp_path / "a|b"
+    make_trace(trace)
+    for _ in range(2):
+        found = gate(trace, fail_on=["tim.num_tokens>0", "tim.num_nan>0"], summary=tmp_path / "summary.md")
+    text = (tmp_path / "summary.md").read_text()
+    first, second = text.strip().split("\n\n### ")[0], text.count("### tim-trace gate")
+    assert second == 2
+    assert first.splitlines()[0].endswith("a&#124;b: 1 of 2 conditions failed")
+    failed, passed = (line.split(" | ") for line in text.splitlines()[4:6])
+    assert failed[:3] == ["| tim.num&#95;tokens&#62;0", "**failed**", f"{found.verdicts[0].value:.6g}"]
+    assert passed[1] == "passed"
+    assert {line.count(" | ") for line in text.splitlines() if line.startswith("| ")} == {4}
 
 
 def judged(trace, *conditions, **options):
@@ -459,3 +492,12 @@ def test_the_exit_code_goes_by_the_value(noisy):
     assert told["verdict"] == "passed"
     assert told["low"] < told["value"] < told["high"]
     assert tim_trace("gate", noisy).code == 2
+
+
+@pytest.mark.parametrize("option", ["--junit", "--summary"])
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read(tmp_path, option):
+    make_trace(tmp_path / "run")
+    done = tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>9", option, tmp_path / "missing" / "gate.xml")
+    assert done.code == 2
+    assert f"folder {tmp_path / 'missing'} does not exist" in done.stderr
+    assert not (tmp_path / "missing").exists()

@@ -414,10 +414,13 @@ def test_steps_with_a_norm_that_is_no_number_are_named(tmp_path):
     assert norm.remark == "NaN or infinite at steps 7, 9."
 
 
-def test_a_page_in_a_folder_that_is_not_there_is_refused_and_no_folder_is_made(tmp_path):
+@pytest.mark.parametrize(
+    "options", [["-o", "{}/a.html"], ["--svg", "{}/figures"], ["--pdf", "{}/a.pdf"], ["--png", "{}/figures"]]
+)
+def test_a_page_or_figures_in_a_folder_that_is_not_there_are_refused_and_no_folder_is_made(tmp_path, options):
     make_trace(tmp_path / "run")
     missing = tmp_path / "missing"
-    done = command("report", tmp_path / "run", "-o", missing / "a.html")
+    done = command("report", tmp_path / "run", *(word.format(missing) for word in options))
     assert (done.code, done.stderr.count("\n")) == (2, 1), done.stderr
     assert f"folder {missing} does not exist; create it, or choose another path" in done.stderr
     assert not missing.exists()

@@ -1,0 +1,288 @@
+"""Draw a chart as a matplotlib figure.
+
+The default font ships with matplotlib, so a figure is byte-identical on every machine with the same matplotlib version.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from matplotlib import style as matplotlib_style
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, get_font
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
+
+from ....schemas.errors import InvalidOption
+from ..chart import BAND, COLOURS, LINEAR, LOG, MARK, Array, BarChart, Chart, Heatmap, LineChart
+
+FONT = "DejaVu Sans"
+WIDTHS: dict[str, tuple[float, float]] = {
+    "column": (3.4, 7.0), "aaai": (3.3, 7.0), "acl": (3.03, 6.3), "acm": (3.33, 7.0), "iclr": (5.5, 5.5), "icml": (3.25, 6.75),
+    "ieee": (3.5, 7.16), "jmlr": (6.0, 6.0), "nature": (3.5, 7.2), "neurips": (5.5, 5.5),
+}  # fmt: skip
+"""Name of a width -> (width of a single figure, width of the run's overview), inches: one column and the full text width."""
+DPI, SMALL = 200, 6.5
+"""Resolution, dots per inch; and the font size of tick labels and legends, points (other text is set in 8 points)."""
+_DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
+"""Dash patterns of lines. 5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
+_SETTINGS = {
+    "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
+    "xtick.labelsize": SMALL, "ytick.labelsize": SMALL, "legend.fontsize": SMALL, "legend.frameon": False,
+    "legend.borderpad": 0.1, "legend.borderaxespad": 0.2, "legend.labelspacing": 0.25, "lines.scale_dashes": False,
+    "lines.linewidth": 1.2, "text.usetex": False, "figure.dpi": DPI, "savefig.dpi": "figure", "svg.hashsalt": "tim-trace",
+    # PDF embeds TrueType fonts, which journals require and editors can edit. SVG stores outlines, which need no font.
+    "pdf.fonttype": 42, "svg.fonttype": "path",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperStyle:
+    """The style of paper figures: width, font, and whether they have a title."""
+
+    column: float = WIDTHS["column"][0]
+    page: float = WIDTHS["column"][1]
+    """Width of the run's overview, inches; `column` is the width of a single figure."""
+    font: str = FONT
+    """Name of an installed font; characters missing from the font are drawn in DejaVu Sans."""
+    title: bool = False
+    """True if each figure has its title drawn above; papers usually put the title in the caption instead."""
+
+    def settings(self) -> AbstractContextManager[None]:
+        """Apply the matplotlib settings while a figure is drawn or written, then restore the caller's settings."""
+        fonts = list(dict.fromkeys([self.font, FONT]))
+        return matplotlib_style.context(_SETTINGS | {"font.family": fonts}, after_reset=True)
+
+
+PLAIN = PaperStyle()
+
+
+def paper_style(width: str | float = "column", font: str = FONT, title: bool = False) -> PaperStyle:
+    """Return the style for a width (in inches, or a key of `WIDTHS`) and a font. Raises InvalidOption."""
+    try:
+        column, page = WIDTHS[width] if width in WIDTHS else (float(width), float(width))
+    except (TypeError, ValueError):
+        column = page = math.nan
+    if not 2 <= column <= page <= 20:
+        raise InvalidOption(f"got {width!r}; give inches from 2 to 20, or one of {', '.join(WIDTHS)}", option="width")
+    try:
+        findfont(FontProperties(family=[font]), fallback_to_default=False)
+    except ValueError as error:
+        message = f"got {font!r}, which is not installed; matplotlib always has {FONT} and DejaVu Serif"
+        raise InvalidOption(message, option="font") from error
+    return PaperStyle(column=column, page=page, font=font, title=title)
+
+
+def colour(place: int) -> str:
+    """Return the colour for the line or group with index `place`."""
+    return COLOURS[place % len(COLOURS)]
+
+
+def dash(place: int, *, is_side: bool = False) -> Any:
+    """Return the dash pattern for the line with index `place`; a secondary line is never solid."""
+    side = 1 + (place + place // len(COLOURS)) % (len(_DASHES) - 1)
+    return _DASHES[side if is_side else place % len(_DASHES)]
+
+
+def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
+    """Label an axis, whose limits are already set, with plain numbers. A logarithmic axis has ticks at powers of ten if its
+    range includes enough of them."""
+    low, high = sorted(axis.get_view_interval())
+    decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
+    if decades < 0.6:
+        axis.set_major_locator(MaxNLocator(nbins=most, integer=integer, steps=[1, 2, 2.5, 5, 10]))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 1.7 else (1.0,), numticks=most))
+    axis.set_major_formatter(StrMethodFormatter("{x:.14g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def plain(text: str, most: int = 60) -> str:
+    """Return text as one line of at most `most` characters: longer text is cut in the middle, and characters that cannot be
+    drawn become code points."""
+    return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
+
+
+def wrapped(text: str, width: int, most_lines: int = 3) -> str:
+    """Return text cleaned as by `plain`, wrapped to at most `most_lines` lines of `width` characters."""
+    lines = textwrap.wrap(_one_line(text, width * most_lines), width)
+    return "\n".join(lines[:most_lines]).replace("$", r"\$")
+
+
+def _one_line(text: str, most: int) -> str:
+    shown = "".join(
+        each if ord(each) in _glyphs() and each.isprintable() else each.encode("unicode_escape").decode()
+        for each in " ".join(text.split())
+    )
+    return shown if len(shown) <= most else f"{shown[: most // 2 - 1]}...{shown[2 + most // 2 - most :]}"
+
+
+@cache
+def _glyphs() -> frozenset[int]:
+    return frozenset(get_font(findfont(FONT)).get_charmap())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack(Chart):
+    """A figure with series stacked vertically over a shared step axis."""
+
+    charts: tuple[LineChart, ...]
+
+
+def stack_of(series: Sequence[LineChart]) -> Stack:
+    """Return the overview of a run, which stacks its series."""
+    charts = tuple(replace(chart, x_scale=LINEAR) for chart in series)
+    return Stack(key="run", title="The run by step", unit="", note="", sql="", charts=charts)
+
+
+def draw(one: Any, style: PaperStyle = PLAIN) -> Figure:
+    """Draw a chart as a figure independent of pyplot; `figure.savefig(path)` writes it."""
+    with style.settings():
+        if isinstance(one, Stack):
+            return _stack(one, style)
+        height, fill = next(how for kind, how in _KINDS.items() if isinstance(one, kind))
+        if isinstance(one, BarChart):
+            height += len(one.names) * (0.06 + 0.085 * len(one.groups))
+        figure = Figure(figsize=(style.column, height), layout="constrained")
+        axes = figure.add_subplot()
+        _head(axes, one, style, fill(axes, one))
+        set_ticks(axes.xaxis, integer=one.x_label == "step")
+        axes.set_xlabel(plain(one.x_label))
+        if not isinstance(one, BarChart):
+            set_ticks(axes.yaxis)
+            axes.set_ylabel(plain(one.y_label if isinstance(one, Heatmap) else one.unit, 40))
+        return figure
+
+
+def _stack(one: Stack, style: PaperStyle) -> Figure:
+    """Draw one panel per series at page width; lines with the same name have the same colour in every panel."""
+    figure = Figure(figsize=(style.page, min(0.6 + 0.62 * len(one.charts), 9.0)), layout="constrained")
+    names = dict.fromkeys(line.name for chart in one.charts for line in chart.lines)
+    places = {name: place for place, name in enumerate(names)}
+    handles: dict[str, Any] = {}
+    panels = figure.subplots(len(one.charts), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, chart in zip(panels, one.charts, strict=True):
+        handles |= _draw_lines(axes, chart, places)
+        set_ticks(axes.xaxis, integer=True)
+        set_ticks(axes.yaxis, most=4)
+        label = wrapped(chart.title, 22, 2) + (f"\n{plain(chart.unit, 22)}" if chart.unit else "")
+        axes.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=SMALL)
+    panels[-1].set_xlabel("step")
+    figure.align_ylabels(panels)
+    _head(panels[0], one, style, {name: handles[name] for name in places})
+    return figure
+
+
+def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Draw lines, bands, and marks with their intervals. A line's colour is set by its index in `places`. Return the legend as
+    a mapping from name to artist."""
+    # A logarithmic axis without a positive number has no limits, so it stays linear.
+    axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
+    axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
+    handles: dict[str, Any] = {}
+    for own, line in enumerate(one.lines):
+        place = own if places is None else places[line.name]
+        x, y = line.x.astype(np.float64), np.where(np.isfinite(line.y), line.y, np.nan)
+        width, size = (0.7, 1.6) if line.is_side else (1.2, 2.4)
+        how: dict[str, Any] = {"color": colour(place), "linewidth": width, "markersize": size}
+        (handles[line.name],) = axes.plot(x, y, linestyle=dash(place, is_side=line.is_side), **how)
+        axes.plot(x[line.dots], y[line.dots], linestyle="none", marker="o", **how)
+    low, high = axes.get_ylim()
+    for band in one.bands:
+        patch = axes.axhspan(band.low, band.high, facecolor=(BAND, 0.13), edgecolor=(BAND, 0.6), zorder=0.5)
+        if band.low <= high and band.high >= low:
+            handles["published range"] = patch  # the CSV names the source
+    axes.set_ylim(low, high)  # a band far away must not flatten the lines
+    near, row, last = 0.08 * float(np.ptp(axes.get_xlim())), 0, -np.inf
+    for mark in sorted(one.marks, key=lambda mark: mark.x):
+        axes.axvspan(mark.low, mark.high, facecolor=MARK, alpha=0.12, linewidth=0, zorder=0.6)
+        axes.axvline(mark.x, color=MARK, linestyle=dash(1), linewidth=0.8, zorder=1.5)
+        row, last = row + 1 if mark.x - last < near else 0, mark.x  # labels are staggered
+        _note(axes, f"{mark.x:g}", (mark.x, 1.0), "x", (1.2, -0.6 - 6.0 * row), va="top", color=MARK)
+    return handles
+
+
+def _has_positive(values: Iterable[Array]) -> bool:
+    return any(bool((each[np.isfinite(each)] > 0).any()) for each in values)
+
+
+def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
+    """Write a text `shift` points away from the position `at`, whose coordinate `along` is in data units and whose other
+    coordinate is in axes units."""
+    axes.annotate(
+        text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
+        fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,
+    )  # fmt: skip
+
+
+def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
+    """Draw cells coloured by the log10 of their token count; cells without tokens stay empty."""
+    look: dict[str, Any] = {
+        "edgecolor": "face",
+        "linewidth": 0.2,
+    }  # without edges, PDF viewers show hairlines between cells
+    norm = LogNorm(1, max(float(one.counts.max(initial=0)), 10.0))
+    counts = np.where(one.counts > 0, one.counts, np.nan)
+    cells = axes.pcolormesh(one.x_edges, one.y_edges, counts, cmap="cividis", norm=norm, **look)
+    bar = axes.figure.colorbar(cells, ax=axes, aspect=28, pad=0.02, label=plain(one.unit, 30))
+    bar.solids.set(rasterized=False, **look)  # type: ignore[union-attr]  # None only before it is drawn
+    set_ticks(bar.ax.yaxis)
+    names = list(dict.fromkeys(curve.name for curve in one.curves))
+    curves: dict[str, Any] = {}
+    for curve in one.curves:
+        (curves[curve.name],) = axes.plot(curve.x, curve.y, color=MARK, linestyle=dash(1 + names.index(curve.name)))
+    axes.set(xlim=one.x_edges[[0, -1]], ylim=one.y_edges[[0, -1]])
+    axes.grid(False)
+    for edge, side, sign in ((-2, "above", -1), (1, "below", 1)) if one.is_open else ():
+        y = float(one.y_edges[edge])
+        axes.axhline(y, color="#777777", linestyle="dotted", linewidth=0.6)
+        _note(axes, f"beyond, {side}", (1.0, y), "y", (-2, 1.5 * sign), ha="right", va="top" if sign < 0 else "bottom")
+    return curves
+
+
+def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
+    """Draw bars, with confidence intervals where available."""
+    height = 0.8 / max(len(one.groups), 1)
+    handles: dict[str, Any] = {}
+    for place, (group, bars) in enumerate(one.groups.items()):
+        y = np.array([one.names.index(bar.name) for bar in bars]) + height * (place - (len(one.groups) - 1) / 2)
+        value, low, high = np.array([(bar.value, bar.low, bar.high) for bar in bars], float).reshape(-1, 3).T
+        known, value = np.isfinite(low) & np.isfinite(high), np.where(np.isfinite(value), value, 0.0)
+        handles[group] = axes.barh(y, value, height * 0.86, color=(colour(place), 0.75), edgecolor=colour(place))
+        axes.hlines(y[known], low[known], high[known], color="#333333", linewidth=0.8)
+    axes.set_yticks(range(len(one.names)), [plain(name, 28) for name in one.names])
+    axes.set_ylim(len(one.names) - 0.4, -0.6)
+    axes.grid(False, axis="y")
+    axes.axvline(0, color="black", linewidth=0.6)
+    return handles
+
+
+_KINDS: dict[type[Chart], tuple[float, Any]] = {
+    LineChart: (2.1, _draw_lines), Heatmap: (2.7, _draw_heatmap), BarChart: (0.75, _draw_bars),
+}  # fmt: skip
+
+
+def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
+    """Put the title above the axes, and between them a legend if the chart has several names or is a heatmap."""
+    figure, names = axes.figure, [plain(name, 46) for name in entries]
+    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # points without the axis, over the width of a letter
+    longest = max(map(len, names), default=0) + 6  # letters, including the legend handle
+    columns = max(1, min(len(names), int(width / (longest * SMALL))))
+    height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0
+    if style.title:
+        axes.set_title(wrapped(one.title, int(width / 8)), pad=4 + height)
+    if height:
+        figure.set_figheight(figure.get_figheight() + height / 72)  # the axes keep their height
+        # matplotlib leaves out names that begin with _
+        shown = [f" {name}" if name.startswith("_") else name for name in names]
+        axes.legend(list(entries.values()), shown, loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns)

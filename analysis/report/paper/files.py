@@ -1,0 +1,143 @@
+"""Write figures for papers, each with its data as CSV. Identical charts give byte-identical files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.backends.backend_pdf import PdfPages
+from matplotlib.figure import Figure
+
+from ....tracer.whole_file import whole_file, write_whole
+from ...rows import Rows, to_csv
+from ..chart import BarChart, Chart, Heatmap, LineChart
+from ..targets import explained, local, refuse
+from .figure import DPI, PLAIN, PaperStyle, Stack, draw, plain, stack_of
+
+_METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": None},
+    "svg": {"Creator": "tim-trace", "Date": None},
+    "pdf": {"Creator": "tim-trace", "Producer": None, "CreationDate": None},
+}
+"""File format -> metadata to write, without dates, so that files are reproducible."""
+
+
+def figures_of(charts: Sequence[Chart], series: Sequence[LineChart]) -> tuple[Chart, ...]:
+    """Return all figures of a report: an overview of the series (`report.run`), then the charts (`report.charts`)."""
+    return (*((stack_of(series),) if series else ()), *(one for one in charts if not one.is_empty))
+
+
+def write_figures(
+    charts: Sequence[Chart], folder: str | os.PathLike[str], *kinds: str, style: PaperStyle = PLAIN, force: bool = False
+) -> list[Path]:
+    """Write each chart as KEY.png (200 dpi), KEY.svg or KEY.pdf, and KEY.csv into a folder; return the paths.
+
+    Raises FileThere if an output file exists and `force` is off, and StorageError if writing fails.
+    """
+    target = local(folder)
+    paths = [target / f"{one.key}.{kind}" for one in charts for kind in (*kinds, "csv")]
+    refuse(paths, force)
+    with explained(folder):
+        for one in charts:
+            for kind in kinds:
+                with whole_file(target / f"{one.key}.{kind}") as temporary, style.settings():
+                    draw(one, style).savefig(temporary, format=kind, dpi=DPI, metadata=_METADATA[kind])
+            _write_csv(one, target / f"{one.key}.csv")
+    return sorted(paths)
+
+
+def write_pdf(
+    charts: Sequence[Chart], path: str | os.PathLike[str], *, title: str = "", style: PaperStyle = PLAIN, force: bool = False
+) -> list[Path]:  # fmt: skip
+    """Write a PDF with a list of the charts and one page per chart, and KEY.csv into a folder next to it (figures.pdf:
+    figures-data); return the paths, the PDF first. Raises the same errors as write_figures.
+    """
+    target = local(path)
+    folder = target.with_name(f"{target.stem}-data")
+    tables = [folder / f"{one.key}.csv" for one in charts]
+    refuse([target, *tables], force)
+    about = _METADATA["pdf"] | {"Title": title or None}
+    with explained(path):
+        with whole_file(target) as temporary, style.settings(), PdfPages(temporary, metadata=about) as pages:
+            pages.savefig(_cover(charts, title, folder.name))
+            for one in charts:
+                pages.savefig(draw(one, style))
+        for one, table in zip(charts, tables, strict=True):
+            _write_csv(one, table)
+    return [target, *tables]
+
+
+def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
+    """Draw a cover page with the title and one line per figure: page number, figure title, and name of the CSV file in the
+    folder `data`."""
+    lines = [plain(title or "Figures", 80), "", "page, figure: its numbers"]
+    lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
+    figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
+    figure.text(0.04, 1 - 0.3 / figure.get_figheight(), "\n".join(lines), va="top")
+    return figure
+
+
+def _write_csv(one: Chart, path: Path) -> None:
+    text = "".join(f"{line}\n" for line in to_csv(rows_of(one)))
+    # A lone surrogate, as in a damaged name, cannot be encoded as UTF-8.
+    write_whole(path, text.encode("utf-8", "backslashreplace"))
+
+
+_LINES = ("what", "line", "x", "y", "low", "high", "text")
+_Row = tuple[Any, ...]
+
+
+def rows_of(one: Chart) -> Rows:
+    """Return the data of a figure as a table, one row per point, cell, bin, bar, mark or band. Columns that do not apply to a
+    row are NULL.
+
+    Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
+    column. Heatmap: `what` is cell (only those with tokens) or line. Bar chart: one row per bar.
+    """
+    if isinstance(one, Stack):
+        return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
+    columns, rows = next(how for kind, how in _TABLES.items() if isinstance(one, kind))
+    return Rows(columns, list(rows(one)))
+
+
+def _lines(one: LineChart) -> Iterator[_Row]:
+    for line in one.lines:
+        yield from (("line", line.name, x, y, None, None, None) for x, y in _columns(line.x, line.y))
+    for mark in one.marks:
+        x, low, high = _numbers(mark.x, mark.low, mark.high)
+        yield "mark", None, x, None, low, high, mark.text
+    for band in one.bands:
+        yield "band", None, None, None, *_numbers(band.low, band.high), band.text
+
+
+def _heatmap(one: Heatmap) -> Iterator[_Row]:
+    (row, column), x, y = np.nonzero(one.counts), one.x_edges, one.y_edges
+    for cell in _columns(x[column], x[column + 1], y[row], y[row + 1], one.counts[row, column]):
+        yield "cell", None, None, None, *cell
+    for curve in one.curves:
+        yield from (("line", curve.name, x, y, None, None, None, None, None) for x, y in _columns(curve.x, curve.y))
+
+
+def _bars(one: BarChart) -> Iterator[_Row]:
+    for group, bars in one.groups.items():
+        yield from ((group, bar.name, *_numbers(bar.value, bar.low, bar.high), bar.text) for bar in bars)
+
+
+_TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
+    LineChart: (_LINES, _lines),
+    Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
+    BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
+}
+"""Class of a chart -> the columns of the CSV file, and the function that yields the rows."""
+
+
+def _columns(*columns: Any) -> Iterator[_Row]:
+    """Yield rows of Python numbers, which are written to CSV with all digits."""
+    return zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+
+
+def _numbers(*values: float | None) -> tuple[float | None, ...]:
+    return tuple(np.asarray(value).item() for value in values)
