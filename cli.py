@@ -19,7 +19,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
-from click.core import ParameterSource
 
 from . import __version__
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
@@ -28,7 +27,6 @@ from .replay.arms import Arm, names_for
 from .schemas.errors import (
     ColumnsLeftOut,
     DamageWarning,
-    InvalidOption,
     InvalidQuery,
     TimTraceError,
     TimTraceWarning,
@@ -40,7 +38,6 @@ from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
     from .analysis.rows import Rows
-    from .replay.plan import ReplayPlan
     from .replay.results import ReplayedSteps
     from .replay.sample import Sample
 
@@ -146,8 +143,6 @@ def _print(text: str, **how: Any) -> None:
 
 _SUMMED_TOKENS = 1_000_000
 """Minimum response tokens of a run for which `record` computes sums at the end; else the first query does."""
-_LEAST_TOLD_S = 10
-"""Minimum duration of a replay for which an estimate is printed, seconds."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -317,10 +312,6 @@ _weights_from = click.option(
 _model_factory = click.option(
     "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not have."
 )
-_capture_fraction = click.option(
-    "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
-)  # fmt: skip
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
     "--confidence", default=0.95, type=float, metavar="C", help="Confidence level of the intervals over groups."
@@ -394,7 +385,10 @@ def main() -> None:
 @click.option(
     "--capture", default="logprobs", metavar="logprobs|topk:K|logits", help="What to keep of each token's distribution."
 )
-@_capture_fraction
+@click.option(
+    "--capture-fraction", default=1.0, type=float, metavar="F",
+    help="Share of the sequences whose distributions are kept.",
+)  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
     help="Record every policy version's weights, bit for bit; auto: only for models up to --weights-below.",
@@ -412,7 +406,6 @@ def main() -> None:
     help="Digests of vLLM's weights to record: of the tensors sent to it, or also of those it holds at every version.",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Add to the existing trace: the run resumes from a checkpoint.")
-@click.option("--compact", is_flag=True, help="Merge the files of all writers at the end.")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
     help="Seconds to wait for an unresponsive file system before a process stops recording and continues.",
@@ -475,33 +468,26 @@ tim-trace import auto outputs/token_exports -o runs/mine
     help="Share of the sequences to import, selected by a hash of their names.",
 )
 @click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as available.")
-@click.option("--model", metavar="DIR", help="Attach the weights of a Hugging Face folder, for replays.")
-@click.option("--model-version", default=0, type=int, metavar="N", help="Policy version of these weights.")
-@click.option("--tokenizer", metavar="DIR", help="With --model: folder of the tokenizer, if different.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
-@_ray
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
     """Make a trace of another tool's files, or add what is new to it.
 
-    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, npz, vllm, sglang, trl, areal, open-instruct,
+    FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
     torchtitan or ms-swift; docs/reference/import-formats.md says what each reads. Importing a folder
     again is incremental. No code in the files is executed.
 
-    FORMAT parquet is the neutral format: one row per sequence, in Parquet, JSON, CSV or Arrow, with the columns step,
+    FORMAT parquet is the neutral format: one row per sequence, in Parquet or JSON, with the columns step,
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
-    PATH is a file, a folder or a URL (s3://bucket/dump); for parquet also a pattern, or a folder of save_to_disk of Hugging Face datasets.
+    PATH is a file or a folder; for parquet also a pattern or a URL (s3://bucket/dump).
     """
     from .analysis import import_dump
     from .analysis.trace.sums import summarize
     from .tracer.importers.mapping import parse_map
     from .tracer.scored_passes import comparable_pair
 
-    with _library_output_held_back() if options["model"] or options["ray"] else nullcontext():
-        imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
+    imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
-    if imported.attached is not None:
-        _tell(_attached(output, imported.attached))
 
 
 @_example("tim-trace info runs/demo")
@@ -560,20 +546,17 @@ def verify(trace: str, form: _Form) -> None:
 )
 @click.option("--file-size", default="512MB", metavar="SIZE", help="Approximate size of a merged file.")
 @click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
-@_ray
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
 
     Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
-    It can be interrupted at any time: the trace stays complete, and the next call continues. A run that is being recorded
-    is merged up to the last step completed by all of its writers.
+    It can be interrupted at any time: the trace stays complete, and the next call continues.
     """
     from .analysis import compact as run
     from .analysis.compact import compaction_text
 
-    with _library_output_held_back() if options["ray"] else nullcontext():
-        found = run(trace, progress=_progress, **options)
+    found = run(trace, progress=_progress, **options)
     form.answer(
         json=lambda: {"trace": found.trace, "tables": found.tables},
         text=lambda width: compaction_text(found, width),
@@ -776,43 +759,15 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     form.table(rows, "corrections")
 
 
-@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce --correction none --by step")
+@_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
 @main.command()
 @click.argument("trace", metavar="RUN")
 @_steps
 @click.option(
-    "--loss", type=click.Choice(["ppo_clip", "reinforce", "gspo", "rloo", "cispo", "sapo", "vespo"]),
-    help="Kind of loss; default: the recorded one, or PPO with clip 0.2.",
+    "--loss", metavar="KIND|FIELDS",
+    help="Loss to use instead of the recorded one: ppo_clip, reinforce, gspo, rloo, cispo, sapo or vespo, and fields of the "
+    "loss, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
-@click.option("--clip-low", type=float, metavar="E", help="Lower bound of the ratio, as its distance from 1.")
-@click.option(
-    "--clip-high",
-    type=float,
-    metavar="E",
-    help="Upper bound, as its distance from 1; for cispo the largest weight itself.",
-)
-@click.option("--clip-hard", type=float, metavar="C", help="Largest ratio for any sign of the advantage.")
-@click.option(
-    "--sapo-temperature-pos", type=float, metavar="T", help="Temperature of sapo where the advantage is positive."
-)
-@click.option("--sapo-temperature-neg", type=float, metavar="T", help="Temperature of sapo elsewhere.")
-@click.option("--vespo-k-pos", type=float, metavar="K", help="Power of vespo where the advantage is not negative.")
-@click.option("--vespo-lambda-pos", type=float, metavar="L", help="Decay of vespo there.")
-@click.option("--vespo-k-neg", type=float, metavar="K", help="Power of vespo where the advantage is negative.")
-@click.option("--vespo-lambda-neg", type=float, metavar="L", help="Decay of vespo there.")
-@click.option(
-    "--denominator", type=click.Choice(["train", "rollout", "current"]), help="Pass in the denominator of the ratio."
-)
-@click.option(
-    "--aggregation", metavar="NAME",
-    help="Aggregation over tokens: token_mean, batch_token_mean, micro_token_mean, sequence_mean, sequence_sum, sequence, constant.",
-)  # fmt: skip
-@click.option(
-    "--correction", metavar="NAME",
-    help="Correction factor of the terms: none, token_truncate, token_mask, sequence_truncate or sequence_mask.",
-)  # fmt: skip
-@click.option("--correction-low", type=float, metavar="C", help="Lower bound of the correction on train / rollout.")
-@click.option("--correction-high", type=float, metavar="C", help="Upper bound of the correction.")
 @_confidence
 @_by("run", "step", help="What a row stands for; run adds the worst steps.")
 @_ray
@@ -822,7 +777,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 
     It holds the contribution of each token under the ratio that the loss used against the one that the samples call for,
     current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
-    read from the trace; options take the place of what it says.
+    read from the trace; --loss takes the place of what it says.
     """
     from .analysis import objective as bend
     from .analysis.objective.text import objective_json, objective_rows, objective_text
@@ -869,20 +824,13 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
     "--sample", metavar="F|N",
     help="Score a random share (below 1) or number of sequences, in whole groups; a larger one later adds to it.",
 )  # fmt: skip
-@click.option("--as-recorded", is_flag=True, help="Replay with the recorded settings (default).")
 @_arm_options
 @click.option(
     "--arm", multiple=True, metavar="CHANGES", help="Another arm, e.g. dtype=fp16,batch-size=1; can be repeated."
 )
-@click.option("--arm-file", metavar="FILE", help="More arms: a TOML file with one table per arm.")
 @_model_factory
 @_weights_from
 @_allow_kernel
-@click.option(
-    "--capture", default="logprobs", metavar="logprobs|topk:K|logits|hidden",
-    help="What to keep of each token's distribution; hidden: the last hidden state, which gives the logits.",
-)  # fmt: skip
-@_capture_fraction
 @click.option("--force", is_flag=True, help="Overwrite existing arms.")
 @click.option(
     "--dry-run", is_flag=True,
@@ -890,7 +838,7 @@ def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
-@_prints(json="Print JSON, one row per step; with --sample or --dry-run, per arm.")
+@_prints(json="Print JSON, one row per step; with --dry-run, per arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
 
@@ -898,27 +846,18 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     or says what differs here. Steps that an arm has already are not done again.
     """
     from .analysis import replay as score_again
-    from .analysis.main_columns import MAIN_COLUMNS
-    from .analysis.replay_text import estimate_sentence, plan_rows, replay_estimates
-    from .analysis.rows import table, to_text
-    from .replay.results import by_arm
+    from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
+    from .analysis.rows import table
     from .tracer.scored_passes import replayed_pair
 
-    def tell_estimate(plan: ReplayPlan) -> None:
-        if (plan.seconds or 0) >= _LEAST_TOLD_S and not click.get_current_context().meta.get(_QUIET, False):
-            _tell(estimate_sentence(plan))
-
     with _library_output_held_back():
-        results = score_again(trace, progress=_progress, at_estimate=tell_estimate, **options)
+        results = score_again(trace, progress=_progress, **options)
     if options["dry_run"]:
         form.table(plan_rows(results.plan), "replay_plan")
         _tell(estimate_sentence(results.plan))
         return
-    estimates = replay_estimates(results)
     form.answer(
-        json=lambda: table(estimates or results),
-        text=lambda width: to_text(table(estimates or by_arm(results)), width, MAIN_COLUMNS["replay"]),
-        rows=lambda: table(estimates or results),
+        json=lambda: table(results), text=lambda width: replay_text(results, width), rows=lambda: table(results)
     )
     for line in _replayed(trace, results, replayed_pair(trace, results[-1].arm)):
         _tell(line)
@@ -964,14 +903,9 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
-    "--micro-batches", default=4, type=int, metavar="N",
-    help="Minimum number of micro-batches for bias and variance; 0: omit them.",
-)  # fmt: skip
-@click.option(
     "--loss", metavar="FIELDS",
     help="Loss to use instead of the recorded one, e.g. kind=ppo_clip,clip_high=0.28.",
 )  # fmt: skip
-@click.option("--smoothness", type=float, metavar="L", help="L of the three terms; without it C is per unit of L.")
 @_model_factory
 @_weights_from
 @_allow_kernel
@@ -988,8 +922,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
     sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.
 
-    bias is the length of the mean difference to the gradient as recorded, bias_error its standard error over micro-batches;
-    progress_a, _b and _c are the terms of arXiv 2602.01826, eq. 13.
+    bias is the length of the difference to the gradient as recorded, variance that of the mean over micro-batches.
     """
     from dataclasses import asdict
 
@@ -1007,11 +940,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
 @main.command()
-@click.argument("trace", metavar="RUN", required=False)
-@click.option(
-    "--from-dumps", nargs=2, metavar="A B",
-    help="Instead of RUN, compare two folders of tensors that SGLang's dumper, msprobe or torch.save wrote.",
-)  # fmt: skip
+@click.argument("trace", metavar="RUN")
 @click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
 @click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; by default as recorded.")
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
@@ -1024,7 +953,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--operators", metavar="WORDS", help="Only operators whose name contains one of these words, e.g. q_proj,rotary."
 )
 @click.option(
-    "--patch", default="kinds", type=click.Choice(["kinds", "layers", "all", "none"]),
+    "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
     help="Operators to compute by the other execution's code, as proof.",
 )  # fmt: skip
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of a.")
@@ -1034,56 +963,18 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--keep/--no-keep", default=True,
     help="Store the result in the trace, for sql and diagnose; replaces an earlier one with the same options.",
 )  # fmt: skip
-@_by("kind", "operator", "layer", "patch", "parameter", help="What a row of --csv stands for.")
-@click.option(
-    "--backward",
-    is_flag=True,
-    help="Compare gradients of the recorded loss instead (locate_backward in Python).",
-)
-@click.option(
-    "--loss",
-    metavar="FIELDS",
-    help="With --backward: fields of the loss that the trace does not have, as gradient's --loss.",
-)
-@click.option(
-    "--limit", default=24, type=click.IntRange(1), metavar="N",
-    help="With --from-dumps: number of rows to print; --json and --csv have all.",
-)  # fmt: skip
+@_by("kind", "operator", "layer", "patch", help="What a row of --csv stands for.")
 @_prints()
-def locate(
-    trace: str | None,
-    from_dumps: tuple[str, str] | None,
-    by: str,
-    limit: int,
-    backward: bool,
-    loss: str | None,
-    form: _Form,
-    **options: Any,
-) -> None:
+def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
     Each operator of both executions is compared with a float64 model on the same inputs, so that earlier errors do not count: the
     first error that exceeds what rounding can cause is the divergence. carried is the share of the mean square mismatch that an
-    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator. After an
-    interruption, the same command continues. Exit code 1: rounding does not explain everything.
-
-    --from-dumps compares two dumps name by name and finds the first tensor whose difference rounding does not explain. It takes
-    --by operator|layer, --limit and options of output, and no other.
+    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator.
+    Exit code 1: rounding does not explain everything.
     """
-    if from_dumps is not None:
-        _locate_dumps(from_dumps, trace, by, limit, form)
-        return
-    if trace is None:
-        raise click.UsageError("give RUN, or two folders of dumped tensors with --from-dumps A B")
     from dataclasses import asdict
 
-    if backward:
-        options.pop("keep")
-        return _locate_backward(trace, by, form, loss=loss, **options)
-    if loss is not None:
-        raise InvalidOption("only applies with --backward", option="loss")
-    if by == "parameter":
-        raise InvalidOption("'parameter' goes with --backward alone", option="by")
     from .analysis import locate as find
     from .analysis.locate_text import location_text, next_command, sentence
     from .analysis.location import location_rows
@@ -1101,70 +992,6 @@ def locate(
         _tell(f"not stored in the trace: {found.not_kept}")
     if found.first is not None or found.kinds:
         _tell(f"next: {next_command(found).replace('RUN', shlex.quote(trace))}")
-    if found.first is not None:
-        raise click.exceptions.Exit(1)
-
-
-def _locate_backward(
-    trace: str, by: str, form: _Form, *, patch: str, layers: str | None, operators: str | None, **options: Any
-) -> None:
-    """Answer `locate --backward`."""
-    from dataclasses import asdict
-
-    from .analysis.locate_backward_text import backward_rows, backward_sentence, backward_text, check_by
-    from .replay.locate.backward import locate_backward
-
-    given = _given() - ({"patch"} if patch == "none" else set())
-    for option in ("patch", "layers", "operators"):
-        if option in given:
-            raise InvalidOption(
-                "does not apply with --backward, which compares all operators without patches; leave it out",
-                option=option,
-            )
-    check_by(by)
-    with _library_output_held_back():
-        found = locate_backward(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": backward_sentence(found)},
-        text=lambda width: backward_text(found, by, width),
-        rows=lambda: backward_rows(found, by),
-    )
-    if found.first is not None:
-        raise click.exceptions.Exit(1)
-
-
-_FOR_DUMPS = frozenset({"from_dumps", "by", "limit", "as_json", "as_csv", "is_wide", "quiet"})
-
-
-def _given() -> set[str]:
-    """Return the options given on the command line."""
-    context = click.get_current_context()
-    names = {parameter.name for parameter in context.command.params if isinstance(parameter, click.Option)}
-    return {
-        name for name in names if name is not None and context.get_parameter_source(name) is ParameterSource.COMMANDLINE
-    }
-
-
-def _locate_dumps(folders: tuple[str, str], trace: str | None, by: str, limit: int, form: _Form) -> None:
-    """Answer `locate --from-dumps`. Exit with code 1 if rounding does not explain every difference."""
-    from dataclasses import asdict
-
-    from .analysis.dumps.compare import dumps_rows, locate_dumps
-    from .analysis.dumps.text import dumps_text, sentence
-
-    given = [f"--{name.replace('_', '-')}" for name in sorted(_given() - _FOR_DUMPS)]
-    if trace is not None or given:
-        what = f"{trace} is" if trace is not None else f"{', '.join(given)} {'is' if len(given) == 1 else 'are'}"
-        raise click.UsageError(f"--from-dumps compares two folders directly, so {what} not supported; leave it out")
-    by = by if "by" in _given() else "operator"
-    if by not in ("operator", "layer"):
-        raise click.UsageError(f"--from-dumps has rows --by operator or layer; got {by}")
-    found = locate_dumps(*folders, progress=_progress)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": sentence(found)},
-        text=lambda width: dumps_text(found, width, by, limit),
-        rows=lambda: dumps_rows(found, by),
-    )
     if found.first is not None:
         raise click.exceptions.Exit(1)
 
@@ -1359,7 +1186,8 @@ def export_(trace: str, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option(
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
-    help="check, or a number and its bound, as tim.k3>1e-3 or verl.k3_kl>=0.05; can be repeated.",
+    help="check, or a number and its bound, as tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 steps'; "
+    "can be repeated.",
 )  # fmt: skip
 @_pair
 @_confidence
@@ -1376,8 +1204,10 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     Conditions on columns of stats write sums into the trace, as stats does.
 
-    A condition says what fails: tim.NAME is a column of stats, verl.NAME one of stats --like verl, check the check of the
-    comparison. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
+    A condition says what fails: tim.NAME is a column of stats or a figure that alerts read by step, verl.NAME one of stats
+    --like verl, check the check of the comparison. It is about all tokens of the run, about each step (any step), or about
+    the tokens of the last N steps (last N steps). A condition that passes over the run while single steps violate it gets a
+    warning. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
     --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
     both sides of the bound, or where there is none.
     """
@@ -1386,6 +1216,9 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     found = judge(trace, fail_on=fail_on, progress=_progress, **options)
     form.table(table_of(found.verdicts), "gate")
+    for verdict in found.verdicts:
+        if verdict.warns:
+            _tell(f"warning: {verdict.condition}: {verdict.how}")
     if found.fails:
         raise click.exceptions.Exit(1)
 
@@ -1553,10 +1386,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
 def _sampled(sample: Sample) -> str:
     """Describe the sample of a replay."""
     thin = f", in {len(sample.steps):,} of {sample.num_steps:,} steps" if len(sample.steps) < sample.num_steps else ""
-    return (
-        f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}; "
-        f"low and high are 95% intervals for all {sample.num_sequences:,} sequences of these steps"
-    )
+    return f"a sample of {sample.num_drawn:,} of {sample.num_groups:,} groups (share {sample.share:.3g}, seed {sample.seed}){thin}"
 
 
 def _attached(trace: str, found: Any) -> str:

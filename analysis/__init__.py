@@ -10,7 +10,6 @@ from ..schemas.lazy import make_lazy
 if TYPE_CHECKING:
     from ..replay.engine import replay
     from ..replay.gradients.engine import gradient
-    from ..replay.locate.backward import locate_backward
     from ..tracer.importers.import_dump import import_dump
     from ..tracer.importers.neutral import import_parquet
     from ..tracer.launch import record
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from .comparison.compare import compare
     from .corrections import corrections
     from .diagnosis.diagnose import diagnose
-    from .dumps.compare import locate_dumps
     from .dynamics.dynamics import dynamics
     from .export.export import export_run
     from .gate.gate import gate
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "attach", "attribute", "check", "compact", "compare", "connect", "corrections", "diagnose", "dynamics", "export", "export_run", "gate", "gradient",
-    "import_dump", "import_parquet", "info", "locate", "locate_backward", "locate_dumps", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
+    "import_dump", "import_parquet", "info", "locate", "objective", "query", "record", "replay", "report", "sql", "stats", "triangulate", "verify",
     "watch", "weights",
 ]  # fmt: skip
 
@@ -64,8 +62,6 @@ make_lazy(
         "import_parquet": "..tracer.importers.neutral",
         "info": ".info",
         "locate": ".locate",
-        "locate_backward": "..replay.locate.backward",
-        "locate_dumps": ".dumps.compare",
         "objective": ".objective.objective",
         "query": ".queries.catalogue",
         "record": "..tracer.launch",

@@ -13,7 +13,6 @@ from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.results import Result
 from ..schemas.size import parse_size
 from ..schemas.sums import KINDS
-from ..tracer.cluster import connected
 from ..tracer.compaction.elsewhere import merge_to
 from ..tracer.compaction.merge import merge
 from ..tracer.index import write_index
@@ -39,8 +38,8 @@ class Compaction(Result):
     trace: str
     """Folder or URL of the compacted trace."""
     tables: Rows
-    """One row per table: files and bytes before and after, and the number of files left unchanged because they hold open steps
-    or replays, or are already large."""
+    """One row per table: files and bytes before and after, and the number of files left unchanged because they hold replays or are
+    already large."""
 
     @property
     def has_changed(self) -> bool:
@@ -54,17 +53,13 @@ def compact(
     output: str | os.PathLike[str] | None = None,
     file_size: str = FILE_SIZE,
     force: bool = False,
-    ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Compaction:
     """Merge the files of all writers into few of about `file_size` each, ordered by step and pass.
 
     Results of all verbs stay the same, bit for bit. The trace is changed in place, or written to `output`, a folder or a URL;
-    `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A live trace is
-    merged up to the last step closed by all its writers. Replays, distributions and weights keep separate files.
-
-    `ray` divides the steps among the actors of a Ray cluster: `local` starts one here, an address (`auto`, `host:port`) is that
-    of a running one whose nodes see the trace at the same path. File boundaries then differ from those of one process.
+    `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A trace that is
+    being recorded is not merged. Replays, distributions and weights keep separate files.
 
     Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part of the trace is
     missing.
@@ -72,13 +67,11 @@ def compact(
     file_bytes = parse_size(file_size, option="file_size")
     path = os.fspath(trace)
     if output is not None:
-        with connected(ray):
-            merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress, ray=ray)
+        merged = merge_to(path, os.fspath(output), file_bytes, force=force, progress=progress)
         path = os.fspath(output)
     else:
         sums = _kept_sums(path)
-        with connected(ray):
-            merged = merge(path, file_bytes, progress, ray)
+        merged = merge(path, file_bytes, progress)
         if any(table.files_before for table in merged):
             _keep_sums(path, sums)
     rows = [tuple(getattr(table, column) for column in COLUMNS) for table in merged]
@@ -119,5 +112,5 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 def compaction_text(found: Compaction, width: int | None = None) -> str:
     """Render a compaction."""
     if not found.has_changed:
-        return f"{found.trace}: nothing to merge: few files, or steps still open"
+        return f"{found.trace}: nothing to merge: few files"
     return to_text(found.tables, width)

@@ -8,7 +8,7 @@ from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradi
 from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
 
-_FIGURES = ("norm", "cosine", "norm_ratio", "bias", "bias_error", "variance")
+_FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
 
 
 def gradient_text(found: GradientReport, by: str = "step", width: int | None = None) -> str:
@@ -47,17 +47,12 @@ def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
 
 def _by_step(steps: Sequence[GradientStep]) -> Rows:
     columns = (
-        "step", "arm", "version", "grad_norm", "logged_norm", "cosine", "norm_ratio", "bias", "bias_error", "variance",
-        "noise_scale", "progress_a", "progress_b", "progress_c",
+        "step", "arm", "version", "grad_norm", "logged_norm", "cosine", "norm_ratio", "bias", "variance",
     )  # fmt: skip
     rows = [
-        (
-            step.step, step.arm, step.policy_version, step.grad_norm, step.logged_norm,
-            *_figures(step.whole)[1:], step.noise_scale,
-            *((None,) * 3 if step.progress is None else (step.progress.a, step.progress.b, step.progress.c)),
-        )
+        (step.step, step.arm, step.policy_version, step.grad_norm, step.logged_norm, *_figures(step.whole)[1:])
         for step in steps
-    ]  # fmt: skip
+    ]
     return Rows(columns, rows)
 
 
@@ -73,21 +68,15 @@ def _by_module(steps: Sequence[GradientStep]) -> Rows:
 
 
 def _by_arm(steps: Sequence[GradientStep]) -> Rows:
-    """Return one row per arm: averages over the arm's steps, and the number of steps whose bias exceeds twice its standard
-    error."""
+    """Return one row per arm: averages over the arm's steps."""
     rows = []
     for name in dict.fromkeys(step.arm for step in steps):
         own = [step.whole for step in steps if step.arm == name]
         cosines = [whole.cosine for whole in own if whole.cosine is not None]
         ratios = [whole.norm_ratio for whole in own if whole.norm_ratio is not None]
         shares = [whole.bias / whole.norm * whole.norm_ratio for whole in own if whole.norm and whole.norm_ratio]
-        with_error = [whole for whole in own if whole.bias_error is not None]
-        biased = sum(whole.bias > 2 * (whole.bias_error or 0.0) for whole in with_error)
-        rows.append((
-            name, len(own), _mean(cosines), min(cosines, default=None), _mean(ratios), _mean(shares),
-            biased if with_error else None,
-        ))  # fmt: skip
-    columns = ("arm", "num_steps", "mean_cosine", "min_cosine", "mean_norm_ratio", "mean_bias_share", "num_biased")
+        rows.append((name, len(own), _mean(cosines), min(cosines, default=None), _mean(ratios), _mean(shares)))
+    columns = ("arm", "num_steps", "mean_cosine", "min_cosine", "mean_norm_ratio", "mean_bias_share")
     return Rows(columns, rows)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict
+from typing import Any
 
+from ..replay.arms import Arm, parse_arm
 from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
-from ..replay.locate.unfinished import Unfinished, question_id
+from ..schemas.checksums import short_hash
+from ..schemas.contract import canonical_json
 from ..tracer.located.result_files import write_result
 from ..tracer.located.results import Located, LocateQuestion
 from ..tracer.progress import Progress, no_progress
@@ -41,33 +44,29 @@ def locate(
 
     `steps` selects one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
     both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated words
-    of names, as `q_proj,rotary`) limit what is judged and patched. `patch` computes operators of one execution with the
-    other's code, on their own inputs, and measures how much of the mismatch that removes: by `kinds`, by `layers` from
-    the first on, `all` of both, or `none`. `model_factory` (of a) and `against_factory` (of b), as module:function,
-    build the model with the user's code, which then also runs once in float64, where rounding hides nothing.
+    of names, as `q_proj,rotary`) limit what is judged and patched. `patch="kinds"` computes each kind of operator of one
+    execution with the other's code, on its own inputs, and measures how much of the mismatch that removes; `"none"` skips
+    it. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model with the user's code,
+    which then also runs once in float64, where rounding hides nothing.
 
     With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier answer to the same
     question; the views `operators` and `patches` and `diagnose` read it from there. `not_kept` is the reason if it
-    could not be stored. Partial results are stored there as well, so that the same question resumes after an
-    interruption, except with user code, which may have changed. Without `keep` nothing is written.
+    could not be stored. Without `keep` nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
+    found = locate_operators(
+        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
+        model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, progress=progress,
+    )  # fmt: skip
+    if not keep:
+        return location(found)
     question = LocateQuestion(
-        step=-1, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
+        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
         model_factory=model_factory, against_factory=against_factory,
         weights_from=None if weights_from is None else os.fspath(weights_from),
     )  # fmt: skip
-    unfinished = Unfinished(Store(trace), question) if keep else None
-    found = locate_operators(
-        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
-        model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, unfinished=unfinished,
-        progress=progress,
-    )  # fmt: skip
-    if unfinished is None:
-        return location(found)
-    kept, not_kept = _keep(Store(trace), replace(question, step=found.step), found)
-    unfinished.remove()
+    kept, not_kept = _keep(Store(trace), question, found)
     return location(found, kept=kept, not_kept=not_kept)
 
 
@@ -79,3 +78,15 @@ def _keep(store: Store, question: LocateQuestion, found: Located) -> tuple[str |
         return write_result(store, question_id(question), question, found), None
     except OSError as error:
         return None, error.strerror or first_line(error)
+
+
+def question_id(question: LocateQuestion) -> str:
+    """Return the XXH3-64 hash of a question's canonical JSON, 16 hexadecimal digits.
+
+    An arm enters the hash with its changes, not with its name, so that options added in later releases change no id.
+    """
+    arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
+    asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}
+    if question.operators is None:  # questions of earlier releases had none
+        del asked["operators"]
+    return short_hash(canonical_json(asked).encode())

@@ -12,22 +12,13 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
         "ess_token", "bias_token", "variance_token",
     ),
     "gradient": (
-        "step", "arm", "module", "cosine", "norm_ratio", "bias", "bias_error", "grad_norm", "logged_norm", "variance",
-    ),
-    "replay": (
-        "arm", "step", "num_steps", "num_tokens", "share_equal", "mean_abs_d", "mean_abs_d_low", "mean_abs_d_high", "k3", "k3_low",
-        "k3_high", "max_abs_d", "identity_held", "share_equal_low", "share_equal_high", "num_groups", "no_interval",
+        "step", "arm", "module", "cosine", "norm_ratio", "bias", "grad_norm", "logged_norm", "variance",
     ),
     "replay_plan": (
-        "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "all_seconds", "device_hours", "tokens_per_s", "num_versions", "load_s",
+        "arm", "num_steps", "num_sequences", "num_tokens", "seconds", "tokens_per_s", "num_versions", "load_s",
     ),
-    "backward_kinds": ("kind", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),
-    "backward_layers": ("layer", "share", "difference", "norm_a", "norm_b", "ratio_a", "ratio_b"),
-    "backward_parameters": ("parameter", "share", "difference", "cosine", "norm_a", "introduced_a", "introduced_b"),
-    "backward_operators": ("side", "operator", "what", "introduced", "ratio"),
     "locate_kinds": ("side", "kind", "carried", "carried_low", "carried_high", "ratio", "num_operators"),
     "locate_patches": ("patch", "taker", "removed", "removed_low", "removed_high", "num_operators"),
-    "dumps": ("place", "rms", "units", "ratio", "why", "dtype_a", "dtype_b", "worst", "token", "shape_a", "shape_b"),
     "weights": (
         "version", "module", "kind", "verified", "share_changed", "mean_share_changed", "max_share_changed", "num_bytes",
         "stored_bytes",

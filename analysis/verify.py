@@ -281,18 +281,10 @@ class _Verifier:
                     seen.add(name)
                     read = partial(result_files.read_whole_table, self.store, header, name)
                     yield _Part(folder=LOCATE, name=name, num_bytes=record.num_bytes, is_checked=True, read=read)
-        unfinished: set[str] = set()
-        for question in result_files.unfinished_questions(self.store):
-            names = result_files.unfinished_names(self.store, question)
-            unfinished |= set(names)
-            self.ignored.append(
-                f"{self.store.shown(f'{LOCATE}/{question}-unfinished*')}: {len(names)} files of a `locate` that was interrupted or is "
-                "still running; run the same command again to resume it, or remove them"
-            )
         self.ignored += [
             f"{self.store.shown(f'{LOCATE}/{name}')}: belongs to no readable result of `locate`; remove it"
             for name in self.store.files(LOCATE)
-            if f"{LOCATE}/{name}" not in seen | unfinished
+            if f"{LOCATE}/{name}" not in seen
         ]
 
 

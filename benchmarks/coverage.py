@@ -54,8 +54,11 @@ QUICK_SIZES = ((8, 1), (32, 4), (128, 8))
 CORRELATIONS = (0.0, 0.3, 0.8)
 """Of what two sequences of a group have in common."""
 
-SCALE, SPREAD, SHIFT = 0.05, 0.5, 0.3
-"""Of the errors of logits: their size; the standard deviation of its logarithm, and of their mean in sizes, over sequences."""
+SCALE, SHIFT = 0.05, 0.3
+"""Of the errors of logits: their size, and the standard deviation of their mean in sizes, over sequences."""
+
+SPREAD = {"normal": 0.5, "heavy": 0.5, "scales": 1.0}
+"""Tails -> standard deviation of the logarithm of the size over sequences."""
 
 TRUTH_SEQUENCES = 200_000
 
@@ -69,8 +72,9 @@ QUICK_STEPS = (60,)
 AUTOCORRELATIONS = (0.0, 0.5, 0.8)
 """Of a series' scatter from one step to the next."""
 
-JUMP, RAMP, GROWTH = (4.0, 8.0), (6.0, 12.0), 0.01
-"""Sizes of changes in standard deviations of the scatter, of which a ramp reaches all at the last step; slope of ln k3."""
+JUMP, RAMP, DECAY, GROWTH = (4.0, 8.0), (6.0, 12.0), (0.05, 0.15), 0.01
+"""Sizes of changes in standard deviations of the scatter, of which a ramp reaches all at the last step; time constants of an
+exponential drop, as shares of the run; slope of ln k3."""
 
 LOSS = Loss()
 KNOWN = frozenset({MISMATCH, DRIFT, ADVANTAGE})
@@ -84,7 +88,8 @@ class Cell:
     group_size: int
     correlation: float
     tails: str
-    """`normal`, or `heavy`: errors of logits have Student's distribution with 3 degrees of freedom."""
+    """`normal`, `heavy`: errors of logits have Student's distribution with 3 degrees of freedom, or `scales`: normal errors
+    whose size differs more between sequences and groups."""
 
     @property
     def name(self):
@@ -132,7 +137,7 @@ def draw_run(draw, cell):
     def errors():
         size_T, shift_T = (np.repeat(of_sequence(), lengths_N) for _ in range(2))
         noise_T = draw.standard_t(3, len(size_T)) if cell.tails == "heavy" else draw.normal(size=len(size_T))
-        return SCALE * np.exp(SPREAD * size_T) * (noise_T + SHIFT * shift_T)
+        return SCALE * np.exp(SPREAD[cell.tails] * size_T) * (noise_T + SHIFT * shift_T)
 
     logits_T = draw.normal(1.5, 2.0, lengths_N.sum())
     train_T, rollout_T = errors(), errors()
@@ -256,6 +261,15 @@ def series_intervals(draw, cell):
     rarely, at = EVERY * steps, EVERY * first - int(draw.integers(EVERY))  # somewhere between two evaluations
     moves = [(f"jump of {size:g} sd", steps, first, size * (steps >= first)) for size in JUMP]
     moves += [(f"ramp of {size:g} sd", steps, first, _ramp(steps, first, size)) for size in RAMP]
+    moves += [
+        (
+            f"drop of 12 sd over {share:.0%}",
+            steps,
+            first,
+            -12 * np.expm1(-np.maximum(steps - first + 1, 0) / (share * n)),
+        )
+        for share in DECAY
+    ]
     rise = 10 * np.exp(-6 * steps / n)
     moves += [("jump of 8 sd after a rise", steps, first, 8 * (steps >= first) + rise)]
     moves += [(f"jump of 8 sd, every {EVERY} steps", rarely, at, 8 * (rarely >= at))]
@@ -356,12 +370,12 @@ def falls_short(count, share):
 def report(counts):
     """One line a number: where it held least often, for each kind of tails; returns the cells that fall short."""
     short = []
-    print(f"{'':38}{'normal tails':^36}{'heavy tails':^36}")
-    print(f"{'interval':38}" + f"{'lowest':>8}{'mean':>7}{'none':>7}  {'in':12}" * 2)
+    print(f"{'':38}{'normal tails':^36}{'heavy tails':^36}{'sizes that differ':^36}")
+    print(f"{'interval':38}" + f"{'lowest':>8}{'mean':>7}{'none':>7}  {'in':12}" * len(SPREAD))
     keys = list(dict.fromkeys(key for found in counts.values() for key in found))
     for key in sorted(keys, key=lambda key: (key[0], keys.index(key))):
         line = f"{', '.join(key):38}"
-        for tails in ("normal", "heavy"):
+        for tails in SPREAD:
             found = {cell: count[key] for cell, count in counts.items() if cell.tails == tails}
             known = {cell: count.coverage for cell, count in found.items() if count.is_printed}
             if not known:
@@ -372,7 +386,7 @@ def report(counts):
             none = sum(count.none for count in found.values()) / total
             where = f"{worst.num_sequences}/{worst.group_size} {worst.correlation:g}"
             line += f"{known[worst]:>8.1%}{np.mean(list(known.values())):>7.1%}{none:>7.1%}  {where:12}"
-            share = promised(key) if tails == "heavy" else WANTED
+            share = WANTED if tails == "normal" else promised(key)
             short += [(key, cell, known[cell], share) for cell in known if falls_short(found[cell], share)]
         print(line, flush=True)
     return short
@@ -399,9 +413,10 @@ def report_series(counts):
 
 
 def measure_groups(quick, num_runs, start):
-    """Cell -> (command, name) -> Count. Seeds are 0 of normal tails and 1 of heavy ones, with the number of the run."""
+    """Cell -> (command, name) -> Count. Seeds are 0 of normal tails, 1 of heavy ones and 3 of sizes that differ, with the
+    number of the run."""
     counts = {}
-    for seed, tails in enumerate(("normal", "heavy")):
+    for seed, tails in zip((0, 1, 3), SPREAD, strict=True):
         alone = Cell(num_sequences=TRUTH_SEQUENCES, group_size=1, correlation=0.0, tails=tails)
         truth = Numbers(draw_run(np.random.default_rng(seed), alone)).values()
         for cell in cells(QUICK_SIZES if quick else SIZES, tails):

@@ -151,7 +151,6 @@ def _formats():
         "skyrl": (dumps.write_skyrl, _read_skyrl),
         "prime-rl": (dumps.write_prime_rl, _read_json),
         "nemo-rl": (dumps.write_nemo_rl, _read_json),
-        "npz": (dumps.write_npz, _read_npz),
         "vllm": (dumps.write_vllm, _read_json),
         "sglang": (dumps.write_sglang, _read_json),
         "open-instruct": (dumps.write_open_instruct, _read_json),
@@ -207,13 +206,6 @@ def _read_arrow(path):
     return pj.read_json(path, read_options=pj.ReadOptions(block_size=64 << 20))
 
 
-def _read_npz(path, read_lines=_read_json):
-    if path.suffix == ".jsonl":
-        return read_lines(path)
-    with np.load(path) as arrays:
-        return {name: arrays[name] for name in arrays}
-
-
 @dataclass
 class DataProto:
     """What a pickle of verl's batch becomes."""
@@ -255,9 +247,5 @@ def _read_skyrl(path):
 ALONE, MSGSPEC, ARROW = "json or its own", "msgspec", "pyarrow's JSON reader"
 OTHERS = {
     _read_json: {ARROW: _read_arrow, MSGSPEC: _read_msgspec},
-    _read_npz: {
-        ARROW: partial(_read_npz, read_lines=_read_arrow),
-        MSGSPEC: partial(_read_npz, read_lines=_read_msgspec),
-    },
 }
 """Reader of JSON by json -> others for the same files, by name."""

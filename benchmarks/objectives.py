@@ -45,7 +45,7 @@ def compare():
             ROUNDS,
             bare=lambda: _bare_pass(trace),
             ppo=lambda: objective(trace),
-            corrected=lambda: objective(trace, correction="sequence_mask", correction_high=3.0),
+            corrected=lambda: objective(trace, loss="correction=sequence_mask,correction_high=3"),
             gspo=lambda: objective(trace, loss="gspo"),
         )
         for name, what in (

@@ -1,4 +1,4 @@
-"""Ways to score a step: replay as recorded, by tokens, with shared prompts, by vLLM; a bare loop, and vLLM's bare prompt_logprobs."""
+"""Ways to score a step: replay as recorded, by tokens, packed, by vLLM; a bare loop, and vLLM's bare prompt_logprobs."""
 
 import os
 import tempfile
@@ -10,9 +10,8 @@ from comparison import Comparison, in_turn, ratios
 from replaying import VOCAB, forward_of, small_model
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.loaded import LoadedModel, scorer_of
-from tim_trace.replay.meter import untold
 from tim_trace.replay.recorded import RecordedRun
-from tim_trace.schemas.capture import Capture
+from tim_trace.tracer.progress import unheard
 from tim_trace.tracer.recorder import Recorder
 
 GROUPS, SIZE, ROWS = 2, 8, 8
@@ -24,7 +23,6 @@ ARMS = {
     "as recorded": {},
     "batch-tokens 2048": {"batch_tokens": 2048},
     "padding packed": {"padding": "packed"},
-    "padding shared": {"padding": "shared"},
     "engine vllm": {"engine": "vllm"},
     "engine vllm, batch-tokens 2048": {"engine": "vllm", "batch_tokens": 2048},
 }
@@ -90,9 +88,9 @@ def _recorded(trace, model, prompt, shortest, longest):
 
 def _scoring(run, rows, changes):
     """What scores the rows under an arm, with the model loaded."""
-    scorer = scorer_of(run, Arm(**changes), run.train_contract(rows[0].contract), "cpu", Capture())
+    scorer = scorer_of(run, Arm(**changes), run.train_contract(rows[0].contract), "cpu")
     loaded = LoadedModel(run.weights)
-    return lambda: loaded.score(scorer, rows, untold)
+    return lambda: loaded.score(scorer, rows, unheard)
 
 
 def _bare_vllm(folder, model, rows):

@@ -15,7 +15,6 @@ from ..schemas.contract import Contract, canonical_json
 from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS, Segment
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
-from ..tracer.dense import end_to_end
 from ..tracer.lock import alone
 from ..tracer.recorder import Recorder
 from ..tracer.routing import joined
@@ -33,8 +32,8 @@ from .scored import Scored
 class ArmPass:
     """The pass of one arm in the replayed trace."""
 
-    def __init__(self, run: RecordedRun, arm: Arm, capture: Capture | None = None):
-        self.run, self.arm, self.capture = run, arm, capture or Capture()
+    def __init__(self, run: RecordedRun, arm: Arm):
+        self.run, self.arm = run, arm
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._there: tuple[Snapshot | None, set[int]] = (None, set())
@@ -101,13 +100,12 @@ class ArmPass:
 
     def _record(self, step: int, scored: Scored, contract: Contract) -> None:
         if self._recorder is None:
-            self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), self.capture)
+            self._recorder = Recorder.of_writer(TraceWriter(self.run.folder), Capture())
         self._recorder.add_contract(self.name, contract)
         batch = Batch(step, [row.seq_id for row in scored.rows], attempt=scored.rows[0].attempt)
         responses_B = np.array([len(row.response_ids) for row in scored.rows])
         batch.resolve(responses_B, None, np.array([len(row.prompt_ids) for row in scored.rows]))
         stale = self.arm.weights_version
-        captured = [index for index, row in enumerate(scored.rows) if row.seq_id in scored.distributions]
         self._recorder.add_scores(
             self.name,
             batch,
@@ -115,8 +113,6 @@ class ArmPass:
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
             forward=_forward_columns(step, scored.batches, scored.kept) if scored.batches else None,
-            distribution=end_to_end([scored.distributions[scored.rows[index].seq_id] for index in captured]),
-            captured_rows=captured,
             routing=joined(scored.routing),
         )
         self._recorder.flush()

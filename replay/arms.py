@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import InvalidOption, option
@@ -28,7 +26,7 @@ from .backends.kernels import KERNELS
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Value of --dtype -> torch's name for the dtype of the weights."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
-"""Attention kernels that work with `packed` and `shared` padding."""
+"""Attention kernels that work with `packed` padding."""
 AS_RECORDED = "as-recorded"
 _ANY = (HF, VLLM, EXACT, LOCATE, FACTORY, GRADIENT)
 _TORCH = (HF, EXACT, LOCATE, FACTORY, GRADIENT)
@@ -65,7 +63,7 @@ class Arm:
     )  # fmt: skip
     batch_size: int | None = arm_option("Rows per forward, in the recorded order and width.", users=_ANY, metavar="N")
     batch_tokens: int | None = arm_option(
-        "Maximum tokens per forward, padding included; groups rows of similar length, also across steps.",
+        "Maximum tokens per forward, padding included; groups rows of similar length.",
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both bound a forward"),
@@ -73,14 +71,13 @@ class Arm:
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
-        "Side of the padding; packed: rows end to end, without padding; shared: packed, and each group's prompt runs once.",
-        values=("left", "right", "packed", "shared"), users=_TORCH,
-        refused={EXACT: ("shared",), FACTORY: ("packed", "shared")},
+        "Side of the padding; packed: rows end to end, without padding.",
+        values=("left", "right", "packed"), users=_TORCH,
+        refused={FACTORY: ("packed",)},
         clashes=(
-            Clash(values=("packed", "shared"), other="mode", others=_CACHED, why="packed rows have no KV cache"),
-            Clash(values=("shared",), other="routing", why="a prompt that runs once cannot take the routes of each row"),
+            Clash(values=("packed",), other="mode", others=_CACHED, why="packed rows have no KV cache"),
             Clash(
-                values=("packed", "shared"), other="attention",
+                values=("packed",), other="attention",
                 others=tuple(name for name in KERNELS if name not in PACKABLE), why="it cannot keep rows apart",
             ),
         ),
@@ -198,7 +195,7 @@ class Arm:
     @property
     def has_batch_shape(self) -> bool:
         """True if the arm, not the recording, determines which rows share a forward."""
-        return self.batch_size is not None or self.batch_tokens is not None or self.padding in ("packed", "shared")
+        return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
     def cached_tokens(self) -> int | None:
@@ -246,28 +243,6 @@ def arm_text(changes: Mapping[str, Any]) -> str | None:
         return text if parse_arm(text).changes == dict(changes) else None
     except InvalidOption:
         return None
-
-
-def read_arms(path: str | os.PathLike[str]) -> list[Arm]:
-    """Read arms from a TOML file: one table per arm, named after it, with option names as keys.
-
-    Raises InvalidOption if the file has none.
-    """
-    try:
-        import tomllib  # at the start of every command it would cost more than it is worth
-
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidOption(f"arm file {path}: cannot be read: {error}") from error
-    if not tables or not all(isinstance(table, dict) for table in tables.values()):
-        raise InvalidOption(f'arm file {path}: has no arms; write one table per arm, as [half], then dtype = "fp16"')
-    arms = []
-    for name, table in tables.items():
-        try:
-            arms.append(_arm({key: str(value).lower() for key, value in table.items()} | {"name": name}))
-        except InvalidOption as error:
-            raise InvalidOption(f"arm file {path}, [{name}]: {error}") from error
-    return arms
 
 
 def check_distinct(names: Sequence[str]) -> None:

@@ -16,9 +16,7 @@ from ..schemas.errors import CannotReplay
 from .backends.packing import Span
 from .recorded import RecordedRow
 
-LEFT, RIGHT, PACKED, SHARED = "left", "right", "packed", "shared"
-END_TO_END = (PACKED, SHARED)
-"""Batch layouts that put rows end to end, without padding between them."""
+LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Device -> maximum number of tokens in a packed forward pass, if the arm limits neither rows nor tokens. A longer row
 runs alone."""
@@ -133,45 +131,6 @@ class PackedBatch:
         return np.zeros_like(after_B), after_B
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedBatch(PackedBatch):
-    """One forward pass in which each distinct prompt occurs once, followed by all its responses end to end."""
-
-    prompts_B: np.ndarray
-    """[B, 2] int64: start and end (exclusive) of each row's prompt."""
-
-    @property
-    def spans(self) -> list[Span]:
-        """Spans of tokens that attend to each other: one per prompt, and one per response with its prompt as prefix."""
-        prompts = [(start, end) for start, end in self.prompts_B.tolist()]
-        found = [Span(start=start, end=end) for start, end in dict.fromkeys(prompts)]
-        for row, end, prompt in zip(self.rows, self.ends_B.tolist(), prompts, strict=True):
-            if len(row.response_ids):
-                found.append(Span(start=end - len(row.response_ids), end=end, prefix=(prompt,)))
-        return sorted(found, key=lambda span: span.start)
-
-    @property
-    def before_N(self) -> np.ndarray:
-        """Indices of the hidden states that predict the response tokens. The last token of a prompt predicts the first
-        token of each of its responses."""
-        before_N = self.scored_N - 1
-        lengths_B = np.array([len(row.response_ids) for row in self.rows])
-        first_B = np.cumsum(lengths_B) - lengths_B
-        before_N[first_B[lengths_B > 0]] = self.prompts_B[lengths_B > 0, 1] - 1
-        return before_N
-
-    @property
-    def places_N(self) -> np.ndarray:
-        """Indices of prompt and response tokens, row by row; rows that share a prompt have the same prompt indices."""
-        return np.concatenate(
-            [
-                part
-                for row, end, (start, stop) in zip(self.rows, self.ends_B, self.prompts_B, strict=True)
-                for part in (np.arange(start, stop), np.arange(end - len(row.response_ids), end))
-            ]
-        )
-
-
 ForwardBatch = PaddedBatch | PackedBatch
 
 
@@ -194,11 +153,9 @@ def forwards(
     `batch_tokens` groups rows of similar length, up to this many tokens per forward pass including padding; a longer
     row runs alone. Padding `right` starts each row at column 0 and pads after its response. `packed` puts rows of
     similar length end to end, up to `batch_tokens` tokens, `batch_size` rows or the device's PACKED_TOKENS per forward
-    pass. `shared` is like `packed`, but a prompt that several rows share runs only once.
+    pass.
     """
     most = batch_tokens or PACKED_TOKENS[device]
-    if padding == SHARED:
-        return [_shared(group) for group in _prompt_groups(rows, batch_size, most)]
     if padding == PACKED:
         return [packed_batch(group) for group in _packs(rows, batch_size, most)]
     if batch_tokens is not None:
@@ -276,52 +233,6 @@ def _bounded(rows: Sequence[RecordedRow], most: int, padding: str) -> Iterator[l
         part.append(row)
     if part:
         yield part
-
-
-def _prompt_groups(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
-    """Yield the rows of each forward pass, grouped by prompt. The tokens of a shared prompt count once per forward
-    pass."""
-    by_prompt: dict[bytes, list[RecordedRow]] = {}
-    for row in rows:
-        by_prompt.setdefault(row.prompt_ids.tobytes(), []).append(row)
-    part: list[RecordedRow] = []
-    tokens, prompt_before = 0, None
-    for prompt, group in by_prompt.items():
-        for row in group:
-            added = row.num_tokens if prompt != prompt_before else len(row.response_ids)
-            full = len(part) == batch_size if batch_size is not None else tokens + added > most
-            if part and full:
-                yield part
-                part, tokens, added = [], 0, row.num_tokens
-            part.append(row)
-            tokens, prompt_before = tokens + added, prompt
-    if part:
-        yield part
-
-
-def _shared(rows: Sequence[RecordedRow]) -> SharedBatch:
-    """Build a forward pass from rows that are sorted by prompt."""
-    ids, positions, prompts, ends = [], [], [], []
-    place, prompt_before = 0, None
-    for row in rows:
-        length = len(row.prompt_ids)
-        if (prompt := row.prompt_ids.tobytes()) != prompt_before:
-            ids.append(row.prompt_ids)
-            positions.append(np.arange(length))
-            prompt_place, prompt_before = (place, place + length), prompt
-            place += length
-        ids.append(row.response_ids)
-        positions.append(np.arange(length, row.num_tokens))
-        place += len(row.response_ids)
-        prompts.append(prompt_place)
-        ends.append(place)
-    return SharedBatch(
-        rows=tuple(rows),
-        ids_W=np.concatenate(ids).astype(np.int64),
-        positions_W=np.concatenate(positions),
-        ends_B=np.array(ends, np.int64),
-        prompts_B=np.array(prompts, np.int64),
-    )
 
 
 def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBatch:

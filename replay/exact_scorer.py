@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..schemas.capture import Capture
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, option
 from ..tracer.weights.reader import Tensor
@@ -25,12 +24,8 @@ class ExactArmScorer(HfScorer):
     keeps_batches = False
     """Other rows of a batch do not affect the bits of a row."""
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
-        super().__init__(run, arm, contract, device, capture)
-        if self.capture.dense:
-            raise CannotReplay(
-                f"capture: engine exact cannot capture distributions; leave it out, or use {option('engine', 'hf')}"
-            )
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
+        super().__init__(run, arm, contract, device)
         if run.model_factory is not None:
             raise CannotReplay(
                 f"engine exact: uses its own layers and does not take a model factory; use {option('engine', 'hf')}"

@@ -9,13 +9,11 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
-from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..schemas.modules import has_experts
 from ..tracer import environment
-from ..tracer.dense import Distribution
-from ..tracer.projection import Projection
+from ..tracer.progress import Advance, unheard
 from ..tracer.routing import Router
 from ..tracer.staging import to_numpy
 from ..tracer.store import first_line
@@ -26,10 +24,8 @@ from .backends import model as models
 from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
-from .backends.tap import HiddenTap, cutting, head_contract
 from .backends.transformers import TransformersScorer
-from .batching import END_TO_END, LEFT, RIGHT, ForwardBatch, forwards, packed_batch, recorded_forwards, responses
-from .meter import Told, untold, work
+from .batching import LEFT, PACKED, RIGHT, ForwardBatch, forwards, packed_batch, recorded_forwards, responses
 from .numerics import Numerics
 from .prefix_tree import tree_batch
 from .recorded import RecordedRow, RecordedRun
@@ -49,18 +45,14 @@ class HfScorer:
     keeps_recorded_rows = True
     """True if the identity arm fails rather than run fewer rows per forward than recorded."""
     pass_of_rows = "per forward"
-    num_devices = 1
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         if run.model_factory is not None:
             contract = contract | {"packing": None}  # a model from a factory does not support packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
         """Code of the reason why the recorded attention or experts were replaced; None if they were not."""
         self.numerics = self.numerics_of(arm, contract)
-        self.capture = capture or Capture()
-        if self.capture.level == HIDDEN and (arm.top_k is not None or arm.top_p is not None):
-            raise CannotReplay("capture hidden: does not show which tokens top-k and top-p cut; use logits or topk:K")
         kernels.check(arm.attention, device)
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
@@ -131,7 +123,7 @@ class HfScorer:
         for buffer in model.buffers() if self.numerics.buffers_dtype else ():
             if buffer.is_floating_point():
                 buffer.data = buffer.data.to(self.numerics.buffers_dtype)
-        if (self.arm.padding in END_TO_END or self.numerics.is_tree) and gives_hidden(model):
+        if (self.arm.padding == PACKED or self.numerics.is_tree) and gives_hidden(model):
             packing.check(model.config)
         return model
 
@@ -202,10 +194,6 @@ class HfScorer:
         if self.calls_whole_model and gives_hidden(model):
             return ModuleScorer(model, head, replace(arm, attention=None))
         if not gives_hidden(model):
-            if self.capture.level == HIDDEN:
-                raise CannotReplay(
-                    "capture hidden: the model factory's model returns only logits; use logits or topk:K"
-                )
             return ModuleScorer(model, head, arm)
         return TransformersScorer(
             model,
@@ -215,12 +203,6 @@ class HfScorer:
             autocast_dtype=self.numerics.autocast,
             compile=arm.compile,
         )
-
-    def _distributions(self, tap: HiddenTap) -> dict[str, Distribution]:
-        then = cutting(self.arm.top_k, self.arm.top_p, self.numerics.temperature, self.numerics.logits_dtype)
-        model = self._model if gives_hidden(self._model) else None
-        projection = Projection(model=model, dtype=self.numerics.projection_dtype, then=then)
-        return tap.distributions(projection, self.capture, self.numerics.temperature)
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
         """Return the rows that must run to score `rows`: with recorded batches, all rows that share a forward pass with
@@ -239,17 +221,13 @@ class HfScorer:
         """Return the rows on which the pace is measured: the rows in the first forward pass."""
         return list(self.batches(rows)[0].rows)
 
-    def work(self, rows: list[RecordedRow]) -> int:
-        """Return the work of scoring rows, in units of `meter.work`."""
-        return work([batch.rows for batch in self.batches(rows)], self.arm.cached_tokens)
-
-    def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
-        """Score rows with the loaded weights; `told` is called with each completed share of the work.
+    def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
+        """Score rows with the loaded weights; `advance` is called with the number of tokens in each completed forward pass.
 
         If memory runs out, the rows per forward are halved from then on, unless the arm sets the batch shape. Raises
         CannotReplay.
         """
-        return self._within_memory(rows, partial(self._score, rows, told))
+        return self._within_memory(rows, partial(self._score, rows, advance))
 
     def _within_memory(self, rows: Sequence[RecordedRow], work: Callable[[], _Found]) -> _Found:
         while True:
@@ -275,28 +253,17 @@ class HfScorer:
         warnings.warn(f"{what}; continuing with {largest // 2}{digits}", TimTraceWarning, stacklevel=4)
         return largest // 2
 
-    def _score(self, rows: list[RecordedRow], told: Told) -> Scored:
+    def _score(self, rows: list[RecordedRow], advance: Advance) -> Scored:
         scored = Scored(batches=self.batches(rows))
-        share = 1 / max(len(scored.batches), 1)
-        tells = isinstance(self._scorer, TransformersScorer) and self.arm.cached_tokens is not None
-        if tells:
-            self._scorer.told = lambda part: told(part * share)
         with ExitStack() as stack:
             stack.enter_context(settings(self.contract["torch"], self.arm))
             stack.enter_context(kernels.forced(self.arm.attention))
             for batch in scored.batches:
                 scored.rows.extend(batch.rows)
                 recorded = self.run.routing(batch.rows) if self.arm.routing else None
-                with (
-                    HiddenTap(self._scorer, batch) as tap,
-                    routing.followed(self._routers, batch, recorded, scored.routing),
-                    self.around(batch),
-                ):
+                with routing.followed(self._routers, batch, recorded, scored.routing), self.around(batch):
                     scored.logprobs.extend(responses(batch, to_numpy(self._given(self._scorer, batch).cpu())))
-                if tap.heard:
-                    scored.distributions.update(self._distributions(tap))
-                if not tells:
-                    told(share)
+                advance(sum(row.num_tokens for row in batch.rows))
         return scored
 
     def batches(self, rows: Sequence[RecordedRow]) -> list[ForwardBatch]:
@@ -379,7 +346,6 @@ class HfScorer:
                 "device": environment.device_name(self.device),
                 "torch": used | {"autocast_dtype": autocast},
                 "versions": environment.numeric_versions(),
-                **self._head_contract(),
             }
         )
 
@@ -388,13 +354,6 @@ class HfScorer:
         if self.arm.batch_tokens:
             return f"up to {self.arm.batch_tokens} tokens"
         return self.arm.batch_size or self._rows or self.contract.get("rows_a_forward")
-
-    def _head_contract(self) -> Contract:
-        """Return the contract entry that says how to compute logits from captured hidden states; empty if none are
-        captured."""
-        if self.capture.level != HIDDEN or not self.capture.dense or self._model is None:
-            return {}
-        return {"head": head_contract(self._model, self.numerics.projection_dtype, self.numerics.logits_dtype)}
 
 
 def is_out_of_memory(error: BaseException) -> bool:

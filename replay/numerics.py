@@ -10,7 +10,7 @@ from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
 from .backends.kernels import KERNELS
-from .batching import END_TO_END
+from .batching import PACKED
 from .settings import autocast_dtype
 
 
@@ -80,7 +80,7 @@ class Numerics:
     @property
     def attention(self) -> str:
         """The model's attention implementation, as transformers names it."""
-        if self.arm.padding in END_TO_END or self.is_tree:
+        if self.arm.padding == PACKED or self.is_tree:
             return packing.NAME
         # Other attentions cannot run the recorded tree.
         recorded = "sdpa" if self.recorded.get("packing") == PREFIX_TREE else str(self.recorded["model"]["attention"])
@@ -97,7 +97,7 @@ class Numerics:
         """True if TRL's own code scores: always, if it supports the arm."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
-        shaped = arm.padding in END_TO_END or arm.compile or arm.dtype == "fp64"
+        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
         # TRL is imported last, and only for an arm that it can score.
         return not shaped and all(value is None for value in own) and trl.scores(self.recorded)

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from time import perf_counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.dataset as ds
-
-from ..schemas.layout import SCORES, SEQUENCES
 from ..schemas.results import Table
-from .meter import Told
-from .recorded import RecordedRun
-from .sample import STEPS_AT_ONCE, Sample, batched
-
-PROBE_S = 1.0
-"""Seconds of scoring after which the pace is reported. If a step takes less time, the whole step is measured."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ArmPlan:
     """The work that remains to be done under one arm."""
 
@@ -38,41 +27,15 @@ class ArmPlan:
     """Tokens per second, measured on the first rows; None until measured."""
     load_s: float | None = None
     """Measured seconds to load the weights of one policy version; None until measured."""
-    num_all_tokens: int = 0
-    """Number of tokens in all sequences in these steps if only a sample is scored; otherwise equal to `num_tokens`."""
-    num_devices: int = 1
-    """Number of GPUs or CPUs in use at the same time; on a cluster, per actor."""
-    num_actors: int = 1
-    """Number of Ray actors that share the steps."""
-
-    @property
-    def device_hours(self) -> float | None:
-        """Estimated device hours; None until the pace is known."""
-        work_s = self._work_s(self.num_tokens)
-        return None if work_s is None else work_s * self.num_devices / 3600
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time, seconds; None until the pace is known."""
-        return self._seconds(self.num_tokens)
-
-    @property
-    def all_seconds(self) -> float | None:
-        """Estimated time, seconds, if all sequences in these steps were scored; None until the pace is known."""
-        return self._seconds(self.num_all_tokens)
-
-    def _seconds(self, num_tokens: int) -> float | None:
-        """Return the estimated time, seconds, that the actor with the most steps needs."""
-        work_s = self._work_s(num_tokens)
-        return work_s and work_s * -(-self.num_steps // self.num_actors) / self.num_steps
-
-    def _work_s(self, num_tokens: int) -> float | None:
-        """Return the estimated time, seconds, in a single process."""
-        if not num_tokens:
+        """Estimated time in a single process, seconds; None until the pace is known."""
+        if not self.num_tokens:
             return 0.0
         if self.tokens_per_s is None:
             return None
-        return num_tokens / self.tokens_per_s + self.num_versions * (self.load_s or 0.0)
+        return self.num_tokens / self.tokens_per_s + self.num_versions * (self.load_s or 0.0)
 
 
 class ReplayPlan(list[ArmPlan], Table):
@@ -80,162 +43,12 @@ class ReplayPlan(list[ArmPlan], Table):
 
     _text = "tim_trace.analysis.replay_text:plan_text"
 
-    def at(self, tokens_per_s: float, load_s: float, num_actors: int = 1) -> ReplayPlan:
-        """Return the plan with the same pace for all arms."""
-        return ReplayPlan(replace(arm, tokens_per_s=tokens_per_s, load_s=load_s, num_actors=num_actors) for arm in self)
-
     @property
     def seconds(self) -> float | None:
         """Estimated time for all arms, seconds; None until the pace is known."""
-        return _total(arm.seconds for arm in self)
-
-    @property
-    def device_hours(self) -> float | None:
-        """Estimated device hours for all arms; None until the pace is known."""
-        return _total(arm.device_hours for arm in self)
-
-    @property
-    def all_seconds(self) -> float | None:
-        """Estimated time for all arms, seconds, if every sequence were scored instead of a sample."""
-        return _total(arm.all_seconds for arm in self)
+        known = [arm.seconds for arm in self]
+        return None if None in known else sum(seconds or 0.0 for seconds in known)
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
-        names = [field.name for field in fields(ArmPlan)] + ["seconds", "all_seconds", "device_hours"]
+        names = [field.name for field in fields(ArmPlan)] + ["seconds"]
         return names, [[getattr(arm, name) for name in names] for arm in self]
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """The length of one sequence in a step, and the forward pass in which it was recorded."""
-
-    seq_id: str
-    num_tokens: int
-    """Number of prompt and response tokens."""
-    version: int | None
-    forward: tuple[str, int | None]
-    """Writer that recorded the forward pass, and the index of the forward pass at that writer; the index is None if it
-    was not recorded."""
-
-
-def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Yield each step with the sizes of its sequences in the replayed pass.
-
-    At most STEPS_AT_ONCE steps are held in memory at a time.
-    """
-    for part in batched(steps, STEPS_AT_ONCE):
-        yield from _extents(run, part).items()
-
-
-def _extents(run: RecordedRun, steps: Sequence[int]) -> dict[int, list[Extent]]:
-    chosen = ds.field("step").isin(list(steps))
-    known = run.table(
-        SEQUENCES, chosen, ["step", "seq_id", "num_prompt_tokens", "num_response_tokens", "policy_version"]
-    )
-    lengths = {
-        (step, seq_id): ((prompt or 0) + (response or 0), version)
-        for step, seq_id, prompt, response, version in _rows(known)
-    }
-    scored = run.table(
-        SCORES,
-        chosen & (ds.field("pass") == run.replayed_pass),
-        ["step", "seq_id", "policy_version", "writer", "forward_id"],
-    )
-    found: dict[int, list[Extent]] = {step: [] for step in steps}
-    for step, seq_id, version, writer, forward_id in _rows(scored):
-        number, sampled_with = lengths.get((step, seq_id), (0, None))
-        found[step].append(Extent(seq_id, number, sampled_with if version is None else version, (writer, forward_id)))
-    return found
-
-
-class ArmCount:
-    """Counter of the work that remains under an arm, step by step."""
-
-    def __init__(
-        self,
-        name: str,
-        lacks: Callable[[int, str], bool],
-        *,
-        sample: Sample | None,
-        keeps_batches: bool,
-        weights_version: int | None,
-        num_devices: int = 1,
-    ):
-        """Start with no steps; `lacks(step, sequence)` returns True if the sequence has no score under the arm yet."""
-        self._lacks, self._sample, self._keeps_batches = lacks, sample, keeps_batches
-        self._weights_version = weights_version
-        self._plan = ArmPlan(arm=name, num_devices=num_devices)
-        self._version: int | None = None
-
-    def add(self, step: int, rows: Sequence[Extent]) -> None:
-        """Count the work in a step. Steps must be added in order."""
-        drawn = rows if self._sample is None else self._drawn(step, rows)
-        lacking = [row for row in drawn if self._lacks(step, row.seq_id)]
-        everything = sum(row.num_tokens for row in rows if self._lacks(step, row.seq_id))
-        forwards = {row.forward for row in lacking}
-        run = [row for row in rows if row.forward in forwards] if self._keeps_batches else lacking
-        num_tokens = sum(row.num_tokens for row in run)
-        before = self._plan
-        self._plan = replace(
-            before,
-            num_steps=before.num_steps + bool(lacking),
-            num_sequences=before.num_sequences + len(lacking),
-            num_tokens=before.num_tokens + num_tokens,
-            num_versions=before.num_versions + self._loads(run),
-            num_all_tokens=before.num_all_tokens + (num_tokens if self._sample is None else everything),
-        )
-
-    @property
-    def plan(self) -> ArmPlan:
-        """The plan for all steps added until now."""
-        return self._plan
-
-    def _drawn(self, step: int, rows: Sequence[Extent]) -> list[Extent]:
-        assert self._sample is not None
-        return [row for row in rows if row.seq_id in self._sample.steps[step].unit_of]
-
-    def _loads(self, rows: Sequence[Extent]) -> int:
-        """Return how many times weights are loaded to score a step's rows."""
-        found = sorted({-1 if row.version is None else row.version for row in rows})
-        if self._weights_version is not None:
-            found = [self._weights_version] if found else []
-        loads = 0
-        for version in found:
-            loads += version != self._version
-            self._version = version
-        return loads
-
-
-class Pace:
-    """Reporter of the pace of a replay. It reports once, as soon as the first rows are scored."""
-
-    def __init__(self, tell: Callable[[float], None]):
-        """Store `tell`, which is called once with the pace in tokens per second."""
-        self._tell: Callable[[float], None] | None = tell
-        self._start, self._tokens = 0.0, 0.0
-
-    def watching(self, told: Told, num_tokens: int) -> Told:
-        """Return `told` wrapped to measure how long it takes to score `num_tokens`; a share of 0 marks the start of
-        scoring."""
-
-        def watched(share: float) -> None:
-            if share == 0.0:
-                self._start, self._tokens = perf_counter(), 0.0
-            elif self._tell is not None:
-                self._tokens += share * num_tokens
-                took = perf_counter() - self._start
-                if took >= PROBE_S or self._tokens >= 0.999 * num_tokens:
-                    tell, self._tell = self._tell, None
-                    tell(self._tokens / max(took, 1e-9))
-            told(share)
-
-        return watched
-
-
-def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
-    return zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
-
-
-def _total(values: Iterable[float | None]) -> float | None:
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return sum(known) if len(known) == len(found) else None

@@ -64,8 +64,6 @@ class RecordedRow:
     """Where `policy_version` was taken from if it was not recorded with the scores; empty if it was recorded."""
     composition_known: bool = True
     """True if the trace records which rows shared a forward pass; otherwise each row runs alone."""
-    captured: bool = False
-    """True if the replay keeps this row's distributions."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import nan
 from typing import Any
 
@@ -53,26 +53,6 @@ class ReplayedArm:
     """Number of steps in which replaying as recorded reproduced every bit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSums:
-    """Sums over one group of a sampled step under one arm; d = replay - train, nats."""
-
-    arm: str
-    step: int
-    weight: float
-    """Number of groups in the step that this sampled group represents."""
-    num_sequences: int
-    num_tokens: int
-    num_equal: int
-    sum_abs_d: float
-    sum_k3: float
-    """Sum over tokens of exp(d) - 1 - d."""
-
-    def __add__(self, other: GroupSums) -> GroupSums:
-        added = ("num_sequences", "num_tokens", "num_equal", "sum_abs_d", "sum_k3")
-        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in added})
-
-
 class ReplayedSteps(list[ReplayedStep], Table):
     """The results of all steps under all arms."""
 
@@ -84,8 +64,6 @@ class ReplayedSteps(list[ReplayedStep], Table):
         """The planned work, with time estimates after a dry run."""
         self.sample = sample
         """The sample, if only a sample was scored; the steps then describe only the sampled sequences."""
-        self.groups: list[GroupSums] = []
-        """Sums of each sampled group under each arm."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 

@@ -5,13 +5,13 @@ Shapes: G groups in a step.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..schemas.errors import InvalidOption
@@ -21,24 +21,55 @@ from .recorded import RecordedRow, RecordedRun
 SEED = 20_260_000
 """Seed used for every sample. A trace always gives the same groups, and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
-"""Number of steps whose sequences are held in memory at a time while a sample is drawn or a replay is planned."""
+"""Number of steps whose sequences are read at a time while a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
 """Golden ratio minus 1, which offsets each step's places: its multiples modulo 1 are evenly spread over [0, 1),
 whichever steps are chosen."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledStep:
-    """The sampled groups of one step."""
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The length of one sequence in a step, and the forward pass in which it was recorded."""
 
-    unit_of: dict[str, str]
-    """Drawn sequence -> its group; a sequence without a group_id is its own group."""
-    num_groups: int
-    """Number of groups in the whole step, drawn or not."""
-    num_sequences: int
-    """Number of sequences in the whole step, drawn or not."""
-    weight: float
-    """Number of groups in the step that each drawn group represents."""
+    seq_id: str
+    group: str
+    """Its prompt group; a sequence without a group_id is its own group."""
+    num_tokens: int
+    """Number of prompt and response tokens."""
+    version: int
+    """Policy version; -1 if it was not recorded."""
+    forward: tuple[str, int | None]
+    """Writer that recorded the forward pass, and the index of the forward pass at that writer; the index is None if it
+    was not recorded."""
+
+
+def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
+    """Yield each step with the sizes of its sequences in the replayed pass.
+
+    At most STEPS_AT_ONCE steps are read at a time.
+    """
+    for start in range(0, len(steps), STEPS_AT_ONCE):
+        part = list(steps[start : start + STEPS_AT_ONCE])
+        chosen = ds.field("step").isin(part)
+        columns = ["step", "seq_id", "group_id", "num_prompt_tokens", "num_response_tokens", "policy_version"]
+        known = {
+            (step, seq_id): (
+                f"sequence {seq_id}" if group is None else f"group {group}", (prompt or 0) + (response or 0), version
+            )
+            for step, seq_id, group, prompt, response, version in _rows(run.table(SEQUENCES, chosen, columns))
+        }  # fmt: skip
+        of_pass = chosen & (ds.field("pass") == run.replayed_pass)
+        columns = ["step", "seq_id", "policy_version", "writer", "forward_id"]
+        found: dict[int, list[Extent]] = {step: [] for step in part}
+        for step, seq_id, version, writer, forward_id in _rows(run.table(SCORES, of_pass, columns)):
+            group, number, sampled_with = known.get((step, seq_id), (f"sequence {seq_id}", 0, None))
+            version = sampled_with if version is None else version
+            found[step].append(Extent(seq_id, group, number, -1 if version is None else version, (writer, forward_id)))
+        yield from found.items()
+
+
+def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
+    return zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +78,8 @@ class Sample:
 
     share: float
     seed: int
-    steps: dict[int, SampledStep]
-    """Step -> its sampled groups. Steps without a drawn group are missing."""
+    steps: dict[int, dict[str, str]]
+    """Step -> drawn sequence -> its group. Steps without a drawn group are missing."""
     num_groups: int
     """Number of groups in all requested steps."""
     num_sequences: int
@@ -59,7 +90,7 @@ class Sample:
     @property
     def num_drawn(self) -> int:
         """Number of drawn groups."""
-        return sum(len(set(step.unit_of.values())) for step in self.steps.values())
+        return sum(len(set(step.values())) for step in self.steps.values())
 
     @property
     def contract(self) -> dict[str, Any]:
@@ -69,7 +100,7 @@ class Sample:
 
     def drawn(self, step: int, rows: Sequence[RecordedRow]) -> list[RecordedRow]:
         """Return the rows of a step that are in the sample."""
-        return [row for row in rows if row.seq_id in self.steps[step].unit_of]
+        return [row for row in rows if row.seq_id in self.steps[step]]
 
 
 def parse_sample(text: str | float) -> float:
@@ -90,31 +121,29 @@ def parse_sample(text: str | float) -> float:
     return wanted
 
 
-def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int], *, seed: int = SEED) -> Sample:
+def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
     """Draw a sample from the sequences in the replayed pass at these steps; `wanted` is the result of parse_sample.
 
     Raises InvalidOption if no sequence is drawn.
     """
-    share = wanted if wanted < 1 else min(wanted / max(_num_sequences(run, steps), 1), 1.0)
-    found: dict[int, SampledStep] = {}
-    number = total = 0
-    for part in batched(steps, STEPS_AT_ONCE):
-        for step, groups in _groups(run, part).items():
-            number, total = number + len(groups), total + sum(map(len, groups.values()))
-            if sampled := _sampled_step(step, groups, share, seed):
-                found[step] = sampled
+    groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
+    for step, rows in extents(run, steps):
+        for row in rows:
+            groups[step].setdefault(row.group, {})[row.seq_id] = None
+    number = sum(map(len, groups.values()))
+    total = sum(len(sequences) for of_step in groups.values() for sequences in of_step.values())
+    share = wanted if wanted < 1 else min(wanted / max(total, 1), 1.0)
+    found: dict[int, dict[str, str]] = {}
+    for step, of_step in groups.items():
+        drawn = [group for group, place in places(step, list(of_step), SEED).items() if place < share]
+        if drawn:
+            found[step] = {seq_id: group for group in drawn for seq_id in of_step[group]}
     if not found:
         raise InvalidOption(
             f"no group was drawn: these steps have {number:,} groups of {total:,} sequences; use a larger share",
             option="sample",
         )
-    return Sample(share=share, seed=seed, steps=found, num_groups=number, num_sequences=total, num_steps=len(steps))
-
-
-def batched(steps: Sequence[int], number: int) -> Iterator[Sequence[int]]:
-    """Yield the steps in lists of up to `number`."""
-    for start in range(0, len(steps), number):
-        yield steps[start : start + number]
+    return Sample(share=share, seed=SEED, steps=found, num_groups=number, num_sequences=total, num_steps=len(steps))
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
@@ -130,38 +159,3 @@ def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
 
 def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-def _num_sequences(run: RecordedRun, steps: Sequence[int]) -> int:
-    """Return the number of sequences in the replayed pass at these steps."""
-    chosen = ds.field("step").isin(list(steps)) & (ds.field("pass") == run.replayed_pass) & (ds.field("iteration") == 0)
-    return int(run.table(SCORES, chosen, ["step"]).num_rows)
-
-
-def _groups(run: RecordedRun, steps: Sequence[int]) -> dict[int, dict[str, list[str]]]:
-    """Return step -> group -> sequences in that group."""
-    chosen = ds.field("step").isin(list(steps))
-    known = run.table(SEQUENCES, chosen, ["step", "seq_id", "group_id"])
-    group_of = {
-        (step, seq_id): f"sequence {seq_id}" if group is None else f"group {group}"
-        for step, seq_id, group in zip(*(known[name].to_pylist() for name in known.column_names), strict=True)
-    }
-    scored = run.table(SCORES, chosen & (ds.field("pass") == run.replayed_pass), ["step", "seq_id"])
-    found: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for step, seq_id in dict.fromkeys(zip(scored["step"].to_pylist(), scored["seq_id"].to_pylist(), strict=True)):
-        found[step][group_of.get((step, seq_id), f"sequence {seq_id}")].append(seq_id)
-    return found
-
-
-def _sampled_step(step: int, groups: dict[str, list[str]], share: float, seed: int) -> SampledStep | None:
-    drawn = [group for group, place in places(step, list(groups), seed).items() if place < share]
-    if not drawn:
-        return None
-    expected = share * len(groups)
-    return SampledStep(
-        unit_of={seq_id: group for group in drawn for seq_id in groups[group]},
-        num_groups=len(groups),
-        num_sequences=sum(len(sequences) for sequences in groups.values()),
-        # With less than one group per step, a drawn group also represents other steps.
-        weight=len(groups) / len(drawn) if expected >= 1 else 1 / share,
-    )

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..tracer.dense import Distribution
 from ..tracer.routing import Routing
 from .batching import ForwardBatch
 from .recorded import RecordedRow
@@ -22,8 +21,6 @@ class Scored:
     """One array per row: the logprobs [T] of the response tokens, nats."""
     batches: list[ForwardBatch] = field(default_factory=list)
     """Forward passes in which the rows ran, in order; empty if the engine forms its own batches."""
-    distributions: dict[str, Distribution] = field(default_factory=dict)
-    """Sequence name -> distributions, for captured rows."""
     routing: list[Routing] = field(default_factory=list)
     """Experts selected for the tokens in each row; empty if the recorded pass has no routing, or routers were not
     observed."""
@@ -37,7 +34,6 @@ class Scored:
             rows=[self.rows[place] for place in kept],
             logprobs=[self.logprobs[place] for place in kept],
             batches=self.batches,
-            distributions={name: value for name, value in self.distributions.items() if name in names},
             routing=[self.routing[place] for place in kept] if self.routing else [],
             kept=kept if self.kept is None else self.kept[kept],
         )
@@ -47,5 +43,4 @@ class Scored:
         self.rows.extend(part.rows)
         self.logprobs.extend(part.logprobs)
         self.batches.extend(part.batches)
-        self.distributions.update(part.distributions)
         self.routing.extend(part.routing)

@@ -16,11 +16,6 @@ from .arms import Arm
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
 """Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic algorithms with cuBLAS; no effect on a CPU."""
-INFORMATIVE = frozenset({
-    "default_dtype", "num_interop_threads", "cpu_capability", "cuda", "cudnn", "cuda_matmul_allow_tf32",
-})  # fmt: skip
-"""Recorded settings that a replay does not apply: facts about the machine, settings used while building models, and an
-alias of another precision setting."""
 _cuda_began: list[str | None] = []
 """First element: CUBLAS_WORKSPACE_CONFIG at the time CUDA started in this process; empty before that."""
 

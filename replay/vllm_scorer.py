@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from ..schemas.capture import HIDDEN, Capture
 from ..schemas.contract import Contract, engine_dtype
-from ..schemas.errors import CannotReplay, option
 from ..schemas.passes import ROLLOUT
 from ..tracer import environment
+from ..tracer.progress import Advance, unheard
 from ..tracer.weights.checkpoints import config_of
 from ..tracer.weights.reader import Tensor
 from .arms import Arm
 from .backends import model as models
 from .backends import trusted
 from .backends.vllm import VllmEngine
-from .meter import Told, untold, work
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 from .scored import Scored
@@ -33,14 +31,9 @@ class VllmScorer:
     starts_with_weights = True
     substitution: str | None = None
 
-    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str, capture: Capture | None = None):
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.numerics = Numerics(arm, contract)
-        self.capture = capture or Capture()
-        if self.capture.level == HIDDEN:
-            raise CannotReplay(
-                f"capture hidden: vLLM gives no hidden states; use logits or topk:K, or {option('engine', 'hf')}"
-            )
         run.check_adapter(arm.adapter)
         rollouts = run.arms(ROLLOUT)
         self.rollout: Contract = next((found for found in rollouts if found.get("engine") == "vllm"), {})
@@ -56,11 +49,6 @@ class VllmScorer:
         """Arms with equal keys share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self._decodes, self.arm.adapter)
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices that the engine uses."""
-        return int(self._arguments().get("tensor_parallel_size") or 1)
 
     @property
     def dtype(self) -> str:
@@ -87,12 +75,16 @@ class VllmScorer:
         )  # To score a sequence, vLLM also samples one more token.
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed
-        if self.arm.max_model_len is not None:
-            arguments["max_model_len"] = self.arm.max_model_len
-        if self.arm.gpu_memory_utilization is not None:
-            arguments["gpu_memory_utilization"] = self.arm.gpu_memory_utilization
-        if self.arm.batch_size is not None:
-            arguments["max_num_seqs"] = self.arm.batch_size
+        changed = {
+            "max_model_len": self.arm.max_model_len,
+            "gpu_memory_utilization": self.arm.gpu_memory_utilization,
+            "max_num_seqs": self.arm.batch_size,
+            "enable_prefix_caching": self.arm.prefix_caching and self.arm.prefix_caching == "on",
+            "kv_cache_dtype": self.arm.kv_dtype,
+            "attention_backend": self.arm.attention_backend,
+            "tensor_parallel_size": self.arm.tensor_parallel_size,
+        }
+        arguments |= {name: value for name, value in changed.items() if value is not None}
         if self.arm.batch_tokens is not None:
             # vLLM refuses more sequences at a time than tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
@@ -101,14 +93,6 @@ class VllmScorer:
                 "enable_chunked_prefill": True,
                 "max_num_seqs": most,
             }
-        if self.arm.prefix_caching is not None:
-            arguments["enable_prefix_caching"] = self.arm.prefix_caching == "on"
-        if self.arm.kv_dtype is not None:
-            arguments["kv_cache_dtype"] = self.arm.kv_dtype
-        if self.arm.attention_backend is not None:
-            arguments["attention_backend"] = self.arm.attention_backend
-        if self.arm.tensor_parallel_size is not None:
-            arguments["tensor_parallel_size"] = self.arm.tensor_parallel_size
         if self.arm.mode.startswith("chunked"):
             size = self.arm.cached_tokens or 1
             arguments |= {"max_num_batched_tokens": size, "enable_chunked_prefill": True, "max_num_seqs": 1}
@@ -141,21 +125,15 @@ class VllmScorer:
         """Return the rows on which the pace is measured."""
         return rows[:_PROBE_ROWS]
 
-    def work(self, rows: list[RecordedRow]) -> int:
-        """Return the work of scoring rows, in units of `meter.work`."""
-        return work([rows], self.arm.cached_tokens)
-
-    def score(self, rows: list[RecordedRow], told: Told = untold) -> Scored:
+    def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
         """Return the scores of rows under the loaded weights.
 
         The temperature is applied here, since vLLM returns logprobs before temperature.
         """
         assert self._engine is not None
-        values, distributions = self._engine.score(
-            rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p, self.capture
-        )
-        told(1.0)
-        return Scored(rows=rows, logprobs=values, distributions=distributions)
+        values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)
+        advance(sum(row.num_tokens for row in rows))
+        return Scored(rows=rows, logprobs=values)
 
     def made_by(self) -> Contract:
         """Return the contract of this arm's scores."""

@@ -74,7 +74,6 @@ def _hints(owner: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _wanted(hint: Any) -> list[str]:
-    """Describe the types that an annotation accepts, for an error message."""
     origin, arguments = get_origin(hint) or hint, get_args(hint)
     if origin in (Union, types.UnionType):
         return list(dict.fromkeys(word for choice in arguments for word in _wanted(choice)))

@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 from .errors import InvalidOption
 
-LOGPROBS, TOPK, LOGITS, HIDDEN = "logprobs", "topk", "logits", "hidden"
-LEVELS = (LOGPROBS, TOPK, LOGITS, HIDDEN)
+LOGPROBS, TOPK, LOGITS = "logprobs", "topk", "logits"
+LEVELS = (LOGPROBS, TOPK, LOGITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class Capture:
     """Recording level for token distributions, and the share of sequences recorded at this level."""
 
     level: str = "logprobs"
-    """Recording level: `logprobs` (sampled token only), `topk`, `logits`, or `hidden` (last hidden state; replays only)."""
+    """Recording level: `logprobs` (sampled token only), `topk` or `logits`."""
     k: int | None = None
     """Number of most probable tokens recorded per position at level `topk`; None for the other levels."""
     fraction: float = 1.0
@@ -24,9 +24,7 @@ class Capture:
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
-            raise InvalidOption(
-                f"got {self.level!r}; use logprobs, topk:K or logits, or in a replay hidden", option="capture"
-            )
+            raise InvalidOption(f"got {self.level!r}; use logprobs, topk:K or logits", option="capture")
         if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
             raise InvalidOption(
                 f"got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20", option="capture"
@@ -36,7 +34,7 @@ class Capture:
 
     @classmethod
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
-        """Read `logprobs`, `topk:K`, `logits` or `hidden`.
+        """Read `logprobs`, `topk:K` or `logits`.
 
         >>> Capture.parse("topk:20", 0.1)
         Capture(level='topk', k=20, fraction=0.1)
@@ -48,14 +46,6 @@ class Capture:
 
     def __str__(self) -> str:
         return self.level if self.k is None else f"{self.level}:{self.k}"
-
-    def check_records(self) -> None:
-        """Raise InvalidOption if the recording level is supported only in replays."""
-        if self.level == HIDDEN:
-            raise InvalidOption(
-                "hidden states are kept by a replay; record with topk:K or logits, or replay with hidden",
-                option="capture",
-            )
 
     @property
     def dense(self) -> bool:

@@ -79,7 +79,7 @@ PATCHES = Table(
         Column(
             name="patch",
             type=pa.string(),
-            doc="the patched operators: one kind, `layers 0 to 7`, or `all operators`",
+            doc="the patched operators: one kind, or `all operators`",
             null="",
         ),
         Column(name="taker", type=pa.string(), doc="the side whose operators were replaced, `a` or `b`", null=""),

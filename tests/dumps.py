@@ -438,20 +438,6 @@ def make_steps(*steps, **options):
 # one side, or text
 
 
-def write_npz(folder, steps):
-    (samples,) = steps.values()
-    keys = {"prompt_ids": "prompt", "completion_ids": "response", "sampler_logprobs": "rollout"}
-    records = [
-        {"id": place, **{key: getattr(s, name).tolist() for key, name in keys.items()}}
-        for place, s in enumerate(samples)
-    ]
-    write_lines(folder / "samples.jsonl", records)
-    offsets = np.concatenate([[0], np.cumsum([len(s.response) for s in samples])])
-    view = {"logp": np.concatenate([s.train for s in samples]), "offsets": offsets, "ids": np.arange(len(samples))}
-    np.savez(folder / "plain.npz", **view)
-    np.savez_compressed(folder / "packed.npz", **view)
-
-
 def write_vllm(folder, steps):
     (samples,) = steps.values()
     choices = [
@@ -534,7 +520,7 @@ def write_verl_text(folder, steps):
 
 
 ONE_SIDED = {
-    "npz": write_npz, "vllm": write_vllm, "sglang": write_sglang, "trl": write_trl, "areal": write_areal,
+    "vllm": write_vllm, "sglang": write_sglang, "trl": write_trl, "areal": write_areal,
     "open-instruct": write_open_instruct, "torchtitan": write_torchtitan, "ms-swift": write_ms_swift,
 }  # fmt: skip
 """The other formats, and what writes them."""

@@ -112,8 +112,7 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
     parameters = {
         parameter.name: said(parameter.default)
         for parameter in inspect.signature(TWINS[name]).parameters.values()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        and parameter.name not in ("progress", "at_end", "at_estimate")
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.name not in ("progress", "at_end")
     }
     if name == "replay":  # one arm's changes are options of their own
         parameters |= {field.name: said(field.default) or None for field in dataclasses.fields(Arm)}
@@ -122,11 +121,6 @@ def test_a_command_s_options_and_defaults_are_its_twin_s(name):
         options = {option: value for option, value in options.items() if option not in ("tokenizer", "force")}
     if name in ("objective", "gradient", "locate", "triangulate"):  # their values hold every row
         options.pop("by")
-    if name == "locate":  # --backward calls `locate_backward`
-        assert options.pop("backward") is False
-        assert options.pop("loss") is None
-    if name == "locate":  # those of `locate_dumps`, which has two folders in the place of a trace
-        assert [options.pop(option) for option in ("from_dumps", "limit")] == [None, 24]
     if name == "stats":  # the frameworks' options, of which none is given unless the command line says so
         parameters |= {
             field.name: False if field.default is False else None

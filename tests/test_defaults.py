@@ -39,8 +39,7 @@ def test_a_verb_s_defaults_work_on_the_demo(demo, tmp_path, monkeypatch, verb):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("patch", ["kinds", "layers"])
-def test_locate_puts_operators_of_the_demo_s_trainer_into_float64(demo, patch):
-    done = answer("locate", "--steps", str(STEPS), "--patch", patch, "--json", run=demo)
+def test_locate_puts_operators_of_the_demo_s_trainer_into_float64(demo):
+    done = answer("locate", "--steps", str(STEPS), "--json", run=demo)
     takers = {each["taker"] for each in json.loads(done.stdout)["patches"]}
     assert takers == {"a", "b"}

@@ -52,12 +52,7 @@ def version():
 
 
 OF_LOCATE = {
-    "tim_trace.replay.locate": {
-        "analysis/__init__.py",
-        "analysis/locate.py",
-        "analysis/locate_backward_text.py",
-        "cli.py",
-    },
+    "tim_trace.replay.locate": {"analysis/locate.py"},
     "tim_trace.analysis.locate": {"analysis/__init__.py", "cli.py"},
 }
 """The part that runs `locate` -> who may import it. What lies in a trace is read without it, through tracer/located."""

@@ -42,7 +42,6 @@ def adopt(folder: Path) -> None:
 
 
 def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
-    """Seal a segment, add the sealed files to the writer's state, and then remove the segment's journals."""
     store, tables = Store(folder), journaled_segments(Store(folder)).get(segment, ())
     torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
     files = seal(folder, segment)

@@ -66,7 +66,6 @@ def writer_prefix(rank: int | None) -> str:
 
 
 def _newest(states: Iterable[WriterState]) -> int:
-    """Return the number of the newest attempt among some writers; 0 if there are none."""
     return max((state.attempt or 0 for state in states), default=0)
 
 

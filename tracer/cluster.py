@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from textwrap import shorten
 from typing import Any, Protocol
@@ -105,20 +105,18 @@ def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
 
 
 def run_units(
-    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float,
-    at_room: Callable[[int], None] = lambda num_actors: None,
-) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
+) -> Iterator[tuple[int, Any]]:
     """Yield the number and result of each unit, in the order in which the units finish.
 
     `address` is LOCAL, `auto` or `host:port`. The units are shared by all actors that the cluster has room for, each with a copy of
     `worker`; `num_cpus` per actor is capped at the largest node. A unit whose actor or node dies is given to
-    another. A worker's errors are raised here. `at_room` is called with the number of actors that fit.
+    another. A worker's errors are raised here.
 
     Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or a unit kills TRIES actors.
     """
     with connected(address) as ray:
         pool = _Pool(ray, worker, num_cpus, num_gpus, len(units))
-        at_room(max(pool.room, 1))
         try:
             yield from pool.run(units)
             pool.close()
@@ -182,23 +180,10 @@ def connected(address: str | None) -> Iterator[Any]:
         ray.shutdown()
 
 
-_SETTINGS = b"\x04"
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00" + _SETTINGS + bytes(5)
-"""The HTTP/2 client preface that Ray's clients send (RFC 9113, section 3.4)."""
-
-
 def _check_answers(address: str) -> None:
-    """Raise OSError if nothing, or something other than Ray, listens at `host:port`: Ray itself would retry for minutes."""
+    """Raise OSError if nothing listens at `host:port`: Ray itself would retry for minutes."""
     if place := _host_and_port(address):
-        with socket.create_connection(place, timeout=CONNECT_S) as connection:
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-                return  # a TLS server answers only after the handshake
-            connection.sendall(_GREETING)
-            # A frame's fourth byte is the frame type, and the first frame that a server sends holds its settings.
-            if connection.recv(4, socket.MSG_WAITALL)[3:] != _SETTINGS:
-                raise OSError(
-                    "the server there is not a Ray cluster; check the port of ray start --head (default 6379)"
-                )
+        socket.create_connection(place, timeout=CONNECT_S).close()
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
@@ -326,11 +311,9 @@ class _Pool:
         self._start()
 
     def _nodes(self) -> list[dict[str, float]]:
-        """Return the resources of each live node."""
         return [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
 
     def _most(self, resource: str) -> float:
-        """Return the largest amount of a resource that any single node has."""
         return max((node.get(resource, 0.0) for node in self._nodes()), default=0.0)
 
     @property

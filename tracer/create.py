@@ -86,10 +86,8 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 
 
 @contextmanager
-def grown_trace(path: str | os.PathLike[str], *, is_live: bool = False) -> Iterator[Path]:
+def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder to write an additional part of a finished trace to; its files are moved into the trace at the end.
-
-    `is_live` allows a trace that is being recorded.
 
     A part counts once its writers' states are in place, which are moved last: however this process ends, the trace holds all of
     it or none. If this process dies while moving files, the next one that writes here moves the rest. Raises TraceExists if the
@@ -97,11 +95,11 @@ def grown_trace(path: str | os.PathLike[str], *, is_live: bool = False) -> Itera
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
-            manifest = _growing(folder, path, building=None, is_live=is_live)
+            manifest = _growing(folder, path, building=None)
             building = stack.enter_context(_building(folder, manifest))
         yield building
         with claimed(path), _explained(path):
-            _growing(folder, path, building=building, is_live=is_live)
+            _growing(folder, path, building=building)
             move_part(building, folder)
 
 
@@ -118,17 +116,14 @@ def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
             shutil.rmtree(building, ignore_errors=True)
 
 
-def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None, is_live: bool) -> Manifest:
-    """Return the manifest of a trace. Raises TraceExists if another process is writing to the trace; with `is_live`,
-    a recording may be."""
+def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) -> Manifest:
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(f"{path}: another process is writing to it; wait until it ends")
     if building is None:
         remove_unfinished(folder)
     check_no_links(folder)
     store = Store(folder)
-    if not is_live:
-        refuse_live(store, path, "accepts no imports or weights")
+    refuse_live(store, path, "accepts no imports or weights")
     return store.manifest()
 
 

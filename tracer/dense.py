@@ -86,27 +86,6 @@ class Hidden:
 Distribution = TopK | Logits | Hidden
 
 
-def end_to_end(parts: Sequence[Distribution]) -> Distribution | None:
-    """Concatenate distributions of the same kind along the rows; return None if there are none."""
-    if not parts:
-        return None
-    joined = {name: _joined([part.arrays[name] for part in parts]) for name in parts[0].arrays}
-    if isinstance(parts[0], Logits):
-        (values,) = joined.values()
-        return Logits(logits=values, kind=parts[0].kind)
-    return type(parts[0])(**joined)
-
-
-def _joined(arrays: Sequence[Any]) -> Any:
-    if len(arrays) == 1:
-        return arrays[0]
-    if is_tensor(arrays[0]):
-        import torch
-
-        return torch.cat(list(arrays))
-    return np.concatenate(arrays)
-
-
 def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int, what: str) -> None:
     """Raise InvalidRecord unless each array in the captured distributions has one row per token."""
     wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}

@@ -183,14 +183,11 @@ def _schemas(contents: _Contents) -> list[pa.Schema]:
     return [pa.ipc.read_schema(pa.py_buffer(schema)) for schema in contents.schemas]
 
 
-def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
-    """Rewrite the index of a trace.
-
-    `elsewhere` says where to read table files that are not in the folder.
-    """
+def write_index(folder: Path) -> None:
+    """Rewrite the index of a trace."""
     store = Store(folder)
     before = store.files(INDEX)
-    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store, elsewhere).contents), codec=_CODEC, asbytes=True)
+    packed = pa.compress(msgspec.msgpack.encode(_Gathered(store).contents), codec=_CODEC, asbytes=True)
     name = f"{whole_hash(packed)}{_ENDING}"
     write_part(folder, f"{INDEX}/{name}", packed)
     for old in before:
@@ -201,10 +198,9 @@ def write_index(folder: Path, *, elsewhere: Store | None = None) -> None:
 class _Gathered:
     """Collects the content of an index, most useful entries first, until the index is full."""
 
-    def __init__(self, store: Store, elsewhere: Store | None):
+    def __init__(self, store: Store):
         self.contents = _Contents()
         self._store, self._left = store, MAX_BYTES
-        self._tables = [store] if elsewhere is None else [store, elsewhere]
         self._numbers: dict[bytes, int] = {}
         self._before = read_index(store)
         self._accounts: dict[str, SealedFile] = {}
@@ -242,23 +238,18 @@ class _Gathered:
 
     def _files_of(self, table: str) -> None:
         """Add the footers of a table if all of them fit, else the entries without footers."""
-        there: dict[str, tuple[int, Store]] = {}
-        for store in self._tables:
-            for name, size in store.files(table).items():
-                there.setdefault(f"{table}/{name}", (size, store))
-        before = {
-            name: file for name, (size, _) in there.items() if (file := self._known_before(name, size)) is not None
-        }
+        there = {f"{table}/{name}": size for name, size in self._store.files(table).items()}
+        before = {name: file for name, size in there.items() if (file := self._known_before(name, size)) is not None}
         fits = len(there) <= MANY_FOOTERS and sum(file.tail_bytes for file in before.values()) <= self._left
         footers: dict[str, _Footer] | None = {} if fits else None
         files: dict[str, KnownFile] = {}
         left = self._left
-        for relative, (size, store) in there.items():
+        for relative, size in there.items():
             if footers is None and relative in before:
                 files[relative] = before[relative]
                 continue
             try:
-                footer = read_footer(store, relative, size)
+                footer = read_footer(self._store, relative, size)
             except DamagedTrace:
                 continue
             number = self._schema(footer.schema)
@@ -281,12 +272,10 @@ class _Gathered:
         return None if found is None else msgspec.structs.replace(found[0], schema=self._schema(found[1]))
 
     def _schema(self, schema: pa.Schema) -> int:
-        """Return the position of a schema in the index, adding the schema if it is new."""
         content = schema.remove_metadata().serialize().to_pybytes()
         return self._number(self.contents.schemas, content, content)
 
     def _number(self, values: list[Any], value: object, key: bytes) -> int:
-        """Return the position of a value in a list, appending it if new."""
         if key not in self._numbers:
             self._numbers[key] = len(values)
             values.append(value)

@@ -104,7 +104,6 @@ class JournalStream:
             self._file.close()
 
     def _append_message(self, message: pa.Buffer) -> None:
-        """Write a message with a trailer."""
         view = memoryview(message)
         _, length = _PREFIX.unpack(view[: _PREFIX.size])
         metadata, body = view[_PREFIX.size : _PREFIX.size + length], view[_PREFIX.size + length :]
@@ -114,7 +113,6 @@ class JournalStream:
         self._write([memoryview(prefix + bytes(metadata) + trailer), body])
 
     def _write(self, parts: list[memoryview]) -> None:
-        """Write parts in order, in one system call if possible."""
         left = [part for part in parts if len(part)]
         while left:
             written = os.writev(self._file.fileno(), left)
@@ -134,8 +132,6 @@ class JournalContent:
     """Bytes of an incomplete record at the end: the process died while appending, or is appending now."""
     damage: str | None = None
     """Why reading stopped at the first damaged record; None if all records were read."""
-    has_checksums: bool = True
-    """True if the journal's records have checksums; older releases wrote none."""
     has_begun: bool = True
     """True if the journal's schema is complete; a writer lists a journal in its state only once it is."""
 
@@ -148,8 +144,6 @@ def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | No
     """
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))
-    if not _has_trailer(content):
-        return _read_plain(content)
     schema: pa.Schema | None = None
     batches: list[pa.RecordBatch] = []
     position, checksum = 0, _FIRST
@@ -274,34 +268,6 @@ def _is_compressed(metadata: bytes) -> bool:
         return field(header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION) is not None
     except (struct.error, IndexError) as error:
         raise ValueError("it is not an Arrow message") from error
-
-
-def _has_trailer(content: memoryview) -> bool:
-    """Return True if the stream's first message, its schema, has a trailer; also if the file ends before it."""
-    if len(content) < _PREFIX.size:
-        return True
-    _, length = _PREFIX.unpack(content[: _PREFIX.size])
-    end = _PREFIX.size + length
-    return end > len(content) or length < _TRAILER.size or content[end - _TRAILER.size : end][: len(_MAGIC)] == _MAGIC
-
-
-def _read_plain(content: memoryview) -> JournalContent:
-    """Read a stream of an older release, without checksums."""
-    source = pa.BufferReader(pa.py_buffer(content))
-    batches: list[pa.RecordBatch] = []
-    whole = 0
-    try:
-        messages = pa.ipc.MessageReader.open_stream(source)
-        schema = pa.ipc.read_schema(messages.read_next_message())
-        whole = source.tell()
-        while True:
-            batches.append(_batch(messages.read_next_message(), schema))
-            whole = source.tell()
-    except StopIteration:
-        whole = max(whole, source.tell())
-    except (pa.ArrowException, OSError, ValueError, MemoryError):
-        pass
-    return JournalContent(batches=tuple(batches), torn_bytes=len(content) - whole, has_checksums=False)
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:

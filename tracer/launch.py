@@ -28,7 +28,6 @@ from .liveness import this_process
 from .lock import alone
 from .nodes import SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .patience import MAX_WAIT_S, Patience
-from .progress import no_progress
 from .sender import Sender
 from .store import Store
 from .whole_file import write_part
@@ -82,7 +81,6 @@ def record(
     engine_weights: str = "given",
     resume: bool = False,
     force: bool = False,
-    compact: bool = False,
     max_wait: float = MAX_WAIT_S,
     at_end: Callable[[Recording], None] | None = None,
 ) -> Recording:
@@ -100,7 +98,7 @@ def record(
 
     If `output` is a URL, such as s3://bucket/run, the trace is first written to the user's cache folder, and sealed files are
     uploaded from there about once a minute and at the end. The folder is removed after the upload.
-    `compact` merges the files of all writers at the end, like `tim-trace compact`. If the file system does not respond for
+    If the file system does not respond for
     `max_wait` seconds, a process stops recording and continues. The same timeout applies to starting and ending a recording: if
     it cannot start, the command runs unrecorded; if it cannot end, a note explains how to finish it.
     `at_end` is called with the recording when the command has ended, before the final upload.
@@ -120,7 +118,6 @@ def record(
             f"record: {option('resume')} adds to an existing trace and {option('force')} replaces it; choose one"
         )
     spec = Capture.parse(capture, capture_fraction)
-    spec.check_records()
     if weights not in WEIGHTS_CHOICES:
         raise InvalidOption(f"got {weights!r}; use {', '.join(WEIGHTS_CHOICES)}", option="weights")
     if engine_weights not in ENGINE_WEIGHTS_CHOICES:
@@ -233,8 +230,6 @@ def record(
             return replace(
                 recording, note=f"{so_far}; {hosts} still recording; the last node to end finishes the trace"
             )
-        if compact:
-            _merge(folder)
         if at_end is not None:
             at_end(recording)
         return recording
@@ -330,7 +325,6 @@ def _is_there(folder: Path, run_id: str) -> bool:
 
 @contextmanager
 def _resumed(output: str | os.PathLike[str], manifest: Manifest) -> Iterator[Path]:
-    """Claim the folder of the trace that a resumed run extends. Raises TraceExists."""
     found = join_trace(output, manifest)
     _check_resumable(found, output, manifest)
     _adopt(found)
@@ -359,16 +353,6 @@ def _adopt(folder: Path) -> None:
     from .adopt import adopt  # imported here, so that the command starts before Arrow is loaded
 
     adopt(folder)
-
-
-def _merge(folder: Path) -> None:
-    """Merge the trace's files. If that fails, report it and leave the trace unchanged."""
-    from .compaction.merge import FILE_BYTES, merge
-
-    try:
-        merge(str(folder), FILE_BYTES, no_progress)
-    except TimTraceError as error:
-        _tell(f"{error}; its files were not merged")
 
 
 def _environment(order: Order) -> dict[str, str]:

@@ -76,13 +76,11 @@ def metric_rows(
 
 
 def _plain(value: Any) -> Any:
-    """Unwrap an array that holds a single object or text; return anything else unchanged."""
     holds_one = isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1
     return value.item() if holds_one else value
 
 
 def _number(value: Any) -> float | None:
-    """Return the value as a number; None if it is not a number."""
     if is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
         array = to_numpy(value)
         return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
@@ -97,5 +95,4 @@ def _float(value: float) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """Convert the value to text that UTF-8 can encode."""
     return str(value).encode(errors="backslashreplace").decode()

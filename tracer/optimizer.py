@@ -176,7 +176,6 @@ def _step(state: Mapping[str, Any]) -> Any:
 
 
 def _local(tensor: Any) -> Any:
-    """Return the part of a distributed tensor that this process holds; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 

@@ -12,7 +12,11 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 """Function that starts a progress display; it is called with a description and the total number of units."""
 
 
+def unheard(units: int) -> None:
+    """Ignore progress."""
+
+
 @contextmanager
 def no_progress(what: str, total: int) -> Iterator[Advance]:
     """Report nothing."""
-    yield lambda units: None
+    yield unheard

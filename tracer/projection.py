@@ -5,12 +5,12 @@ Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.capture import HIDDEN, LOGITS, Capture
-from .dense import Distribution, Hidden, Logits, TopK
+from ..schemas.capture import LOGITS, Capture
+from .dense import Distribution, Logits, TopK
 from .logits import scaled, top_k_with_tail
 
 CHUNK_BYTES = 256 << 20
@@ -22,11 +22,8 @@ class Projection:
     """A model's output head as a pass applies it."""
 
     model: Any
-    """The model; None if the rows are logits already."""
     dtype: Any = None
     """torch dtype for the matrix product; None for the dtype of the hidden states."""
-    then: Callable[[Any], Any] | None = None
-    """Function applied to the logits after scale and soft cap, and before division by the temperature."""
 
     @property
     def head(self) -> Any:
@@ -35,10 +32,6 @@ class Projection:
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
         """Yield [C, V] logits for up to `chunk` tokens at a time, with the model's scale and soft cap, before the
         temperature is applied."""
-        for logits_CV in hidden_NH.split(chunk) if self.model is None else self._projected(hidden_NH, chunk):
-            yield logits_CV if self.then is None else self.then(logits_CV)
-
-    def _projected(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
         import torch
 
         dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()
@@ -47,18 +40,13 @@ class Projection:
         for hidden_CH in hidden_NH.split(chunk):
             yield scaled(torch.nn.functional.linear(hidden_CH.to(dtype), weight_VH, bias_V), config)
 
-    def distribution(
-        self, hidden: Sequence[Any], capture: Capture, temperature: float, device: Any = None
-    ) -> Distribution:
-        """Return the captured distributions for rows of hidden states [T, H], concatenated; on `device` if given."""
+    def distribution(self, hidden: Sequence[Any], capture: Capture, temperature: float) -> Distribution:
+        """Return the captured distributions for rows of hidden states [T, H], concatenated."""
         import torch
 
         with torch.no_grad():
-            if capture.level == HIDDEN:
-                return Hidden(hidden=torch.cat([rows.to(device) if device else rows for rows in hidden]))
-            kept = _Kept(sum(len(rows) for rows in hidden), device)
-            width = hidden[0].shape[-1] if self.model is None else self.head.weight.shape[0]
-            chunk = max(1, CHUNK_BYTES // (4 * width))
+            kept = _Kept(sum(len(rows) for rows in hidden))
+            chunk = max(1, CHUNK_BYTES // (4 * self.head.weight.shape[0]))
             for rows_TH in hidden:
                 for logits_CV in self.logits(rows_TH, chunk):
                     if capture.level == LOGITS:
@@ -71,17 +59,14 @@ class Projection:
 class _Kept:
     """Preallocated arrays with N rows that are filled chunk by chunk."""
 
-    def __init__(self, num_rows: int, device: Any):
+    def __init__(self, num_rows: int):
         self.arrays: list[Any] = []
-        self._num_rows, self._device, self._filled = num_rows, device, 0
+        self._num_rows, self._filled = num_rows, 0
 
     def add(self, *chunks: Any) -> None:
         """Append rows to each array."""
         if not self.arrays:
-            self.arrays = [
-                chunk.new_empty((self._num_rows, *chunk.shape[1:]), device=self._device or chunk.device)
-                for chunk in chunks
-            ]
+            self.arrays = [chunk.new_empty((self._num_rows, *chunk.shape[1:])) for chunk in chunks]
         end = self._filled + len(chunks[0])
         for array, chunk in zip(self.arrays, chunks, strict=True):
             array[self._filled : end].copy_(chunk)

@@ -723,7 +723,6 @@ def _check_types(what: str, **given: tuple[Any, Any]) -> None:
 
 
 def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
-    """Raise InvalidRecord if a value lacks an attribute."""
     if not hasattr(value, attribute):
         raise InvalidRecord(f"{what}: got {shown(value)}; give a {wanted}")
 

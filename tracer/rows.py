@@ -175,7 +175,6 @@ def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
 
 
 def _reward_maps(rewards: Mapping[str, np.ndarray], rows: int) -> pa.Array:
-    """Build one map per row from one array per reward function."""
     names = list(rewards)
     keys = text_array(names * rows)
     values = number_array(np.stack([rewards[name] for name in names], axis=1).reshape(-1), pa.float64())

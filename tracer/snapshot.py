@@ -453,7 +453,6 @@ def _contract(snapshot: Snapshot, pass_name: str, digest: str) -> dict[str, Any]
 
 
 def _find_missing(snapshot: Snapshot) -> None:
-    """Report missing files that writers' states list."""
     store = snapshot.store
     there = {f"{folder}/{name}" for folder in (WEIGHTS, JOURNAL) for name in store.files(folder)}
     there |= snapshot._seen

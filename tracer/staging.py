@@ -155,7 +155,6 @@ class PinnedMemory:
 
 @cache
 def _copies_of(device: Any) -> tuple[Any, PinnedMemory]:
-    """Return a device's copy stream and pinned buffer."""
     import torch
 
     return torch.cuda.Stream(device=device), PinnedMemory()

@@ -229,7 +229,6 @@ class Store:
         return self.read_bytes(relative) if self.is_local else content
 
     def _listed_entry(self, relative: str) -> dict[str, Any] | None:
-        """Return a file's entry from the last `look`; None if missing."""
         first = relative.partition("/")[0]
         folder = first if first in _DEEP else relative.rpartition("/")[0]
         path = self.path(relative)
@@ -481,7 +480,6 @@ class Store:
         return state
 
     def _check_writer(self, state: WriterState, name: str, manifest: Manifest) -> None:
-        """Raise DamagedTrace if a state belongs to another writer or trace."""
         where = self.shown(f"{WRITERS}/{name}.json")
         if state.writer != name:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")

@@ -79,9 +79,9 @@ class Upload:
             self.put(MANIFEST, tries=tries)
             self._sent[MANIFEST] = 1
 
-    def send_index(self, *, elsewhere: Store | None = None) -> None:
-        """Upload an index of the uploaded files, replacing the previous one; `elsewhere` as in `write_index`."""
-        write_index(self.folder, elsewhere=elsewhere)
+    def send_index(self) -> None:
+        """Upload an index of the uploaded files, replacing the previous one."""
+        write_index(self.folder)
         names = Store(self.folder).files(INDEX)
         for name, size in names.items():
             if self._sent.get(f"{INDEX}/{name}") != size:
@@ -101,7 +101,6 @@ class Upload:
 
     @property
     def _has_buckets(self) -> bool:
-        """Return True if the file system has buckets instead of folders."""
         protocol = self._store.filesystem.protocol
         return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
@@ -112,7 +111,6 @@ class Upload:
             self._remove(f"{folder}/{name}")
 
     def _remove(self, path: str) -> None:
-        """Try to remove a file; a failure is ignored."""
         with contextlib.suppress(Exception):
             self._store.filesystem.rm_file(self._store.path(path))
 

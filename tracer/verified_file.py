@@ -79,7 +79,6 @@ class VerifiedFile:
         self._seen = bytearray(count)
 
     def _need_checksums(self) -> None:
-        """Read the checksums if not done yet."""
         if self._read_checksums is None:
             return
         with self._alone:

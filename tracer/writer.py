@@ -299,14 +299,12 @@ class TraceWriter:
 
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
-        """Abort recording if the block waits too long for the file system."""
         try:
             yield
         except StorageStalled as error:
             self._give_up(error)
 
     def _signs(self) -> tuple[Any, ...]:
-        """Return values that change as long as any thread of this writer makes progress."""
         return self._worker.signs, self.segments.signs, self._weights and self._weights.signs
 
     def _check_weights(self) -> None:
@@ -328,7 +326,6 @@ class TraceWriter:
         self.account({relative: sealed(content)})
 
     def _sync(self, *, weights: bool) -> None:
-        """Flush everything recorded to disk."""
         self.segments.sync()
         with self._saving:
             self.save_state()
@@ -422,7 +419,6 @@ class TraceWriter:
             _say(f"the trace could not be marked ({error})")
 
     def _give_sign(self) -> None:
-        """Update this writer's heartbeat."""
         with contextlib.suppress(OSError):
             os.utime(self._state_path)
 

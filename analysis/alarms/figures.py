@@ -10,13 +10,15 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from ..facts.series import Series
+from ..facts.read_series import read_series
+from ..facts.series import KINDS, MISMATCH, Series
 from ..statistics.estimators import Array
 from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.pair_sums import BATCH_ROWS
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
+from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
 """(steps, values); steps are ascending."""
@@ -60,6 +62,36 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
         rows.column("step").to_numpy(), tokens.lengths_N, counted_N - tokens.lengths_N,
         *(np.bincount(tokens.sequence_T, values_T, minlength=num) for values_T in sums),
     )  # fmt: skip
+
+
+UNEQUAL_REWARDS = "unequal_rewards"
+"""Name of the figure with the share of repeated responses that got a different reward; see `repeats`."""
+
+FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
+"""Names of all figures that `read_figure` can read by step."""
+
+
+def is_of_pair(name: str) -> bool:
+    """Return True if a figure is computed from the tokens that are finite in both passes."""
+    return name in OF_TOKENS or (name in KINDS and KINDS[name][0] == MISMATCH)
+
+
+def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
+    """Read one of FIGURES for the open run; None if the trace has no value. A recorded NaN or infinity is a NaN."""
+    run = database.sources[0].run
+    if name in KINDS:
+        series = read_series(database, pair=pair).get(name)
+        if series is None:
+            return None
+        lost = np.isin(series.steps, series.not_finite)
+        steps, values = series.steps, np.where(lost, np.nan, series.values)
+        kept = (series.known | lost) & np.isin(steps, database.kept_steps.get(run, steps))
+        return steps[kept], values[kept]
+    if name == UNEQUAL_REWARDS:
+        repeats = Repeats()
+        repeats.keep(database, run, ())
+        return repeats.unequal()
+    return read_token_figures(database, pair, run).get(name)
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:

@@ -32,6 +32,12 @@ class Alarm:
         """The condition under which the alert fires, e.g. `> 0.001`."""
         return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
 
+    @property
+    def gate(self) -> str | None:
+        """The same level as a condition of `gate`, e.g. `tim.k3>0.001 any step`; None for a rule without a level."""
+        metric = f"|{self.metric}|" if self.of_size else self.metric
+        return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
+
 
 ALARMS = (
     Alarm(

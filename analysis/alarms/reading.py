@@ -19,7 +19,7 @@ from ..statistics.estimators import Array
 from ..trace.database import Database
 from ..trace.source import Pair
 from . import rule
-from .figures import NOT_FINITE, Figure, figure, read_token_figures
+from .figures import NOT_FINITE, UNEQUAL_REWARDS, Figure, figure, read_token_figures
 from .published import ALARMS, Alarm
 from .repeats import Repeats
 
@@ -124,7 +124,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
     steps, unequal = repeats.unequal()
     if len(steps) and "reward" in series:
         alarm = Alarm(
-            who=OWN, metric="unequal_rewards", level=None, rule=f"> {rule.UNEQUAL:g}",
+            who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {rule.UNEQUAL:g}",
             definition="share of repeated responses with a different reward than before, over 20 steps",
             summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..advice import Advice
-from ..check.finding import TITLES
+from ..check.faults import TITLES
 from ..statement import Statement
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...schemas.steps import ALL_STEPS
-from ..check.finding import TITLES
+from ..check.faults import TITLES
 from ..check.text import of_steps
 from ..facts.change_text import change_sentence, interval_text
 from ..rows import shown

@@ -20,7 +20,8 @@ from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..trace.source import Pair
 from ..trace.spread import spread
 from ..views import open_database
-from .detectors import find
+from .data_checks import DataFinding, data_findings
+from .explain import explain
 from .notes import notes
 from .pair_data import PairData
 from .result import CheckResult
@@ -79,7 +80,7 @@ class _Question:
 def _judged(database: Database, question: _Question) -> Iterator[CheckResult]:
     sample = read_sample(database, question.pair, question.worst_steps, question.worst_lost_steps)
     data = _pair_data(database, question.pair, question.trace, question.sums, sample)
-    yield judge(data, ":".join(question.pair))
+    yield judge(data, ":".join(question.pair), data_findings(database, sample))
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
@@ -123,13 +124,13 @@ def _sample(database: Database, pair: Pair) -> Sample:
     return read_sample(database, pair, sums.worst_steps(), sums.worst_lost_steps())
 
 
-def judge(data: PairData, pair: str) -> CheckResult:
+def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> CheckResult:
     """Run every detector and return the findings.
 
     Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains it.
     """
     sums = data.sums
-    findings = tuple(find(data))
+    findings = tuple(explain(data))
     if not sums.num_tokens and not any(finding.fails for finding in findings):
         raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(
@@ -140,6 +141,7 @@ def judge(data: PairData, pair: str) -> CheckResult:
         num_sampled_tokens=int(data.sample.compared.sum()),
         rms_d=float(np.sqrt(sums.mean("sum_d2"))),
         findings=findings,
+        data=of_data,
         notes=tuple(notes(data)),
     )
 

@@ -22,6 +22,23 @@ def sql(data: PairData, query: str) -> Advice:
     return Advice(f'tim-trace sql {_trace(data)} "{text}"')
 
 
+def tokens(data: PairData) -> Advice:
+    """Return a `tim-trace sql` command that lists the first tokens with their values in both passes."""
+    return sql(
+        data,
+        "SELECT step, seq_id, position, token_id, logprob_a, logprob_b FROM {pair} WHERE mask "
+        "ORDER BY step, seq_id, position LIMIT 40",
+    )
+
+
+def far_tokens(data: PairData) -> Advice:
+    """Return a `tim-trace sql` command that lists the tokens with the largest |d|."""
+    return sql(
+        data,
+        "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, d FROM {pair} WHERE mask ORDER BY abs(d) DESC LIMIT 40",
+    )
+
+
 def row(data: PairData, number: int) -> Advice:
     """Return a `tim-trace sql` command that lists the tokens in one sampled sequence."""
     name = data.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
@@ -48,8 +65,8 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
     command that supplies them."""
     step = int(data.sample.steps[0]) if step is None else step
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
-    asked = f"tim-trace replay {trace} --steps {step} {options} --name {name} && tim-trace stats {trace} "
-    asked += f"--pair replay/{name}:{data.sample.b.name}"
+    asked = " ".join(filter(None, ("tim-trace replay", trace, "--steps", str(step), options)))
+    asked += f" --name {name} && tim-trace stats {trace} --pair replay/{name}:{data.sample.b.name}"
     return _with_weights(data, asked)
 
 
@@ -61,17 +78,43 @@ def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
     return _with_weights(data, asked + f"--pair {shlex.quote(f'{other}:replay/whole')}")
 
 
-def weights_replay(data: PairData) -> Advice:
-    """Return commands that replay with the previous and with quantised weights and then diagnose the run; if the trace
-    has no weights, also the command that supplies them."""
-    sample = data.sample
-    known = sample.versions.compressed()
-    version = max(int(known.max()) - 1, 0) if len(known) else 1
+def arms(data: PairData, options: str) -> Advice:
+    """Return commands that replay one step under several arms and then diagnose the run; if the trace has no weights, also
+    the command that supplies them."""
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
-    asked = (
-        f"tim-trace replay {trace} --steps {int(sample.steps[-1])} --arm weights-version={version} --arm quantize=int8"
-    )
+    asked = f"tim-trace replay {trace} --steps {int(data.sample.steps[-1])} {options}"
     return _with_weights(data, f"{asked} && tim-trace diagnose {trace}{_pair(data)}{_steps(data)}")
+
+
+def by_column(data: PairData, column: str) -> Advice:
+    """Return a `tim-trace sql` command for the mismatch grouped by a column in `sequences`, or by a column in the `scores` of
+    one pass."""
+    table, name, passed = "sequences", column, ""
+    if column.startswith(("writer_", "contract_", "version_")):
+        table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
+        side = data.sample.a if column.endswith("_a") else data.sample.b
+        passed = f" WHERE \"pass\" = '{side.name}'"
+    known = {"version": "policy_version", "lag": "policy_version", "reward_above_0": "reward > 0", "row": "seq_id"}
+    known |= {
+        "advantage_above_0": "advantage > 0",
+        "response_length": "num_response_tokens",
+        "prompt_length": "num_prompt_tokens",
+    }
+    known |= {"total_length": "num_prompt_tokens + num_response_tokens"}
+    asked = known.get(name, name)
+    asked = asked if " " in asked else f"{table}.{asked}"
+    return sql(
+        data,
+        f"SELECT {asked}, count(*) AS num_sequences, sqrt(sum(rms_d * rms_d * num_tokens) / sum(num_tokens)) AS rms_d "
+        f"FROM {{sequences}} JOIN {table} USING (run, step, seq_id){passed} GROUP BY 1 ORDER BY 3 DESC",
+    )
+
+
+def weights_replay(data: PairData) -> Advice:
+    """Return commands that replay with the weights of an update before and with quantised ones, and then diagnose the run."""
+    known = data.sample.versions.compressed()
+    version = max(int(known.max()) - 1, 0) if len(known) else 1
+    return arms(data, f"--arm weights-version={version} --arm quantize=int8")
 
 
 def weights(data: PairData) -> Advice:

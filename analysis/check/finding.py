@@ -1,77 +1,22 @@
-"""Findings of a check, as codes and numbers. The sentences are in text.py."""
+"""Findings of a check, as codes and numbers, and the description that each fault gives of itself."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from ..advice import NOTHING, Advice
-
-FAULTS = {
-    "temperature": "temperature on one side only",
-    "truncation": "top-p, top-k or min-p renormalised on one side only",
-    "grammar": "one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
-    "shift": "one side is shifted by a token",
-    "row_pairing": "rows of the two sides belong to different sequences",
-    "mask": "prompt or tool tokens are counted as sampled tokens",
-    "placeholders": "placeholders instead of logprobs",
-    "retokenised": "the two sides scored different tokenisations of the text",
-    "log_base": "logprobs of one side or both are not natural logarithms",
-    "not_logprobs": "values are not logprobs: some are above 0",
-    "unrelated": "one side's values do not belong to the sampled tokens",
-    "padded_vocabulary": "one side's softmax includes padding of the vocabulary",
-    "lengths": "tokens are missing on one side",
-    "copies": "one pass is a copy of the other",
-    "weights_differ": "the weights differ: stale, partly synchronised, without the adapter, or quantised",
-    "computation_differs": "equal weights, but the computation differs: kernel, cache, positions or precision",
-    "change_inside_sequence": "weights or prefix cache changed during a sequence",
-    "position_onset": "the mismatch begins at one position of all sequences (KV cache or rotary embedding)",
-    "subset": "the mismatch is concentrated in part of the run",
-    "low_precision_head": "one side's head or log-softmax has low precision",
-    "router_flips": "the two sides choose different experts",
-}
-"""Fault code -> name of the fault. With any of these faults, differences between the passes do not measure numerical
-error."""
-
-HEALTHY = {
-    "rounding": "rounding at the expected level",
-    "equal": "bitwise equal",
-    "too_few": "too few tokens",
-}
-"""Code of a fault-free verdict -> name of the verdict."""
-
-WEIGHT_CAUSES = {
-    "stale_weights": "one side's weights are a step or more behind",
-    "partial_sync": "some weights were not synchronised",
-    "adapter": "the adapter is on one side only",
-    "quantised": "one side's weights are quantised",
-    "never_synchronised": "the trainer's weights were never sent to the engine",
-    "other_weights": "the engine's weights match no recorded version of the trainer",
-}
-"""Code of the reason why weights differ -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
-recording shows the reason."""
-
-TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
+from .pair_data import PairData
 
 Number = float | int | str | None
 
-Broken = Literal["recording", "engine", "versions"]
-"""What must be fixed. `recording`: the two passes do not hold the same quantity for the same tokens. `engine`: they
-hold the same quantity, but engine or trainer used the wrong weights, cache, experts or precision. `versions`: nothing
-must be fixed; the policy versions of engine and trainer differ, as in asynchronous training."""
-
-_ENGINE = frozenset(
-    {
-        "padded_vocabulary",
-        "weights_differ",
-        "computation_differs",
-        "change_inside_sequence",
-        "position_onset",
-        "subset",
-        "low_precision_head",
-        "router_flips",
-    }
-)
+Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
+"""What must be fixed. `recording`: the two passes do not hold the same quantity for the same tokens. `engine`, `trainer`:
+that side used the wrong weights, cache, experts, context or precision; `computation` if the trace does not show which.
+`versions`: nothing must be fixed; the policy versions of engine and trainer differ, as in asynchronous training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +24,9 @@ class Finding:
     """One fault, or fault-free verdict, found by a check."""
 
     code: str
-    """A key in FAULTS or HEALTHY."""
+    """Code of a fault, or of a fault-free verdict: a key in faults.FAULTS or faults.HEALTHY."""
     signal: str
-    """How the fault was detected: a key in text.EVIDENCE."""
+    """How the fault was detected: a key in the fault's evidence."""
     effect: float
     """Root mean square of d over the affected tokens, nats; NaN if one pass has no values there."""
     share: float
@@ -95,18 +40,21 @@ class Finding:
     """Command that confirms the finding; empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
     """Fitted or counted values, and the names of the passes concerned."""
+    cause: str = ""
+    """Name of the fault."""
+    side: Broken | None = None
+    """What must be fixed; None for a fault-free verdict."""
 
     @property
     def title(self) -> str:
-        """Name of the fault. If the recording shows why weights differ, the name of that cause; for a change in time,
-        with its first step."""
+        """Name of the fault; for a change in time, with its first step."""
         if self.since is not None:
             before = int(self.numbers.get("last_before") or self.since - 1)
             exact = before == self.since - 1
             return (
                 f"the mismatch grows {f'at step {self.since}' if exact else f'between steps {before} and {self.since}'}"
             )
-        return TITLES[str(self.numbers.get("cause") or self.code)]
+        return self.cause
 
     @property
     def since(self) -> int | None:
@@ -118,13 +66,69 @@ class Finding:
     @property
     def fails(self) -> bool:
         """True if the finding makes the comparison invalid."""
-        return self.code in FAULTS and not self.is_expected
+        return self.side is not None and not self.is_expected
 
     @property
     def broken(self) -> Broken | None:
         """What must be fixed; None if the finding is not a fault."""
-        if not self.fails:
-            return None
-        if self.signal == "policy_versions":
-            return "versions"
-        return "engine" if self.code in _ENGINE else "recording"
+        return self.side if self.fails else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A kind of fault, or a fault-free verdict, as it describes itself."""
+
+    code: str
+    title: str
+    """Name of the fault, without a capital."""
+    broken: Broken | None
+    """What must be fixed; None for a fault-free verdict."""
+    evidence: Mapping[str, str]
+    """Signal, i.e. way to detect it -> template of the sentence, filled with the numbers of the finding."""
+    words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
+    """Signal -> function that derives further words of the template from the numbers."""
+    causes: Mapping[str, str] = field(default_factory=dict)
+    """Code of a reason that the recording may show, in `numbers["cause"]` -> its name, used as the title."""
+
+    def finding(
+        self,
+        data: PairData,
+        signal: str,
+        affected: np.ndarray | None = None,
+        *,
+        weight: float = 1.0,
+        is_expected: bool = False,
+        next: Advice = NOTHING,
+        broken: Broken | None = None,
+        effect: float | None = None,
+        share: float | None = None,
+        numbers: Mapping[str, Number],
+    ) -> Finding:
+        """Return a finding about the kept tokens marked in `affected`, [K] bool, or about all kept tokens if that is
+        None."""
+        if signal not in self.evidence:
+            raise KeyError(signal)
+        if share is None:
+            share = float(np.mean(affected)) if affected is not None and len(affected) else 1.0
+            share *= data.num_kept / max(int(data.sample.compared.sum()), 1)
+        return Finding(
+            code=self.code,
+            signal=signal,
+            effect=data.rms(affected) if effect is None else effect,
+            share=share,
+            weight=weight,
+            is_expected=is_expected,
+            next=next,
+            numbers=dict(numbers),
+            cause=self.causes.get(str(numbers.get("cause")), self.title),
+            side=broken or self.broken,
+        )
+
+    def sentence(self, finding: Finding) -> str:
+        """Return the evidence for a finding as a sentence with numbers."""
+        numbers: dict[str, Any] = {
+            **finding.numbers, "code": finding.code, "effect": finding.effect, "share": finding.share,
+        }  # fmt: skip
+        if finding.signal in self.words:
+            numbers |= self.words[finding.signal](numbers)
+        return self.evidence[finding.signal].format_map(numbers)

@@ -8,7 +8,9 @@ import numpy as np
 
 from ..info import AttemptInfo
 from .pair_data import PairData
-from .thresholds import FEW_TOKENS
+
+FEW_TOKENS = 500
+"""Number of tokens below which only gross faults can be detected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

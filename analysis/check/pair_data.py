@@ -5,8 +5,8 @@ Shapes: N sampled tokens in S sequences, K kept tokens, i.e. tokens not explaine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
 
@@ -14,15 +14,18 @@ import numpy as np
 
 from ...schemas.contract import Contract
 from ...schemas.steps import ALL_STEPS
-from ..advice import NOTHING, Advice
 from ..engine_weights import EngineVerdict
 from ..info import AttemptInfo
-from .finding import Finding, Number
 from .sample import Sample
 from .sums import PairSums
-from .thresholds import MIN_REST, TOKEN_SHRINKAGE
 
 Result = TypeVar("Result")
+
+MIN_REST = 0.02
+"""Minimum 1 - p for a token to be informative, with p its probability: below it, a change in the logits hardly affects
+the logprob."""
+TOKEN_SHRINKAGE = 10.0
+"""Strength of the shrinkage towards the overall mean when averaging per token id, as a number of added tokens."""
 
 
 @dataclass(kw_only=True)
@@ -56,6 +59,17 @@ class PairData:
         """Return the data without the tokens marked in `explained`, [N] bool, which a finding explains."""
         changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return PairData(**changed | {"keep": self.keep & ~explained})
+
+    def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
+        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens for which it is NaN
+        are left out, and so are those outside whose d is no smaller than it was inside: they are misplaced, too."""
+        values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
+        was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
+        away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
+        values[np.isin(self.sample.seq, self.sample.seq[away]) & ~tokens] = np.nan
+        side = replace(self.sample.b, logprobs=values, entropy=None)
+        changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return PairData(**changed | {"sample": replace(self.sample, b=side), "keep": self.keep & np.isfinite(values)})
 
     @cached_property
     def a(self) -> np.ndarray:
@@ -154,31 +168,6 @@ class PairData:
         """Return the root mean square of d over the kept tokens, or over those in `where`, nats."""
         d = self.d if where is None else self.d[where]
         return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
-
-    def finding(
-        self,
-        code: str,
-        signal: str,
-        affected: np.ndarray | None = None,
-        *,
-        weight: float = 1.0,
-        is_expected: bool = False,
-        next: Advice = NOTHING,
-        numbers: Mapping[str, Number],
-    ) -> Finding:
-        """Return a finding about the kept tokens marked in `affected`, [K] bool, or about all kept tokens if it is
-        None."""
-        share = 1.0 if affected is None else float(affected.mean())
-        return Finding(
-            code=code,
-            signal=signal,
-            effect=self.rms(affected),
-            share=share,
-            weight=weight,
-            is_expected=is_expected,
-            next=next,
-            numbers=dict(numbers),
-        )
 
     @property
     def names(self) -> dict[str, str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
+from .data_checks import DataFinding
 from .finding import Broken, Finding
 from .notes import Note
 
@@ -29,6 +30,9 @@ class CheckResult(Result):
     """Root mean square of d over the compared tokens, nats."""
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
+    data: tuple[DataFinding, ...] = ()
+    """Faults of rewards, advantages, groups and logged metrics. They leave the comparison as it is: it may be valid and the
+    training not."""
     notes: tuple[Note, ...] = ()
     """Tests that the trace does not allow, and, if there are several training attempts, which ones are used."""
 

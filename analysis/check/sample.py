@@ -18,7 +18,18 @@ from ..trace.database import Database
 from ..trace.ragged import counted, fitted, flat
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
-from .thresholds import MAX_READ_TOKENS, MAX_SAMPLED_STEPS, MAX_SAMPLED_TOKENS, MAX_WORST_STEPS, MIN_SAMPLED_STEPS
+
+MAX_SAMPLED_STEPS = 16
+"""Maximum number of steps whose tokens are read: enough to tell a level from a trend, few enough to take seconds."""
+MIN_SAMPLED_STEPS = 2
+"""Minimum number of steps whose tokens are read, even if they exceed MAX_READ_TOKENS: two neighbouring steps."""
+MAX_READ_TOKENS = 2_000_000
+"""Approximate maximum number of tokens read from disk. Only whole steps are read, so the actual number may be
+larger."""
+MAX_WORST_STEPS = 1
+"""Number of additional steps read: those with the largest mean squared d."""
+MAX_SAMPLED_TOKENS = 100_000
+"""Maximum number of tokens inspected individually. A fault in 0.1 % of the tokens still affects 100 of these."""
 
 
 @dataclass(kw_only=True)
@@ -38,6 +49,10 @@ class PassSample:
     """[S] contract hash of each sequence; None where unknown."""
     writers: list[str]
     """[S] name of the process that recorded each sequence."""
+    forward_row: np.ndarray
+    """[S] index of each sequence in its forward pass; NaN where unknown."""
+    pad_left: np.ndarray
+    """[S] number of padding tokens before each prompt in its forward pass; NaN where unknown."""
 
 
 @dataclass(kw_only=True)
@@ -62,6 +77,10 @@ class Sample:
     """[S] int64, policy version of the weights that sampled each sequence; masked where unknown."""
     settings: dict[str, np.ndarray]
     """Name of a sampling setting -> [S] value for each sequence, NaN where unknown."""
+    outcomes: dict[str, np.ndarray]
+    """`reward` and `advantage` -> [S] value for each sequence, NaN where unknown."""
+    finish_reasons: list[str | None]
+    """[S] why sampling of each sequence ended; None where unknown."""
 
     @cached_property
     def num_sequences(self) -> int:
@@ -142,7 +161,7 @@ _ROWS = [
     *(
         f"s.{name}"
         for name in (
-            "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", *SAMPLING,
+            "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", "reward", "advantage", "finish_reason", *SAMPLING,
         )
     ),
     *(
@@ -150,6 +169,7 @@ _ROWS = [
         for side in ("a", "b")
         for name, column in (
             ("entropy", "entropy"), ("version", "policy_version"), ("contract", "contract"), ("writer", "writer"),
+            ("forward_row", "forward_row"), ("pad_left", "pad_left"),
         )
     ),
 ]  # fmt: skip
@@ -197,6 +217,8 @@ def _of_table(table: pa.Table, pair: Pair) -> Sample:
         prompts=table["prompt_ids"].to_pylist(),
         versions=_versions(table["policy_version"]),
         settings={name: _numbers(table[name]) for name in SAMPLING},
+        outcomes={name: _numbers(table[name]) for name in ("reward", "advantage")},
+        finish_reasons=table["finish_reason"].to_pylist(),
     )
 
 
@@ -210,6 +232,8 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
         versions=_versions(table[f"version_{side}"]),
         contracts=table[f"contract_{side}"].to_pylist(),
         writers=table[f"writer_{side}"].to_pylist(),
+        forward_row=_numbers(table[f"forward_row_{side}"]),
+        pad_left=_numbers(table[f"pad_left_{side}"]),
     )
 
 

@@ -20,10 +20,10 @@ from ..attribution.attribution import Attribution
 from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import gather, judge
-from ..check.detectors.equality import dtype_of
-from ..check.detectors.numerics import Precision, precisions
+from ..check.data_checks import data_findings
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
+from ..check.rounding import Precision, dtype_of, precisions
 from ..facts.recorded import RecordedChange, read_recorded
 from ..located import newest
 from ..location import Location
@@ -61,7 +61,7 @@ def diagnose(
     database = open_database(trace, steps)
     with database.telling(progress):
         data = gather(database, names, trace=database.given[0])
-    checked = judge(data, pair)
+    checked = judge(data, pair, data_findings(database, data.sample))
     sides = precisions(data)
     metrics = own_metrics(data)
     coarser = coarser_dtype(sides)

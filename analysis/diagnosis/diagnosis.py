@@ -28,7 +28,7 @@ class Numerics:
     declared: tuple[str | None, str | None]
     """dtypes declared by the contracts."""
     logits: tuple[str | None, str | None]
-    """dtypes to which the logits were rounded; see check.detectors.logit_grid."""
+    """dtypes to which the logits were rounded; see check.rounding."""
     values: tuple[str | None, str | None]
     """dtypes to which the recorded logprobs were rounded."""
 

@@ -15,7 +15,8 @@
 --   With seq_logprob_error_threshold, sequences whose seq_mult_prob_error exceeds it are masked and excluded from all other
 --   numbers; num_masked_seqs_by_logprob_error (num_masked_seqs in the function) counts them, masked_correct_pct is the share of
 --   them with a reward of 1, *_seq_mult_prob_error_after_mask are over the other sequences, 0 if there are none.
--- NeMo-RL multiplies by the mask; here tokens that do not count are left out, whatever their logprob.
+-- NeMo-RL multiplies by the mask; here tokens that do not count are left out, whatever their logprob. One exception: a
+-- sequence ratio is 0 if any of its tokens is NaN or infinite, also one that does not count (NaN * 0 is NaN, which becomes 0).
 
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,
@@ -49,7 +50,7 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, l
         SELECT run, step, seq_id, reward, coalesce(num_tokens, 0) AS num_tokens,
                sum_mult, sum_mult / num_tokens AS mean_mult, sum_gen, sum_policy, sum_js,
                coalesce(sum_ratio, 0.0) AS sum_ratio, coalesce(num_oob, 0) AS num_oob,
-               nemo_rl_ratio(coalesce(sum_d, 0.0)) AS sequence_ratio,
+               CASE WHEN is_lost THEN 0.0 ELSE nemo_rl_ratio(coalesce(sum_d, 0.0)) END AS sequence_ratio,
                coalesce(exp(mean_finite_d), 1.0) BETWEEN lower AND upper AS inside
         FROM pair_keys(a, b, NULL, NULL, NULL)
         JOIN (SELECT run, step, seq_id, reward FROM sequences) USING (run, step, seq_id)
@@ -66,6 +67,11 @@ CREATE OR REPLACE MACRO nemo_rl_rows(a, b, kl_type, of_sequences, kind, upper, l
                    avg(CASE WHEN isfinite(d) THEN d ELSE 0.0 END) AS mean_finite_d
             FROM nemo_rl_tokens(a, b)
             GROUP BY ALL
+        ) USING (run, step, seq_id, iteration_a, iteration_b)
+        LEFT JOIN (
+            SELECT DISTINCT run, step, seq_id, iteration_a, iteration_b, true AS is_lost
+            FROM pair(a, b)
+            WHERE of_sequences AND NOT mask AND NOT isfinite(d)
         ) USING (run, step, seq_id, iteration_a, iteration_b)
     );
 

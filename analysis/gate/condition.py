@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,15 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
-_FORM = re.compile(r"\s*(?P<source>[a-z][a-z0-9-]*)\.(?P<metric>[^\s<>=]+)\s*(?P<sign>>=|<=|>|<)\s*(?P<bound>\S+)\s*")
+_FORM = re.compile(
+    r"\s*(?P<source>[a-z][a-z0-9-]*)\.(?P<size>\|?)(?P<metric>[^\s<>=|]+)(?P=size)\s*(?P<sign>>=|<=|>|<)\s*(?P<bound>\S+)"
+    r"(?P<over>\s+any\s+step|\s+last\s+(?P<last>[1-9]\d*)\s+steps?)?\s*"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a number; the gate fails if the number is beyond the bound."""
+    """A bound on a number of the run, of each step, or of the last steps; the gate fails if the number is beyond it."""
 
     text: str
     """The condition as given."""
@@ -41,16 +44,31 @@ class Condition:
     sign: str
     """`>`, `>=`, `<` or `<=`."""
     bound: float
+    of_size: bool
+    """True if the absolute value of the number is judged, as in `tim.|k1|>0.1`."""
+    any_step: bool
+    """True if the value of each step is judged, and one beyond the bound is enough."""
+    last: int
+    """Number of last steps whose tokens are judged together; 0 for all steps of the run."""
+
+    def judged(self, value: float) -> float:
+        """Return the value to compare with the bound: the number, or its size."""
+        return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
         """Return True if a value violates the condition. NaN and infinities always count as violations, because they
         prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
+    def worst_step(self, by_step: Mapping[int, float]) -> int | None:
+        """Return the step whose value is furthest beyond the bound, or nearest to it; None if no step has a value."""
+        sign = 1 if self.sign in (">", ">=") else -1
+        return max(by_step, key=lambda step: (math.isnan(by_step[step]), sign * by_step[step]), default=None)
+
 
 def parse_condition(text: str) -> Condition:
-    """Parse a condition `<source>.<metric><sign><number>`, where the source is `tim` or a framework. Raises
-    InvalidOption."""
+    """Parse a condition `<source>.<metric><sign><number>`, where the source is `tim` or a framework, optionally followed by
+    `any step` or `last N steps`. Raises InvalidOption."""
     found = _FORM.fullmatch(text)
     try:
         bound = float(found["bound"]) if found else math.nan
@@ -58,10 +76,14 @@ def parse_condition(text: str) -> Condition:
         bound = math.nan
     if found is None or math.isnan(bound):
         raise InvalidOption(
-            f"got {text!r}; write check, or a number and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05",
+            f"got {text!r}; write check, or a number and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05, and after it "
+            "'any step' or 'last N steps' if it is not about the whole run",
             option="fail_on",
         )
-    return Condition(text=text, source=found["source"], metric=found["metric"], sign=found["sign"], bound=bound)
+    return Condition(
+        text=text, source=found["source"], metric=found["metric"], sign=found["sign"], bound=bound,
+        of_size=bool(found["size"]), any_step="any" in (found["over"] or ""), last=int(found["last"] or 0),
+    )  # fmt: skip
 
 
 def metric_named(condition: Condition, names: list[str]) -> str:
@@ -102,7 +124,7 @@ class Verdict:
     metric: str
     """Full name of the number; `check` for the condition that the comparison has no fault."""
     value: float
-    """Value of the number over the run; for `check` the number of faults found."""
+    """Value of the number over the run, over its last steps, or at the worst step; for `check` the number of faults found."""
     low: float | None
     """Lower end of the interval over groups; None without an interval, in which case `how` says why."""
     high: float | None
@@ -112,8 +134,17 @@ class Verdict:
     fails: bool
     """True if the value violates the condition, or proves nothing because tokens are excluded from it. Determines the
     exit code."""
+    steps_beyond: int | None
+    """Number of steps whose own value violates the condition; None for `check` and for counts, which grow with the steps."""
+    worst_step: int | None
+    """Step whose own value is furthest beyond the bound, or nearest to it."""
     how: str
-    """How the interval was computed; for `check` the faults found."""
+    """Steps beyond the bound, and how the interval was computed; for `check` the faults found."""
+
+    @property
+    def warns(self) -> bool:
+        """True if the condition passes although single steps violate it."""
+        return not self.fails and bool(self.steps_beyond)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import InvalidOption, NothingToCompare
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import write_whole
 from ..report.targets import explained, local
@@ -15,7 +15,7 @@ from ..views import open_database
 from .condition import CANNOT_TELL, CHECK, FAILED, PASSED, Condition, Gated, Verdict, parse_condition
 from .measured import Measured, Run
 from .reporters import junit_xml, summary_markdown
-from .sums import COUNTS
+from .sums import is_count
 
 
 def gate(
@@ -35,7 +35,12 @@ def gate(
 
     A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and describes the failure: `tim.k3>1e-3` for a
     column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is enough), or `check`, which
-    fails if the comparison has a fault.
+    fails if the comparison has a fault. `tim.|k1|>0.1` judges the absolute value. `tim` also has the figures that alerts read
+    by step, such as `grad_norm` or `mean_exp_abs_d`, as their mean over the steps.
+
+    Without more, a condition is about all tokens of the run. With ` any step` it fails if the value of one step violates it,
+    as published alert levels are meant, and with ` last 20 steps` it is about the tokens of the last 20 steps. `warns` is
+    true for a verdict whose condition passes while single steps violate it.
 
     Every number except a count has an interval over groups: sequences of a step with the same `group_id`, or a single sequence
     without one. Numbers computed from sums use a bootstrap-t; maxima a bootstrap that ends at the value itself; quantiles of
@@ -64,14 +69,12 @@ def gate(
     database = open_database(trace)
     database.check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
-    run = Run(database, pair, confidence, progress)
-    measured = run.measure(list(conditions.values()))
-    verdicts = [
-        _judged(conditions[text], measured[text], run.left_out)
-        if text in conditions
-        else _checked(trace, pair, partial, progress)
-        for text in fail_on
-    ]
+    judged: dict[str, Verdict] = {}
+    for last in dict.fromkeys(condition.last for condition in conditions.values()):
+        run = Run(open_database(trace, f"-{last}:") if last else database, pair, confidence, progress)
+        measured = run.measure([condition for condition in conditions.values() if condition.last == last])
+        judged |= {text: _judged(conditions[text], number, run.left_out) for text, number in measured.items()}
+    verdicts = [judged[text] if text in judged else _checked(trace, pair, partial, progress) for text in fail_on]
     gated = Gated(verdicts=tuple(verdicts))
     if junit is not None and target is not None:
         with explained(junit):
@@ -83,17 +86,31 @@ def gate(
 
 
 def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
-    fails, interval = condition.holds(measured.value), measured.interval
+    by_step = {step: condition.judged(value) for step, value in measured.by_step.items()}
+    beyond = [step for step, value in by_step.items() if condition.holds(value)]
+    worst = condition.worst_step(by_step)
+    value, how, interval = condition.judged(measured.value), measured.how, measured.interval
+    fails = condition.holds(value)
     verdict = FAILED if fails else PASSED
-    if math.isfinite(measured.value) and interval is not None and not _is_decided(condition, interval):
+    if math.isfinite(value) and interval is not None and not _is_decided(condition, interval):
         verdict = CANNOT_TELL
-    how = measured.how
-    if missing and measured.metric not in COUNTS:
-        fails, verdict, how = True, FAILED if fails else CANNOT_TELL, f"{missing}; {how}"
     low, high = (None if interval is None else ends(interval)) or (None, None)
+    says = f"{len(beyond)} of {len(by_step)} steps violate it" + (f", first step {beyond[0]}" if beyond else "")
+    if condition.any_step:
+        if worst is None:
+            raise NothingToCompare(f"{measured.metric}: no step has a value for it, so a bound on steps proves nothing")
+        value, fails, low, high = by_step[worst], bool(beyond), None, None
+        verdict, how = FAILED if fails else PASSED, f"{says}; the value is that of the worst"
+    elif worst is not None and beyond and not fails and not is_count(measured.metric):
+        how = f"{says}, worst step {worst} ({by_step[worst]:.3g}): 'any step' fails on them; {how}"
+    if condition.last and by_step:
+        how = f"the last {len(by_step)} steps, {min(by_step)} to {max(by_step)}: {how}"
+    if missing and measured.leaves_out:
+        fails, verdict, how = True, FAILED if fails else CANNOT_TELL, f"{missing}; {how}"
     return Verdict(
-        condition=condition.text, metric=measured.metric, value=measured.value, low=low, high=high, bound=condition.bound,
-        verdict=verdict, fails=fails, how=how,
+        condition=condition.text, metric=measured.metric, value=value, low=low, high=high, bound=condition.bound,
+        verdict=verdict, fails=fails, steps_beyond=None if is_count(measured.metric) else len(beyond), worst_step=worst,
+        how=how,
     )  # fmt: skip
 
 
@@ -107,12 +124,13 @@ def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
 
 def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: Progress) -> Verdict:
     from ..check.check import check  # no other condition needs its detectors
-    from ..check.text import evidence_text
+    from ..check.faults import evidence_text
 
     checked = check(trace, pair=pair, partial=partial, progress=progress)
     faults = [finding for finding in checked.findings if finding.fails]
     told = "; ".join(f"{finding.title}: {evidence_text(finding)}" for finding in faults or checked.findings)
     return Verdict(
         condition=CHECK, metric=CHECK, value=float(len(faults)), low=None, high=None, bound=None,
-        verdict=PASSED if checked.is_valid else FAILED, fails=not checked.is_valid, how=told,
+        verdict=PASSED if checked.is_valid else FAILED, fails=not checked.is_valid, steps_beyond=None, worst_step=None,
+        how=told,
     )  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import pyarrow as pa
 from ...schemas.errors import NothingToCompare
 from ...tracer.arrow_arrays import number_array
 from ...tracer.progress import Progress
+from ..alarms.figures import FIGURES, NOT_FINITE, is_of_pair, read_figure
 from ..frameworks.framework import read_once
 from ..frameworks.registry import framework_of
 from ..rows import Rows
@@ -34,13 +36,21 @@ from ..trace.macros import quoted_pair
 from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..trace.ragged import array_of
 from .condition import OWN, Condition, metric_named
-from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, left_out
+from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, is_count, left_out
 
 TAILS = {
-    "k2": 0.86, "k3": 0.89, "rms_d": 0.86, "ess_token": 0.84, "ess_sequence": 0.75, "chi2_token": 0.92, "chi2_sequence": 0.88,
+    "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
+    "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Number that a few tokens can dominate -> measured coverage of its 95 % interval in runs whose logit errors have no
-fourth moment: benchmarks/coverage.py, docs/evidence/intervals.md."""
+"""Number that a few tokens can dominate -> lowest measured coverage of its 95 % interval in runs whose logit errors have no
+fourth moment, or a size that differs between groups: benchmarks/coverage.py, docs/evidence/intervals.md."""
+
+_OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
+"""Numbers of the weights exp(sum of d), whose second moment rare sequences determine."""
+
+MOST_REACH = 1.0
+"""Maximum `SequenceColumns.reach`, in nats, for an interval of such a number. Below it intervals hold the truth as often as
+TAILS says; where groups differ in scale and exceed it, in a third of the runs (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -49,6 +59,10 @@ _BOUNDS = {
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
 """Number -> lower and upper limit that the number and the ends of its interval cannot exceed."""
+
+
+_OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
+"""Numbers with source `tim` that are no columns of `stats` and exist by step only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +76,17 @@ class Measured:
     """Confidence interval, or why there is none; None for a count."""
     how: str
     """How the interval was computed, or why there is none."""
+    by_step: Mapping[int, float] = field(default_factory=dict)
+    """Step -> its own value, for the steps that have one."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if the number says nothing of tokens whose logprobs are not finite."""
+        return not is_count(self.metric) and (self.metric not in _OF_STEPS or is_of_pair(self.metric))
 
 
 class Run:
-    """A run whose numbers are to be measured."""
+    """A run whose numbers are to be measured, over all steps or over the last ones."""
 
     def __init__(self, database: Database, pair: str, confidence: float, progress: Progress):
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
@@ -74,24 +95,43 @@ class Run:
         """Which tokens the measured numbers exclude; empty if none is excluded."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return condition -> its metric with value and interval."""
+        """Return condition -> its metric with value and interval, and with the value of each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
             database = self._database.reopened() if found else self._database  # a jackknife leaves sequences out
-            found |= self._own(database, of_source) if source == OWN else self._like(database, source, of_source)
+            if source == OWN:
+                of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
+                found |= {condition.text: self._of_steps(database, condition.metric) for condition in of_steps}
+                of_source = [condition for condition in of_source if condition not in of_steps]
+            if of_source:
+                found |= self._own(database, of_source) if source == OWN else self._like(database, source, of_source)
         return found
+
+    def _of_steps(self, database: Database, name: str) -> Measured:
+        """Return a figure that exists by step: its mean over the steps, or the sum of a count."""
+        figure = read_figure(database, self._names, name)
+        if figure is None or not len(figure[0]):
+            raise _no_value(name)
+        if is_of_pair(name):
+            self.left_out = left_out(database, self._names)
+        steps, values = figure
+        value = float(values.sum() if name == NOT_FINITE else values.mean())
+        how = "a count has no interval" if name == NOT_FINITE else f"mean of {len(steps)} steps; no interval"
+        by_step = dict(zip(steps.tolist(), values.tolist(), strict=True))
+        return Measured(metric=name, value=value, interval=None, how=how, by_step=by_step)
 
     def _own(self, database: Database, conditions: list[Condition]) -> dict[str, Measured]:
         """Return the numbers that conditions with source `tim` refer to."""
-        asked = _Asked(conditions, stats(database, pair=self._pair, progress=self._progress))
+        whole = stats(database, pair=self._pair, progress=self._progress)
+        asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
         self.left_out = left_out(database, self._names)
         found = [
             Measured(metric=name, value=value, interval=None, how="a count has no interval")
-            for name, value in asked.values.items()
+            for name, value in asked.sampled.items()
             if name in COUNTS
         ]
-        sampled = {name: value for name, value in asked.values.items() if name not in COUNTS}
+        sampled = {name: value for name, value in asked.sampled.items() if name not in COUNTS}
         if sampled:
             columns = SequenceColumns.read(database, self._names)
             found += resampled(columns, sampled, self._confidence)
@@ -109,12 +149,14 @@ class Run:
             numbers = framework.numbers(database, self._names, "run")
             if not len(numbers):
                 raise NothingToCompare(why_nothing(database, self._names))
-            asked = _Asked(conditions, numbers)
+            asked = _Asked(conditions, numbers, framework.numbers(database, self._names, "step"))
             self.left_out = left_out(database, self._names)
-            only = tuple(asked.values)
-            return asked.answered(
-                self._jackknifed(database, asked.values, lambda: framework.numbers(database, self._names, "run", only))
-            )
+            only, found = tuple(asked.sampled), list[Measured]()
+            if only:
+                found = self._jackknifed(
+                    database, asked.sampled, lambda: framework.numbers(database, self._names, "run", only)
+                )
+            return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
         """Return numbers with intervals; they are computed again without each part of the sequences. They are NULL if
@@ -136,9 +178,16 @@ class Run:
         for metric, value in values.items():
             without_P = np.array([_number_of(left, metric) for left in without])
             interval = jackknife(value, without_P, self._confidence)
+            if _OF_SEQUENCE_WEIGHTS.search(metric) and isinstance(interval, tuple) and self._reach() > MOST_REACH:
+                interval = NoInterval.UNSEEN
             how = _without(interval, num_groups) if isinstance(interval, NoInterval) else told
             found.append(Measured(metric=metric, value=value, interval=interval, how=how))
         return found
+
+    def _reach(self) -> float:
+        database = self._database.reopened()
+        stats(database, pair=self._pair, progress=self._progress)
+        return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
         """Return a quantile of |d| with its interval, obtained by inverting the interval of the share of tokens above
@@ -181,6 +230,8 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
     found = []
     for name, interval in intervals.items():
+        if _OF_SEQUENCE_WEIGHTS.search(name) and interval is not NoInterval.FEW and columns.reach() > MOST_REACH:
+            interval = NoInterval.UNSEEN
         how = f"bootstrap-t over {num_groups:,} groups" + (_of_tails(TAILS[name]) if name in TAILS else "")
         if isinstance(interval, NoInterval):
             how = _without(interval, num_groups)
@@ -220,21 +271,33 @@ def quantile_cuts(
 
 
 class _Asked:
-    """The metrics that some conditions refer to, and their values."""
+    """The metrics that some conditions refer to, and their values over the run and by step."""
 
-    def __init__(self, conditions: list[Condition], rows: Rows):
+    def __init__(self, conditions: list[Condition], rows: Rows, by_step: Rows):
         (row,) = rows.dicts()
         names = [name for name, value in row.items() if not isinstance(value, str)]
         self._metrics = {condition.text: metric_named(condition, names) for condition in conditions}
-        self.values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
-        for metric in self.values:
+        self._steps = by_step.dicts()
+        self._values = {metric: _number_of(row, metric) for metric in self._metrics.values()}
+        for metric in self._values:
             if row[metric] is None:
-                raise NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
+                raise _no_value(metric)
+        of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
+        self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
+        """Metric -> value, for the metrics that some condition judges over all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Return condition -> its metric."""
+        """Return condition -> its metric; without an interval if no condition needs one."""
         of_metric = {measured.metric: measured for measured in found}
+        for metric, value in self._values.items():
+            measured = of_metric.get(metric, Measured(metric=metric, value=value, interval=None, how=""))
+            by_step = {row["step"]: _number_of(row, metric) for row in self._steps if row[metric] is not None}
+            of_metric[metric] = replace(measured, by_step=by_step)
         return {text: of_metric[metric] for text, metric in self._metrics.items()}
+
+
+def _no_value(metric: str) -> NothingToCompare:
+    return NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
@@ -244,7 +307,9 @@ def _number_of(row: dict[str, Any], metric: str) -> float:
 
 
 def _of_tails(level: float) -> str:
-    return f"; if a few tokens dominate, a 95% interval holds the truth in {level:.0%} of runs"
+    return (
+        f"; if a few tokens dominate or groups differ in scale, a 95% interval holds the truth in {level:.0%} of runs"
+    )
 
 
 def _without(why: NoInterval, num_groups: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..statistics.estimators import Array, addable
-from ..statistics.intervals import unit
+from ..statistics.intervals import numbered, student_quantile, unit
 from ..trace.database import Database
 from ..trace.macros import quoted_pair
 from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
@@ -28,6 +28,11 @@ QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 
 COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 """Columns of `stats` without an interval."""
+
+
+def is_count(metric: str) -> bool:
+    """Return True for a number that counts, such as `num_tokens`, and so grows with the steps."""
+    return metric.rsplit("/", 1)[-1].startswith("num_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +66,20 @@ class SequenceColumns:
 
     def __len__(self) -> int:
         return len(self.unit_N)
+
+    def reach(self) -> float:
+        """Return the size of a sequence's log ratio, sqrt(sum of d^2) in nats, that a further sequence exceeds with a
+        probability of one in a thousand.
+
+        It is extrapolated as for a lognormal size, because the sequences that dominate exp(sum of d) are rare. The quantile
+        is Student's with groups - 1 degrees of freedom, so that few groups reach further.
+        """
+        squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
+        logs = np.log(squares[squares > 0]) / 2
+        if len(logs) < 2 or num_groups < 2:
+            return 0.0
+        beyond = student_quantile(0.999, num_groups - 1) * np.sqrt(1 + 1 / num_groups)
+        return float(np.exp(logs.mean() + beyond * logs.std(ddof=1)))
 
 
 _LEFT_OUT = """

@@ -32,20 +32,6 @@ def objective(
     *,
     steps: str = ALL_STEPS,
     loss: str | None = None,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
-    clip_hard: float | None = None,
-    sapo_temperature_pos: float | None = None,
-    sapo_temperature_neg: float | None = None,
-    vespo_k_pos: float | None = None,
-    vespo_lambda_pos: float | None = None,
-    vespo_k_neg: float | None = None,
-    vespo_lambda_neg: float | None = None,
-    denominator: str | None = None,
-    aggregation: str | None = None,
-    correction: str | None = None,
-    correction_low: float | None = None,
-    correction_high: float | None = None,
     confidence: float = 0.95,
     ray: str | None = None,
     progress: Progress = no_progress,
@@ -59,7 +45,8 @@ def objective(
     the advantage; w is the weight of its correction, 1 without one (in vespo it multiplies rho_used). Exponents are clamped to
     +-20 nats. A sequence-level ratio uses the mean advantage of its tokens.
 
-    The loss is read from the trace; options override the recorded values. Sums use the loss's token weights within an update
+    The loss is read from the trace. `loss` overrides recorded values: a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
+    vespo), fields of the loss, or both, as `gspo,clip_high=0.01`. Sums use the loss's token weights within an update
     (one inner iteration of a step), and figures of the run are means over updates. The loss's divisors include masked rows and
     tokens without a logprob, which add nothing to a sum. `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups
     (see statistics.intervals.bootstrap). The KL term is left out.
@@ -72,14 +59,7 @@ def objective(
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
     database = open_database(trace, steps, ray)
-    options = {
-        "loss": loss, "clip_low": clip_low, "clip_high": clip_high, "clip_hard": clip_hard,
-        "sapo_temperature_pos": sapo_temperature_pos, "sapo_temperature_neg": sapo_temperature_neg,
-        "vespo_k_pos": vespo_k_pos, "vespo_lambda_pos": vespo_lambda_pos, "vespo_k_neg": vespo_k_neg,
-        "vespo_lambda_neg": vespo_lambda_neg, "denominator": denominator, "aggregation": aggregation,
-        "correction": correction, "correction_low": correction_low, "correction_high": correction_high,
-    }  # fmt: skip
-    chosen, basis = choose_loss(database, options)
+    chosen, basis = choose_loss(database, loss)
     sides = choose_sides(database, chosen)
     if database.kept_steps and not tokens_by_step(database):
         raise NothingToCompare(f"{database.given[0]}: {option('steps', steps)} names steps without sequences")

@@ -4,7 +4,7 @@ read their rows."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -23,6 +23,7 @@ from ...schemas.loss import (
     TRAIN,
     VESPO,
     Loss,
+    parse_loss,
     read_loss,
 )
 from ..statement import Statement
@@ -142,25 +143,32 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
 2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 
-def choose_loss(database: Database, options: Mapping[str, Any]) -> tuple[Loss, tuple[Statement, ...]]:
+def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
     """Return the loss and where it comes from, as codes of sentences.loss_basis.
 
-    `options` may contain `loss`, a key of LOSSES, and fields of Loss. An option of None keeps the recorded value;
+    `text` may name a key of LOSSES and set fields of Loss, as `gspo,clip_high=0.01`. Other fields keep the recorded value;
     without one, the loss is PPO with a clip of 0.2. Raises InvalidOption.
     """
-    recorded, basis = _recorded(database)
-    given = {name: value for name, value in options.items() if value is not None}
-    _check(given)
-    loss = recorded or Loss()
-    if (name := given.pop("loss", None)) is not None:
+    loss, basis = _recorded(database)
+    is_recorded, loss = loss is not None, loss or Loss()
+    parts = [part.strip() for part in (text or "").split(",") if part.strip()]
+    changed = [part for part in parts if "=" in part]
+    for name in (part for part in parts if "=" not in part):
+        if name not in LOSSES:
+            raise InvalidOption(f"got {name!r}; use {', '.join(LOSSES)}, or name=value for a field", option="loss")
         known = LOSSES[name]
-        same = recorded is not None and all(getattr(recorded, key) == known[key] for key in ("kind", "level"))
-        loss = replace(loss if same else _neutral(loss), **({} if same else known))
+        same = is_recorded and all(getattr(loss, key) == known[key] for key in ("kind", "level"))
+        loss = loss if same else replace(_neutral(loss), **known)
         basis = Statement(code="asked")
-    if given:
-        fields_asked = ", ".join(f"{key} {value}" for key, value in given.items())
-        return replace(loss, **given), (basis, Statement(code="fields_asked", values={"fields": fields_asked}))
-    return loss, (basis,)
+    if not changed:
+        return loss, (basis,)
+    loss = parse_loss(",".join(changed), loss)
+    for name in (part.partition("=")[0].strip().replace("-", "_") for part in changed):
+        value = getattr(loss, name)
+        if isinstance(value, float) and not value >= 0:
+            raise InvalidOption(f"{name}: got {value}; give a number of at least 0", option="loss")
+    asked = ", ".join(part.replace("=", " ") for part in changed)
+    return loss, (basis, Statement(code="fields_asked", values={"fields": asked}))
 
 
 def _recorded(database: Database) -> tuple[Loss | None, Statement]:
@@ -178,18 +186,3 @@ def _neutral(loss: Loss) -> Loss:
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,
     )  # fmt: skip
-
-
-def _check(given: Mapping[str, Any]) -> None:
-    if (name := given.get("loss")) is not None and name not in LOSSES:
-        raise InvalidOption(f"got {name!r}; use {', '.join(LOSSES)}", option="loss")
-    for key in (
-        "clip_low", "clip_high", "clip_hard", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg",
-        "correction_low", "correction_high",
-    ):  # fmt: skip
-        if key in given and not given[key] >= 0:
-            raise InvalidOption(f"got {given[key]}; give a number of at least 0", option=key)
-    try:
-        Loss(**{name: value for name, value in given.items() if name in {field.name for field in fields(Loss)}})
-    except InvalidRecord as error:
-        raise InvalidOption(error.message, option=error.option) from error

@@ -80,7 +80,7 @@ NOTES: Mapping[str, str] = {
 
 def loss_basis() -> Mapping[str, str]:
     """Return code of where the loss comes from -> its description."""
-    how = f"set it with {option('loss', 'KIND')} and its bounds"
+    how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",
         "not_recorded": f"assumed, because the trace records no known loss: {how}",

@@ -9,7 +9,7 @@ from ..alarms.text import alarm_sentence, fired
 from ..attribution.attribution import Attribution
 from ..attribution.suspect import Suspect
 from ..attribution.text import verdict_sentence
-from ..check.text import evidence_text
+from ..check.faults import evidence_text
 from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text
 from ..facts.change_text import interval_text
 from ..objective.verdict import LARGE, SMALL, Estimate, Objective, is_opposed

@@ -62,6 +62,7 @@ class NoInterval(StrEnum):
     UNDEFINED = "undefined without some groups"
     CARRIED = "too few groups determine it"
     SINGLE = "single sequences determine it"
+    UNSEEN = "single sequence weights can be so large that the run need not contain the ones that determine it"
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:

@@ -1,4 +1,5 @@
-"""Locate a change in a series, a jump or the first step of a ramp, with a confidence interval.
+"""Locate a change in a series, a jump or the first step of a ramp or of an exponential approach, with a confidence
+interval.
 
 Shapes: n values of a segment with one change, P candidate positions.
 """
@@ -13,8 +14,12 @@ from .change_points import StretchSquares
 
 SHIFT, RAMP = "shift", "ramp"
 
-_JUMP, _BOTH = "jump", "both"
-"""Forms of a change: a jump with a constant slope, and a jump at which the slope also changes."""
+_JUMP, _BOTH, _DECAY = "jump", "both", "decay"
+"""Forms of a change: a jump with a constant slope, a jump at which the slope also changes, and an exponential approach to
+another level, as when a policy collapses."""
+
+_DECAYS = (0.03, 0.1, 0.3)
+"""Time constants of a decay that are tried, as shares of the segment."""
 
 REACH = 7.35
 """Cost above the minimum that is still within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95, the
@@ -43,8 +48,8 @@ class Located:
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """Locate the one change of a segment, at least `margin` values from its ends.
 
-    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together cost two, the
-    second at a penalty of ln(n). The interval includes all forms that fit about as well as the best, because a ramp
+    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together, or an exponential
+    approach with its time constant, cost two, the second at a penalty of ln(n). The interval includes all forms that fit about as well as the best, because a ramp
     that looks like a jump in noise began earlier.
     """
     n = len(values)
@@ -52,22 +57,31 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     lines = StretchSquares(values)
     whole = float(lines.squares(0, n))
     t = np.arange(n)
+    decays = {share: _decay(t[:, None], places, share * n) for share in _DECAYS}
+    gains_DP = np.stack([_gain(values, decay) for decay in decays.values()])
     squares = {
         _JUMP: whole - _gain(values, (t[:, None] >= places).astype(float)),
         RAMP: whole - _gain(values, np.maximum(t[:, None] - places + 1.0, 0.0)),
         _BOTH: lines.squares(0, places) + lines.squares(places, n),
+        _DECAY: whole - gains_DP.max(axis=0),
     }
-    price = {_JUMP: 0.0, RAMP: 0.0, _BOTH: float(np.log(n))}
+    price = {_JUMP: 0.0, RAMP: 0.0, _BOTH: float(np.log(n)), _DECAY: float(np.log(n))}
     costs = {form: squares_P / variance + price[form] for form, squares_P in squares.items()}
     best = min(costs, key=lambda form: float(costs[form].min()))
     kind = RAMP if best == RAMP else SHIFT
     place, least = int(places[np.argmin(costs[best])]), float(costs[best].min())
     inside = places[np.min(list(costs.values()), axis=0) - least <= REACH]
-    before, after = _ends(values, place, best)
+    length = _DECAYS[int(np.argmax(gains_DP[:, place - margin]))] * n
+    before, after = _ends(values, place, best, length)
     return Located(
         place=place, low=int(inside[0]), high=int(inside[-1]), kind=kind, before=before, after=after,
         gain=(whole - float(squares[_BOTH].min())) / variance,
     )  # fmt: skip
+
+
+def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray:
+    """Return the completed share, at each index, of an approach that begins at each place."""
+    return np.asarray(-np.expm1(-np.maximum(t - places + 1.0, 0.0) / length))
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
@@ -77,7 +91,7 @@ def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))
 
 
-def _ends(values: np.ndarray, place: int, best: str) -> tuple[float, float]:
+def _ends(values: np.ndarray, place: int, best: str, length: float) -> tuple[float, float]:
     """Return the fitted values just before the change and at the end."""
     t = np.arange(len(values), dtype=float)
     later = t >= place
@@ -85,6 +99,7 @@ def _ends(values: np.ndarray, place: int, best: str) -> tuple[float, float]:
         _JUMP: [later.astype(float)],
         RAMP: [np.maximum(t - place + 1, 0.0)],
         _BOTH: [later.astype(float), later * (t - place)],
+        _DECAY: [_decay(t, place, length)],
     }[best]
     x = np.stack([np.ones_like(t), t, *extra], axis=1)
     fitted = x @ np.linalg.lstsq(x, values, rcond=None)[0]

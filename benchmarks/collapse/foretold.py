@@ -43,8 +43,8 @@ def foretold(trace: str, weighed: str, remedy: Remedy, plan: Mapping) -> Foretol
 
 def _by_objective(trace: str, changes: Mapping) -> float:
     """1 less the distortion with the correction over that without."""
-    without = objective(trace, correction="none")
-    corrected = objective(trace, correction=changes["correction"], correction_high=changes["correction_cap"])
+    without = objective(trace, loss="correction=none")
+    corrected = objective(trace, loss=f"correction={changes['correction']},correction_high={changes['correction_cap']}")
     distortion = [float(found.figures["relative_abs_bias"].value) for found in (without, corrected)]
     return 1.0 - distortion[1] / distortion[0]
 

@@ -31,7 +31,7 @@ class ModuleScorer:
                 f"{phrase(name, getattr(arm, name))}: cannot be changed, because the model factory's model returns only logits; give it "
                 "base_model, get_output_embeddings and config, like transformers' models"
             )
-        self._model = self.backbone = model.eval()
+        self._model = model.eval()
         self._head = head
 
     def __call__(self, batch: PaddedBatch) -> Any:

@@ -1,4 +1,4 @@
-"""Attention over rows packed end to end in one forward: a row sees only itself and its shared prompt.
+"""Attention over rows packed end to end in one forward: a row sees only itself and its prefixes.
 
 Shapes: N heads, G key-value heads, W tokens in a forward pass, D head width.
 """
@@ -96,6 +96,4 @@ def _attention(
 
 
 def _cannot(why: str) -> CannotReplay:
-    return CannotReplay(
-        f"padding packed or shared: not possible for this model: {why}; use {option('padding', 'left')} or right"
-    )
+    return CannotReplay(f"padding packed: not possible for this model: {why}; use {option('padding', 'left')} or right")

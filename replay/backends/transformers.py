@@ -10,7 +10,6 @@ from typing import Any
 
 from ...schemas.errors import CannotReplay
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch
-from ..meter import Told, untold
 from ..settings import autocast
 from . import packing
 from .double import keep_double
@@ -38,8 +37,6 @@ class TransformersScorer:
         self._cached_tokens = cached_tokens
         self._kv_dtype = kv_dtype
         self._autocast = autocast_dtype
-        self.told: Told = untold
-        """Progress callback, called with each share of a batch that has run through the KV cache."""
         self._compiled = _compiled(model.base_model) if compile else None
 
     def __call__(self, batch: ForwardBatch) -> Any:
@@ -62,11 +59,6 @@ class TransformersScorer:
             before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
-
-    @property
-    def backbone(self) -> Any:
-        """The module that returns the hidden states."""
-        return self._model.base_model if self._compiled is None else self._compiled
 
     @property
     def _device(self) -> Any:
@@ -128,7 +120,6 @@ class TransformersScorer:
                     use_cache=True,
                 )
                 parts.append(output.last_hidden_state)
-                self.told((end - start) / width)
                 start = end
         return torch.cat(parts, dim=1)
 

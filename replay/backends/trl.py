@@ -37,7 +37,6 @@ class TrlScorer:
         )
         model.train(bool(contract.get("training_mode")))
         self._model = model
-        self.backbone = model.base_model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
             _wrap_forward(model, lambda: autocast(device, autocast_dtype))

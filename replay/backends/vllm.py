@@ -20,11 +20,10 @@ import numpy as np
 from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay, TimTraceWarning
 from ...schemas.modules import has_experts
-from ...tracer.dense import LOGPROBS, Distribution, Logits, TopK
+from ...tracer.dense import LOGPROBS
 from ...tracer.hooks import vllm_logprobs
 from ...tracer.hooks.engine_parameters import held_tensors
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
-from ...tracer.logits import top_k_with_tail
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.digests import digest, resolved
 from ...tracer.weights.reader import Tensor
@@ -97,9 +96,8 @@ class VllmEngine:
         temperature: float,
         top_k: int | None,
         top_p: float | None,
-        capture: Capture,
-    ) -> tuple[list[np.ndarray], dict[str, Distribution]]:
-        """Return the response logprobs [T] float32 of each row, and sequence -> distributions for captured rows.
+    ) -> list[np.ndarray]:
+        """Return the response logprobs [T] float32 of each row.
 
         These are the engine's raw logprobs, or those after temperature, top-k and top-p, applied in this order. Raises
         CannotReplay.
@@ -108,24 +106,19 @@ class VllmEngine:
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
         prompts = [{"prompt_token_ids": self._prompt(row, prefill)} for row in asked]
-        whole = processed or capture.level == LOGITS
-        number = {False: -1 if processed else 0, True: -1 if whole else capture.k or 0}
         try:
-            params = [self._params(row, prefill, number[row.captured]) for row in asked]
+            params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise CannotReplay(f"engine vllm: does not run this model here: {_first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
-        distributions: dict[str, Distribution] = {}
         for row, output in zip(asked, outputs, strict=True):
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
             if not prefill and list(output.outputs[0].token_ids) != row.response_ids.tolist():
                 raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not follow the recorded tokens ({self.way})")
             processed_TV = _processed(entries, temperature, top_k, top_p) if processed else None
             found[row.seq_id] = _taken(entries, row.response_ids, processed_TV)
-            if row.captured:
-                distributions[row.seq_id] = _distribution(entries, processed_TV, capture)
-        return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows], distributions
+        return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
 
     @property
     def _has_workers(self) -> bool:
@@ -264,17 +257,6 @@ def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
 
     taken = processed_TV.gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
     return np.asarray(taken.squeeze(-1).numpy())
-
-
-def _distribution(entries: Any, processed_TV: Any, capture: Capture) -> Distribution:
-    """Return a row's captured distribution: top-K with its tail, or logprobs of the whole vocabulary."""
-    if processed_TV is None:
-        found = vllm_logprobs.gathered([vllm_logprobs.distribution(entries, capture)])
-        assert found is not None
-        return found
-    if capture.level == LOGITS:
-        return Logits(logits=processed_TV, kind=LOGPROBS)
-    return TopK.of(*top_k_with_tail(processed_TV, capture.k or 1, 1.0))
 
 
 def _forced_tokens() -> Any:

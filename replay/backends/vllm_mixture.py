@@ -8,8 +8,7 @@ Shapes: W tokens in a forward pass, E experts, J experts selected per token, H h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...schemas.errors import CannotReplay, option
@@ -54,30 +53,6 @@ def names_of(name: str, module: Any) -> list[str]:
             f"{option('engine', 'hf')}"
         )
     return [f"{name.rpartition('.')[0]}.gate", name]
-
-
-Select = Callable[[Any, Any], tuple[Any, Any]]
-"""Function from hidden states [W, H] and logits [W, E] to weights [W, J] float32 and expert ids [W, J] int32."""
-
-
-@contextmanager
-def selecting(module: Any, around: Callable[[Select, Any, Any], tuple[Any, Any]]) -> Iterator[None]:
-    """Route a mixture's choice of experts through `around(select, hidden, logits)`."""
-    router = module.router
-    original = router.select_experts
-
-    def select(hidden_states: Any, router_logits: Any, *args: Any, **words: Any) -> tuple[Any, Any]:
-        def own(hidden: Any, logits: Any) -> tuple[Any, Any]:
-            found: tuple[Any, Any] = original(hidden, logits, *args, **words)
-            return found
-
-        return around(own, hidden_states, router_logits)
-
-    router.select_experts = select
-    try:
-        yield
-    finally:
-        del router.select_experts
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:

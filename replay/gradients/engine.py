@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from ...schemas.errors import CannotReplay, InvalidOption, WeightsMissing, option
+from ...schemas.errors import CannotReplay, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...schemas.steps import parse_steps
 from ...tracer.cluster import run_units
@@ -15,18 +16,13 @@ from ..arms import check_distinct
 from ..batching import check_tokens
 from ..gpus import device_here, gpus_of_actor
 from ..loaded import LoadedModel
-from ..meter import Meter, Told, untold
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
 from .loss import StepLoss, divisors, passes_of
 from .results import GradientReport, GradientStep
 from .scorer import GradientScorer
 from .step import StepPasses
-from .update import GRAD_NORMS, LEARNING_RATES, Update, hyperparameters, logged, loss_steps, updates
-
-LEAST_MICRO_BATCHES = 4
-_UNITS = 1000
-"""Units of progress per step."""
+from .update import GRAD_NORMS, Update, hyperparameters, logged, loss_steps, updates
 
 
 def gradient(
@@ -34,9 +30,7 @@ def gradient(
     *,
     steps: str = "all",
     arm: Sequence[str | GradientArm] = (),
-    micro_batches: int = LEAST_MICRO_BATCHES,
     loss: str | None = None,
-    smoothness: float | None = None,
     model_factory: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
     allow_kernel: Sequence[str] = (),
@@ -54,12 +48,11 @@ def gradient(
     several changes in one arm. correction=exact uses the untruncated weights train / rollout, which the other corrections
     approximate.
 
-    Bias and variance are computed over the recorded micro-batches if there are at least `micro_batches` of them. Otherwise
-    the step runs again with its groups divided into that many; 0 skips both figures. `loss` sets fields of the loss that
-    the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `smoothness` is L of arXiv 2602.01826,
-    eq. 13. `model_factory`, as `module:function`, builds a model whose class transformers does not have. `weights_from` is
-    the folder of the run's checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that
-    may be fetched from the hub and run. Nothing is written.
+    The variance is computed over the recorded micro-batches if there are at least 4 of them. `loss` sets fields of the loss that
+    the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
+    `module:function`, builds a model whose class transformers does not have. `weights_from` is the folder of the run's
+    checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that may be fetched from the
+    hub and run. Nothing is written.
 
     `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port` connects to
     a running one, whose nodes see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a fraction
@@ -68,10 +61,6 @@ def gradient(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     gpus = gpus_of_actor(ray, gpus_per_arm)
-    if micro_batches < 0 or 0 < micro_batches < LEAST_MICRO_BATCHES:
-        raise InvalidOption(
-            f"got {micro_batches}; use {LEAST_MICRO_BATCHES} or more, or 0 for none", option="micro_batches"
-        )
     arms = _arms(arm)
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, loss_steps(run))
@@ -79,14 +68,11 @@ def gradient(
     asked = _Asked(
         loss=loss_of(run, settings, loss),
         accumulated=settings.get("gradient_accumulation_steps"),
-        micro_batches=micro_batches,
-        smoothness=smoothness,
         norms=logged(run, GRAD_NORMS),
-        rates=logged(run, LEARNING_RATES),
     )
     found: list[GradientStep] = []
     notes: list[str] = []
-    with progress("taking gradients", len(chosen) * _UNITS) as advance:
+    with progress("taking gradients", len(chosen)) as advance:
         outcomes = (
             _here(run, arms, asked, chosen, advance)
             if ray is None
@@ -117,14 +103,13 @@ def _here(
     run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance
 ) -> Iterator[_Outcome]:
     """Yield the outcome of each step, computed in this process."""
-    taken = _Taken(run, arms, asked)
+    taker = _StepTaker(run, arms, asked)
     try:
         for step in steps:
-            meter = Meter(advance, _UNITS)
-            yield taken.outcome(step, meter.add)
-            meter.finish()
+            yield taker.run(step)
+            advance(1)
     finally:
-        taken.close()
+        taker.close()
 
 
 def _on_cluster(
@@ -139,31 +124,8 @@ def _on_cluster(
     worker = _StepTaker(run, arms, asked, threads)
     for number, outcome in run_units(address, worker, steps, num_cpus=1 if gpus else threads, num_gpus=gpus):
         outcomes[number] = outcome
-        advance(_UNITS)
+        advance(1)
     yield from (outcomes[number] for number in range(len(steps)))
-
-
-class _StepTaker:
-    """The Ray actor of a gradient; opens the trace and keeps a model from step to step."""
-
-    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int):
-        """`threads` is torch's number of threads in the parent process."""
-        self._opening = run.opening
-        self._arms, self._asked, self._threads = arms, asked, threads
-        self._taken: _Taken | None = None
-
-    def run(self, step: int) -> _Outcome:
-        if self._taken is None:
-            import torch
-
-            torch.set_num_threads(self._threads)
-            self._taken = _Taken(RecordedRun(**self._opening), self._arms, self._asked)
-        return self._taken.outcome(step, untold)
-
-    def close(self) -> None:
-        """Release the model."""
-        if self._taken is not None:
-            self._taken.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,37 +135,40 @@ class _Asked:
     loss: Loss
     accumulated: float | None
     """Micro-batches per optimizer step, from the hyperparameters; None if not recorded."""
-    micro_batches: int
-    smoothness: float | None
     norms: dict[int, float]
-    rates: dict[int, float]
 
 
-class _Taken:
-    """Computes gradients, one optimizer step at a time."""
+class _StepTaker:
+    """Computes gradients, one step at a time; on a cluster, in an actor that opens the trace itself."""
 
-    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked):
-        self.run, self.arms, self.asked = run, arms, asked
-        self._device = device_here()
+    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int | None = None):
+        """`threads` is torch's number of threads in the parent process of an actor; None in this process."""
+        self.arms, self.asked = arms, asked
+        self._opening, self._threads = run.opening, threads
+        if threads is None:
+            self.trace = run
         self._passes = {name for arm in arms for name in passes_of(asked.loss, arm)}
-        self._loaded = LoadedModel(run.weights, keeps_tensors=True)
         self._scorers: dict[str, list[GradientScorer]] = {}
 
-    def step(self, step: int) -> Iterator[tuple[GradientStep, float]]:
-        """Yield the results of a step's updates under each arm, each with its share of the work. Raises CannotReplay, WeightsMissing."""
-        found = list(updates(self.run, step, self._passes, self.asked.norms))
-        for update in found:
-            check_tokens([entry.row for entry in update.rows], self.run.model["config"])
-            for result in self._update(update):
-                yield result, 1 / (len(found) * len(self.arms))
+    @cached_property
+    def trace(self) -> RecordedRun:
+        """The trace, opened by an actor."""
+        import torch
 
-    def outcome(self, step: int, told: Told) -> _Outcome:
-        """Return the results of a step, or the error; `told` is called with each completed share of the work."""
+        torch.set_num_threads(self._threads or 1)
+        return RecordedRun(**self._opening)
+
+    @cached_property
+    def _loaded(self) -> LoadedModel:
+        return LoadedModel(self.trace.weights)
+
+    def run(self, step: int) -> _Outcome:
+        """Return the results of a step's updates under each arm, or the error."""
         results: list[GradientStep] = []
         try:
-            for result, share in self.step(step):
-                results.append(result)
-                told(share)
+            for update in updates(self.trace, step, self._passes, self.asked.norms):
+                check_tokens([entry.row for entry in update.rows], self.trace.model["config"])
+                results.extend(self._update(update))
         except (WeightsMissing, CannotReplay) as error:
             return _Outcome(step=step, results=results, refusal=error)
         return _Outcome(step=step, results=results, refusal=None)
@@ -215,10 +180,7 @@ class _Taken:
     def _update(self, update: Update) -> Iterator[GradientStep]:
         passes = StepPasses(
             update,
-            micro_batches=self.asked.micro_batches,
             logged_norm=None if update.metric_step is None else self.asked.norms.get(update.metric_step),
-            learning_rate=None if update.metric_step is None else self.asked.rates.get(update.metric_step),
-            smoothness=self.asked.smoothness,
             accumulated=self.asked.accumulated,
         )
         for arm, scorer in zip(self.arms, self._scorers_of(update), strict=True):
@@ -229,10 +191,10 @@ class _Taken:
 
     def _scorers_of(self, update: Update) -> list[GradientScorer]:
         if update.contract not in self._scorers:
-            contract = self.run.train_contract(update.contract, update.loss_pass)
+            contract = self.trace.train_contract(update.contract, update.loss_pass)
             self._loaded.close()
             self._scorers[update.contract] = [
-                GradientScorer(self.run, arm.forward, contract, self._device) for arm in self.arms
+                GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self.arms
             ]
         return self._scorers[update.contract]
 

@@ -28,28 +28,8 @@ class ModuleGradient:
     """|a| / |r|; None if r is 0."""
     bias: float
     """|mean over micro-batches of n a_i - n r_i| = |a - r|."""
-    bias_error: float | None
-    """Standard error of that mean over micro-batches, as a norm, accurate to about 2 %: a smaller bias is not
-    distinguishable from 0. None without micro-batches."""
     variance: float | None
     """Variance of a as a mean over micro-batches: sum |n a_i - a|^2 / (n (n - 1)). None without micro-batches."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedProgress:
-    """The three terms of the lower bound on the expected progress of a plain gradient step, E[J'] - J >= A + B + C.
-
-    arXiv 2602.01826, eq. 13, with J the negative of the loss, eta the learning rate, L the smoothness of J: A = eta (1 - L
-    eta / 2) |r|^2, B = eta (1 - L eta) <r, bias>, C = -(L eta^2 / 2) (variance + |bias|^2). The gradient r is this batch's
-    own, noise included.
-    """
-
-    learning_rate: float
-    smoothness: float | None
-    """L; None if not given: A and B then assume L = 0, and C is per unit of L."""
-    a: float
-    b: float
-    c: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +55,6 @@ class GradientStep:
     """Micro-batches used for bias and variance; 0 for none."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
-    signal: float | None
-    """|G|^2 without the noise of the batch (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1): (B |G_B|^2 - b
-    |G_b|^2) / (B - b), with B sequences of the step and b of a micro-batch. It can be negative if noise dominates."""
-    noise: float | None
-    """Trace of the covariance of a single sequence's gradient, from the same source: (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B)."""
-    noise_scale: float | None
-    """noise / signal, in sequences: if far above the step's number of sequences, the gradient is mostly noise. None unless
-    the signal is positive."""
-    progress: ExpectedProgress | None
-    """None without a recorded learning rate or without micro-batches."""
     notes: tuple[str, ...] = ()
     """Known reasons why the logged norm was not reproduced, and other remarks on this step."""
 

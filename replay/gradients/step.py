@@ -1,6 +1,6 @@
 """One optimizer step under each arm in turn. Each arm's gradient is compared with that of the first arm, the reference.
 
-Shapes: n micro-batches, M kinds of modules, K buckets per sketch.
+Shapes: n micro-batches, M kinds of modules.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from ..batching import ForwardBatch, responses
 from ..differences import differences
 from .arm import GradientArm
 from .loss import StepLoss
-from .results import ExpectedProgress, GradientStep, ModuleGradient, same_digits
+from .results import GradientStep, ModuleGradient, same_digits
 from .scorer import GradientScorer
-from .sums import Pair, Part, Sums, add, total_norm
-from .update import LossRow, Update
+from .sums import Pair, Sums, add, total_norm
+from .update import Update
 
 ALL = "all"
+LEAST_MICRO_BATCHES = 4
+"""Minimum number of micro-batches for the variance."""
 
 
 class StepPasses:
@@ -33,20 +35,13 @@ class StepPasses:
         self,
         update: Update,
         *,
-        micro_batches: int,
         logged_norm: float | None,
-        learning_rate: float | None,
-        smoothness: float | None,
         accumulated: float | None,
     ):
         self.update = update
-        self._micro_batches = micro_batches
-        self._logged, self._rate, self._smoothness, self._accumulated = (
-            logged_norm, learning_rate, smoothness, accumulated,
-        )  # fmt: skip
+        self._logged, self._accumulated = logged_norm, accumulated
         self._sums: Sums | None = None
         self._reference: list[Any] | None = None
-        self._reference_parts: list[Part] = []
 
     def take(self, arm: GradientArm, scorer: GradientScorer, loss: StepLoss) -> GradientStep:
         """Return the results of an arm, computed with the weights that its scorer has loaded. Raises CannotReplay."""
@@ -54,13 +49,11 @@ class StepPasses:
             parameters = scorer.parameters
             self._sums = Sums(list(parameters), [parameter.numel() for parameter in parameters.values()])
         seen = _Seen()
-        total, parts = self._gradient(self._sums, scorer, loss, seen)
-        if self._reference is None:
-            self._reference, self._reference_parts = total, parts
+        total, squares = self._gradient(self._sums, scorer, loss, seen)
+        self._reference = self._reference or total
         pair = self._sums.pair(total, self._reference)
-        whole, *kinds = modules(self._sums, pair, parts, self._reference_parts)
+        whole, *kinds = modules(self._sums, pair, squares)
         norm = total_norm(total)
-        signal, spread, scale = noise(float(pair.aa.sum()), parts)
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
         return GradientStep(
@@ -73,52 +66,25 @@ class StepPasses:
             logged_norm=self._logged,
             reproduced=reproduced,
             forward_held=seen.held,
-            num_micro_batches=len(parts),
+            num_micro_batches=len(squares),
             whole=whole,
             modules=tuple(kinds),
-            signal=signal,
-            noise=spread,
-            noise_scale=scale,
-            progress=expected_progress(whole, pair, self._rate, self._smoothness),
             notes=tuple(self._notes(scorer, loss, seen, norm, reproduced)) if is_recording else (),
         )
 
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
-    ) -> tuple[list[Any], list[Part]]:
-        """Return the gradient and a summary of each micro-batch's share of the gradient.
-
-        A single pass computes both if the arm's forward passes are the micro-batches.
-        """
-        recorded = list(self.update.places.values())
-        parts = self.update.parts(self._micro_batches) if self._micro_batches else []
-        own_shape = scorer.arm.has_batch_shape
-        if parts and (own_shape or len(parts) == len(recorded) or not self.update.composition_known):
-            return self._run(sums, scorer, loss, parts, seen, is_whole=True)
-        total, _ = self._run(sums, scorer, loss, recorded, seen, is_whole=True, keeps=False)
-        return total, self._run(sums, scorer, loss, parts, _Seen(), is_whole=False)[1]
-
-    def _run(
-        self,
-        sums: Sums,
-        scorer: GradientScorer,
-        loss: StepLoss,
-        parts: Sequence[Sequence[LossRow]],
-        seen: _Seen,
-        *,
-        is_whole: bool,
-        keeps: bool = True,
-    ) -> tuple[list[Any], list[Part]]:
-        """Return the sum of the parts' gradients if `is_whole`, and a summary of each part's gradient if `keeps`."""
+    ) -> tuple[list[Any], list[np.ndarray]]:
+        """Return the gradient, and the squared norms [M] of each micro-batch's share of it if there are enough for statistics."""
         total: list[Any] | None = None
-        kept = []
-        for rows in parts:
+        squares = []
+        places = self.update.places.values()
+        for rows in places:
             found = scorer.gradient(rows, loss, seen)
-            if keeps:
-                kept.append(sums.part(found, len(rows)))
-            if is_whole:
-                total = add(total, found)
-        return total or [], kept
+            if len(places) >= LEAST_MICRO_BATCHES:
+                squares.append(sums.squares(found))
+            total = add(total, found)
+        return total or [], squares
 
     def _notes(
         self, scorer: GradientScorer, loss: StepLoss, seen: _Seen, norm: float, reproduced: bool | None
@@ -183,21 +149,16 @@ class _Seen:
                 self.largest = max(self.largest, float(np.max(off, initial=0.0)))
 
 
-def modules(sums: Sums, pair: Pair, parts: Sequence[Part], reference: Sequence[Part]) -> tuple[ModuleGradient, ...]:
+def modules(sums: Sums, pair: Pair, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
     """Return the comparison with the reference gradient for the whole model, then for each kind of module in the
     model."""
-    variances = _variances(pair.aa, parts)
-    errors = _bias_errors(parts, reference)
+    variances = _variances(pair.aa, squares)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
     chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sums.num_parameters[i]]
-    return tuple(
-        _module(name, int(sums.num_parameters[mask].sum()), pair, variances, errors, mask) for name, mask in chosen
-    )
+    return tuple(_module(name, int(sums.num_parameters[mask].sum()), pair, variances, mask) for name, mask in chosen)
 
 
-def _module(
-    name: str, size: int, pair: Pair, variances_M: np.ndarray | None, errors_M: np.ndarray | None, mask: np.ndarray
-) -> ModuleGradient:
+def _module(name: str, size: int, pair: Pair, variances_M: np.ndarray | None, mask: np.ndarray) -> ModuleGradient:
     aa, ar, rr, dd = (float(values[mask].sum()) for values in (pair.aa, pair.ar, pair.rr, pair.dd))
     return ModuleGradient(
         module=name,
@@ -206,58 +167,14 @@ def _module(
         cosine=ar / math.sqrt(aa * rr) if aa and rr else None,
         norm_ratio=math.sqrt(aa / rr) if rr else None,
         bias=math.sqrt(dd),
-        bias_error=None if errors_M is None else math.sqrt(float(errors_M[mask].sum())),
         variance=None if variances_M is None else float(variances_M[mask].sum()),
     )
 
 
-def _variances(aa_M: np.ndarray, parts: Sequence[Part]) -> np.ndarray | None:
+def _variances(aa_M: np.ndarray, squares: Sequence[np.ndarray]) -> np.ndarray | None:
     """Return [M] the sum over micro-batches of |n a_i - a|^2 / (n (n - 1)) = (n sum |a_i|^2 - |a|^2) / (n - 1)."""
-    n = len(parts)
+    n = len(squares)
     if n < 2:
         return None
-    squares_M = np.sum([part.squares for part in parts], axis=0)
+    squares_M = np.sum(squares, axis=0)
     return np.asarray(np.maximum(n * squares_M - aa_M, 0.0) / (n - 1))
-
-
-def _bias_errors(parts: Sequence[Part], reference: Sequence[Part]) -> np.ndarray | None:
-    """Return [M] the squared standard errors of the bias: as `_variances`, of a_i - r_i, from their sketches."""
-    n = len(parts)
-    if n < 2:
-        return None
-    off_nMK = np.stack([part.sketches for part in parts]) - np.stack([part.sketches for part in reference])
-    off_MK = off_nMK.sum(0)
-    return np.asarray(((n * off_nMK - off_MK) ** 2).sum((0, 2)) / (n * (n - 1)))
-
-
-def noise(aa: float, parts: Sequence[Part]) -> tuple[float | None, float | None, float | None]:
-    """Return signal, noise and noise scale (McCandlish et al. 2018, appendix A.1); `aa` is the squared norm of the
-    step's gradient."""
-    n = len(parts)
-    if n < 2:
-        return None, None, None
-    large = sum(part.num_sequences for part in parts)
-    small = large / n
-    of_small = n * float(np.sum([part.squares for part in parts]))
-    signal = (large * aa - small * of_small) / (large - small)
-    spread = (of_small - aa) / (1 / small - 1 / large)
-    return signal, spread, spread / signal if signal > 0 else None
-
-
-def expected_progress(
-    whole: ModuleGradient, pair: Pair, learning_rate: float | None, smoothness: float | None
-) -> ExpectedProgress | None:
-    """Return the terms of the bound in arXiv 2602.01826, eq. 13; None if the learning rate or the variance is
-    unknown."""
-    if learning_rate is None or whole.variance is None:
-        return None
-    eta, size = learning_rate, smoothness or 0.0
-    rr, ar, dd = float(pair.rr.sum()), float(pair.ar.sum()), float(pair.dd.sum())
-    unit = -(eta**2) / 2 * (whole.variance + dd)
-    return ExpectedProgress(
-        learning_rate=eta,
-        smoothness=smoothness,
-        a=eta * (1 - size * eta / 2) * rr,
-        b=eta * (1 - size * eta) * (ar - rr),
-        c=unit if smoothness is None else unit * size,
-    )

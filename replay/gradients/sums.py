@@ -1,11 +1,6 @@
-"""Squared norms and sketches of gradients, and products of two gradients.
+"""Squared norms of gradients, and products of two gradients.
 
-A sketch reduces a gradient to K numbers, from which the norm of a sum or difference of gradients can be estimated: each
-element is added to one of K buckets with a random sign. The sum of squared buckets is an unbiased estimate of the
-squared norm (Charikar, Chen and Farach-Colton 2002; relative standard deviation at most sqrt(2 / K) unless a few
-elements dominate), and sketches are linear.
-
-Shapes: M kinds of modules, K buckets per sketch, n elements in a tensor.
+Shapes: M kinds of modules.
 """
 
 from __future__ import annotations
@@ -18,24 +13,11 @@ import numpy as np
 
 from ...schemas.modules import KINDS, kind_of
 
-NUM_BUCKETS = 4096
-"""K: number of buckets in a sketch."""
 _PIECE = 1 << 24
-"""Number of tensor elements processed at a time; a multiple of K."""
+"""Number of tensor elements processed at a time."""
 
 Gradient = Sequence[Any]
 """A gradient: one tensor per parameter, or None for a parameter without a gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Summary of one micro-batch's share of a gradient. The shares of all micro-batches add up to the gradient."""
-
-    squares: np.ndarray
-    """[M] squared norms by kind of module."""
-    sketches: np.ndarray
-    """[M, K] sketches by kind of module."""
-    num_sequences: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,62 +31,21 @@ class Pair:
     """Squared norms of the difference a - r."""
 
 
-class Sketcher:
-    """Computation of sketches for the tensors of one model, with the same random signs in every run."""
-
-    def __init__(self) -> None:
-        self._signs: dict[str, Any] = {}
-
-    def sketch(self, name: str, values: Any) -> Any:
-        """Return the sketch [K] of a tensor, float64 on the CPU."""
-        import torch
-
-        flat, signs = values.reshape(-1), self._signs_of(name, values)
-        buckets = torch.zeros(NUM_BUCKETS, dtype=torch.float64, device=values.device)
-        for start in range(0, flat.numel(), _PIECE):
-            piece = flat[start : start + _PIECE] * signs[start : start + _PIECE]
-            whole = piece.numel() // NUM_BUCKETS * NUM_BUCKETS
-            buckets += piece[:whole].view(-1, NUM_BUCKETS).sum(0, dtype=torch.float64)
-            buckets[: piece.numel() - whole] += piece[whole:].double()
-        return buckets.cpu()
-
-    def _signs_of(self, name: str, values: Any) -> Any:
-        """Return the random signs [n] int8 for a tensor's elements."""
-        import torch
-
-        if name not in self._signs:
-            draw = torch.Generator().manual_seed(len(self._signs))
-            signs = torch.randint(0, 2, (values.numel(),), dtype=torch.int8, generator=draw)
-            self._signs[name] = (signs * 2 - 1).to(values.device)
-        return self._signs[name]
-
-
 class Sums:
-    """Computation of squared norms, sketches and inner products for one model's gradients."""
+    """Computation of squared norms and inner products for one model's gradients."""
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
-        self.names = list(names)
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
         """[M] number of parameters by kind of module."""
-        self._sketcher = Sketcher()
-
-    def part(self, gradient: Gradient, num_sequences: int) -> Part:
-        """Return the summary of a micro-batch's share of the gradient."""
-        sketches = np.zeros((len(KINDS), NUM_BUCKETS))
-        squares = np.zeros(len(KINDS))
-        for name, kind, values in zip(self.names, self._kinds, gradient, strict=True):
-            if values is not None:
-                squares[kind] += _norm(values) ** 2
-                sketches[kind] += self._sketcher.sketch(name, values).numpy()
-        return Part(squares, sketches, num_sequences)
 
     def squares(self, gradient: Gradient) -> np.ndarray:
         """Return the squared norms [M] of a gradient, by kind of module."""
-        found = np.zeros(len(KINDS))
+        squares = np.zeros(len(KINDS))
         for kind, values in zip(self._kinds, gradient, strict=True):
-            found[kind] += 0.0 if values is None else _norm(values) ** 2
-        return found
+            if values is not None:
+                squares[kind] += _norm(values) ** 2
+        return squares
 
     def pair(self, arm: Gradient, reference: Gradient) -> Pair:
         """Return the inner products of an arm's gradient and the reference, summed in float64."""

@@ -19,7 +19,6 @@ from ...schemas.passes import CURRENT, TRAIN
 from ..recorded import RecordedRow, RecordedRun, assumed_versions
 
 GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
-LEARNING_RATES = ("learning_rate", "lr", "actor/lr", "train/learning_rate")
 _LOSS = "loss"
 """Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
@@ -93,27 +92,6 @@ class Update:
     def num_tokens(self) -> int:
         """Tokens that count in the loss."""
         return sum(entry.num_tokens for entry in self.rows)
-
-    def parts(self, at_least: int) -> list[tuple[LossRow, ...]]:
-        """Return the micro-batches for statistics.
-
-        These are the recorded micro-batches if there are at least `at_least` of them; otherwise the groups are divided
-        evenly into `at_least` parts. A group is not split, since a row's advantage depends on the rest of its group. If
-        there are fewer groups than parts, single rows are divided instead.
-        """
-        if len(self.places) >= at_least:
-            return list(self.places.values())
-        groups: dict[str, list[LossRow]] = {}
-        for index, entry in enumerate(self.rows):
-            groups.setdefault(entry.group or f"row {index}", []).append(entry)
-        units: Sequence[Sequence[LossRow]] = list(groups.values())
-        if len(units) < at_least:
-            units = [[entry] for entry in self.rows]
-        dealt: list[list[LossRow]] = [[] for _ in range(min(at_least, len(units)))]
-        for index, unit in enumerate(units):
-            dealt[index % len(dealt)].extend(unit)
-        order = {id(entry): index for index, entry in enumerate(self.rows)}
-        return [tuple(sorted(part, key=lambda entry: order[id(entry)])) for part in dealt]
 
 
 def loss_steps(run: RecordedRun) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow.dataset as ds
 
-from ...schemas.errors import InvalidOption
+from ...schemas.errors import CannotReplay, InvalidOption
 from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.passes import ROLLOUT
 from ..recorded import RecordedRow, RecordedRun
@@ -19,7 +19,7 @@ _SEED = 20260000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Chosen sequences of a step."""
+    """Chosen sequences of a step, at least one; all have the first one's policy version."""
 
     rows: tuple[RecordedRow, ...]
     how: str
@@ -29,8 +29,10 @@ class Chosen:
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Return the sequences chosen by `8`, `random:8` or ids. Raises InvalidOption."""
+    """Return the sequences chosen by `8`, `random:8` or ids. Raises InvalidOption, and CannotReplay without any."""
     usable = [row for row in rows if row.scored.any()]
+    if not usable:
+        raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
     by_name = {row.seq_id: row for row in usable}
     head, _, tail = text.rpartition(":")
     if tail.isdigit() and head in ("", RANDOM) and (number := int(tail)):
@@ -47,7 +49,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
         if missing:
             raise InvalidOption(
                 f"{missing[0]!r} is not a scored sequence of step {step}; give a number, random:N, or ids such as "
-                f"{usable[0].seq_id if usable else 'none'}",
+                f"{usable[0].seq_id}",
                 option="sequences",
             )
         found, how = [by_name[name] for name in names], "named"

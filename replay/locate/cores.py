@@ -37,8 +37,6 @@ class Cores:
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
         """Layers whose norm was observed: one set each for norms of queries, keys and values."""
-        self._states: dict[str, tuple[Any, ...]] = {}
-        """Name of the last attention core that was not observed -> its correct queries and keys, [T, N, D]."""
 
     def note_norm(self, name: str) -> None:
         """Note that a module was observed, if it is a norm of queries, keys or values."""
@@ -60,7 +58,6 @@ class Cores:
                 return heard.attention_bound(args[:3], given, kwargs, heard.rounding(dtype), turns=True)
 
             heard.miss(name, given[0], bound)
-            self._states = {name: tuple(state[0].transpose(0, 1) for state in args[:2])}
             return given
         states = self._judged_states(name, args[:3], call.takes)
         given = original(module, *states, *args[3:], **kwargs)
@@ -87,7 +84,8 @@ class Cores:
                 continue
             exact, rounding = state[0].transpose(0, 1), heard.rounding(taken.dtype)
             turns = slot < 2 and self.has_rotary
-            bound = self._turned_bound(exact, rounding) if turns else bounds.of_sum(exact, rounding)
+            last = heard.first_position + len(exact)
+            bound = bounds.of_rotary(exact, last, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
                 # A rotation can move an error between the two elements of a pair.
@@ -106,9 +104,6 @@ class Cores:
             new[slot] = like(taken, state, heads_first=True)
         return new
 
-    def _turned_bound(self, exact: Any, rounding: bounds.Rounding) -> Any:
-        return bounds.of_rotary(exact, self._heard.first_position + len(exact), rounding)
-
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
         """Return the operator that would cause wrong queries, keys or values [T, N, D], and its kind.
 
@@ -125,26 +120,6 @@ class Cores:
             if float((others - lengths).abs().max()) > _OTHERWISE * float(lengths.amax()):
                 return norms[0]
         return f"layers.{layer_of(core)}.{kind}" + (f".{'qk'[slot]}" if kind == ROTARY else ""), kind
-
-    def wrong_before(self, layer: int | None) -> tuple[str, str] | None:
-        """Return the operator, and its kind, that causes wrong queries or keys in custom attention code; None if they
-        are right."""
-        for core, states in self._states.items():
-            taken = self._heard.taps.multiplied.get(core)
-            if taken is None or layer_of(core) != layer or not self.has_rotary:
-                continue
-            found = [_as_heads_of(each.double(), state) for each, state in zip(taken, states, strict=True)]
-            order_D = _order_of_dimensions([state.transpose(0, 1)[None] for state in states], found)
-            for slot, (each, exact) in enumerate(zip(found, states, strict=True)):
-                if each is None:
-                    continue
-                each = each if order_D is None else each[..., order_D]
-                # Scores may be scaled anywhere, so a multiple of the right values is right.
-                each = each / (float((each * exact).sum()) / float(exact.square().sum()) or 1.0)
-                if ratio(each, exact, self._turned_bound(exact, self._heard.rounding(taken[slot].dtype))) > 2.0:
-                    scale = float(exact.norm() / each.norm().clamp_min(1e-300))
-                    return self._wrong_state(core, slot, ROTARY, each * scale, exact)
-        return None
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
@@ -173,13 +148,3 @@ def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
 
 def _relative(found: Any, exact: Any) -> float:
     return float((found - exact).norm() / exact.norm())
-
-
-def _as_heads_of(found: Any, exact: Any) -> Any:
-    """Return queries or keys [T, M, D] as [T, N, D] if each of the M heads repeats for a group; None if it does not."""
-    if found.shape == exact.shape:
-        return found
-    if found.shape[-1] != exact.shape[-1] or found.shape[1] % exact.shape[1]:
-        return None
-    groups = found.unflatten(1, (exact.shape[1], -1))
-    return groups[:, :, 0] if bool((groups == groups[:, :, :1]).all()) else None

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from ...schemas.checksums import short_hash, whole_hash
-from ...schemas.contract import canonical_json
 from ...schemas.errors import CannotReplay, InvalidOption, TimTraceError
 from ...schemas.steps import parse_steps
-from ...tracer import environment
 from ...tracer.located.results import A, B, Located, LocatedSequence, WeightDifference, limits
 from ...tracer.progress import Progress, no_progress
 from ...tracer.store import first_line
-from ...tracer.weights.reader import Tensor
 from ..arms import Arm, parse_arm
 from ..backends.adapters import PREFIX
 from ..batching import check_tokens
@@ -33,9 +28,8 @@ from .names import layer_of
 from .patches import patched
 from .pooled import Pooled, first_divergence
 from .reference import Reference
-from .sequence import JudgedSequence, SequenceJudge
+from .sequence import SequenceJudge
 from .taps import RowTaps
-from .unfinished import Unfinished
 from .vllm_execution import VLLM, AnyExecution, VllmExecution
 from .windows import Window, bytes_per_token, free_bytes, parts
 
@@ -45,9 +39,6 @@ _SAME_FUNCTION = 1e-9
 computing the same function."""
 _SHARE_OF_MEMORY = 0.25
 """Maximum share of the free memory for recorded operator values."""
-_SHARE_TO_GO_ON = 0.5
-"""Maximum share of the free memory for recorded operator values when an interrupted question resumes. It needs as much
-memory as before the interruption."""
 _TASKS = 4
 """Number of progress units per sequence: one for running both executions, one for judging each of the two, and one for
 carrying errors to the logprobs."""
@@ -72,7 +63,6 @@ def locate(
     prepare: Prepare | None = None,
     prepare_against: Prepare | None = None,
     tapped_bytes: int | None = None,
-    unfinished: Unfinished | None = None,
     progress: Progress = no_progress,
 ) -> Located:
     """Find where two executions of recorded sequences diverge: `analysis.locate` without shares and intervals.
@@ -81,13 +71,12 @@ def locate(
     loaded; such a side counts as user code, as with `model_factory`. `tapped_bytes` is the memory for recorded operator
     values, by default a quarter of the free memory; if the layers do not fit together they are processed in windows.
 
-    `unfinished` stores finished parts, so that the same question resumes after an interruption; the caller removes it.
-    It is not used with user code, which may have changed since. Nothing else is written.
+    Nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
-    if patch not in ("kinds", "layers", "all", "none"):
-        raise InvalidOption(f"got {patch!r}; use kinds, layers, all or none", option="patch")
+    if patch not in ("kinds", "none"):
+        raise InvalidOption(f"got {patch!r}; use kinds or none", option="patch")
     arms = {A: _arm(arm), B: _arm(against)}
     run = RecordedRun(trace, weights_from=weights_from)
     sides = {A: (model_factory, prepare), B: (against_factory, prepare_against)}
@@ -104,9 +93,7 @@ def locate(
     wanted, named = _layers(layers), _named(operators)
     location = _Location(run, asked[0], rows, chosen, wanted, lambda name: wanted(name) and named(name), progress)
     location.build(arms, runs, {side: change for side, (_, change) in sides.items()})
-    is_users = any(factory is not None or change is not None for factory, change in sides.values())
-    location.begin(tapped_bytes, None if is_users else unfinished)
-    return location.located(patch, limits(layers, operators))
+    return location.located(patch, limits(layers, operators), tapped_bytes)
 
 
 def _arm(given: str | Arm | None) -> Arm:
@@ -158,17 +145,11 @@ class _Location:
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
         self._device = device_here()
-        versions = {row.policy_version for row in chosen.rows}
-        if len(versions) != 1:
-            raise CannotReplay(
-                f"{run.store.url}: the chosen sequences have {len(versions)} policy versions; choose sequences of one version"
-            )
-        self._version = versions.pop()
+        self._version = chosen.rows[0].policy_version
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
         """Side whose code differs from the recorded model's -> an execution of the side's code in float64."""
-        self._unfinished: Unfinished | None = None
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -206,41 +187,16 @@ class _Location:
                 double = Arm(dtype="fp64", weights_version=arm.weights_version, adapter=arm.adapter)
                 self._doubles[side] = transformers(side, double)
 
-    def begin(self, tapped_bytes: int | None, unfinished: Unfinished | None) -> None:
-        """Set the memory for operator values. If an interrupted question resumes, it is the same as before the
-        interruption."""
-        self._tapped_bytes = int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes
-        self._unfinished = unfinished
-        if unfinished is not None:
-            most = int(self._free * _SHARE_TO_GO_ON) if tapped_bytes is None else tapped_bytes
-            self._tapped_bytes = unfinished.begin(self._step, self._deciding(), self._tapped_bytes, most)
-
-    def _deciding(self) -> dict[str, Any]:
-        """Return everything, apart from the question, that affects the bits of the result."""
-        arms = {side: execution.arm for side, execution in self._executions.items()}
-        weights = {"step": self._tensors} | {side: self._weights_of(arm) for side, arm in arms.items()}
-        return {
-            "executions": {side: execution.made_by() for side, execution in self._executions.items()},
-            "torch": environment.torch_settings(),
-            "device": environment.device_name(self._device),
-            "versions": environment.numeric_versions(),
-            "model": self._run.model,
-            "weights": {name: _bits(tensors) for name, tensors in weights.items()},
-            "rows": [_row_bits(row) for row in self._rows],
-            "chosen": [(row.seq_id, self._chosen.groups[row.seq_id]) for row in self._chosen.rows],
-            "how": self._chosen.how,
-        }
-
     def _weights_of(self, arm: Arm) -> Any:
         if arm.weights_version is None:
             return self._tensors
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
-    def located(self, patch: str, only: str) -> Located:
+    def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
         """Return the result of the question. `only` is a description of the layers and operators to which it is
-        limited."""
+        limited, `tapped_bytes` the memory for operator values."""
         rows, executions = self._chosen.rows, self._executions
-        pooled = self._pooled()
+        pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
             kinds = ", ".join(sorted(pooled.kinds))
             raise InvalidOption(f"no operator in these layers matches; kinds: {kinds}", option="operators")
@@ -249,7 +205,7 @@ class _Location:
         d = {name: pooled.logprobs[B][name] - pooled.logprobs[A][name] for name in pooled.logprobs[A]}
         flat = np.concatenate([d[row.seq_id][row.scored] for row in rows])
         patches = () if patch == "none" or not np.any(flat) else tuple(
-            patched(patch, executions, rows, self._rows, pooled, self._wanted, self._is_asked, self._unfinished, self._progress)
+            patched(executions, rows, self._rows, pooled, self._wanted, self._is_asked, self._progress)
         )  # fmt: skip
         return Located(
             run=self._run.store.name,
@@ -283,46 +239,36 @@ class _Location:
             sum_square=float(np.square(d_T[row.scored]).sum()),
         )
 
-    def _pooled(self) -> Pooled:
+    def _pooled(self, tapped_bytes: int) -> Pooled:
         """Return the findings for all sequences, judged in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
-        rows, unfinished = self._chosen.rows, self._unfinished
-        numbers = {row.seq_id: number for number, row in enumerate(rows)}
-        done: dict[str, JudgedSequence] = {}
-        if unfinished is not None:
-            known = (unfinished.sequence(number, name) for name, number in numbers.items())
-            done = {found.seq_id: found for found in known if found is not None}
-        before = f", {len(done)} of {len(rows)} sequences done before" if done else ""
+        rows = self._chosen.rows
         per_token = sum(bytes_per_token(each.model) for each in self._executions.values())
-        with self._progress(f"running operators{before}", _TASKS * len(rows)) as advance:
-            for part, windows in parts(rows, self._reference.operators, per_token, self._tapped_bytes):
-                heard = {}
-                if any(row.seq_id not in done for row in part):
-                    heard = {side: self._listen(side, part, windows[-1]) for side in (A, B)}
+        with self._progress("running operators", _TASKS * len(rows)) as advance:
+            for part, windows in parts(rows, self._reference.operators, per_token, tapped_bytes):
+                heard = {side: self._listen(side, part, windows[-1]) for side in (A, B)}
                 advance(len(part))
                 for row in part:
-                    own = {side: (values[row.seq_id], taps.pop(row.seq_id)) for side, (values, taps) in heard.items()}
-                    found = done.get(row.seq_id)
-                    if found is None:
-                        found = self._judged(row, windows, own)
-                        if unfinished is not None:
-                            unfinished.add_sequence(numbers[row.seq_id], found)
-                    pooled.add(found)
+                    self._judge(row, windows, heard, pooled)
                     advance(_TASKS - 1)
                 for side in list(pooled.same_in_double):
                     self._judge_in_double(side, part, pooled)
         return pooled
 
-    def _judged(
-        self, row: RecordedRow, windows: list[Window], heard: Mapping[str, tuple[np.ndarray, RowTaps]]
-    ) -> JudgedSequence:
+    def _judge(
+        self,
+        row: RecordedRow,
+        windows: list[Window],
+        heard: Mapping[str, tuple[dict[str, np.ndarray], dict[str, RowTaps]]],
+        pooled: Pooled,
+    ) -> None:
         def listen(window: Window) -> dict[str, RowTaps]:
             return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
 
-        logprobs = {side: values for side, (values, _) in heard.items()}
-        taps = {side: own for side, (_, own) in heard.items()}
-        judge = SequenceJudge(row, self._executions, self._reference, windows, listen, taps, logprobs)
-        return judge.judged(self._is_asked)
+        for side, (values, _) in heard.items():
+            pooled.logprobs[side][row.seq_id] = values[row.seq_id]
+        taps = {side: own.pop(row.seq_id) for side, (_, own) in heard.items()}
+        SequenceJudge(row, self._executions, self._reference, windows, listen, taps, pooled).judge(self._is_asked)
 
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
@@ -404,22 +350,5 @@ def _check_form(model: Any) -> None:
     if missing:
         raise CannotReplay(
             f"{type(model).__name__} is not structured like a transformers model: it has no {', no '.join(missing)}; its operators cannot be "
-            "observed. Derive it from transformers' PreTrainedModel, or compare dumps of both sides: tim-trace locate --from-dumps A B"
+            "observed. Derive it from transformers' PreTrainedModel"
         )
-
-
-def _bits(tensors: Mapping[str, Tensor]) -> str:
-    """Return a hash over the names, dtypes, shapes and bits of weights."""
-    return short_hash(canonical_json([
-        (name, tensors[name].dtype, tensors[name].bits.shape, whole_hash(np.ascontiguousarray(tensors[name].bits).data))
-        for name in sorted(tensors)
-    ]).encode())  # fmt: skip
-
-
-def _row_bits(row: RecordedRow) -> list[str]:
-    """Return the fields of a recorded row: arrays as hashes, everything else as text."""
-    values = (getattr(row, each.name) for each in fields(row))
-    return [
-        whole_hash(np.ascontiguousarray(value).data) if isinstance(value, np.ndarray) else str(value)
-        for value in values
-    ]

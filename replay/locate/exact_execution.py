@@ -34,29 +34,18 @@ class ExactExecution(Execution):
     _keeps_double = False
 
     @property
-    def exact(self) -> ExactModel:
-        """The engine's layers."""
-        model: ExactModel = self.built
-        return model
-
-    @property
     def model(self) -> Any:
         """The transformers model that holds the weights."""
-        return self.exact.held
+        return self.built.held
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
         """Part of the weighted values that its attention cuts off, as a share of the largest."""
-        slices = self.exact.precision.slices
+        slices = self.built.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 
-    @property
-    def dtype(self) -> Any:
-        """torch's dtype of the operators' outputs."""
-        return self.exact.precision.dtype
-
     def _listening(self, wanted: Callable[[str], bool]) -> Listening:
-        return partial(_heard, self.exact, wanted)
+        return partial(_heard, self.built, wanted)
 
 
 @contextmanager

@@ -97,10 +97,6 @@ class Execution:
             self._prepare(self.model)
         self.scorer.attach(self.built)
 
-    def made_by(self) -> Contract:
-        """Return the contract of its results, without kernels, which are unknown before it runs."""
-        return self.scorer.made_by() | {"attention_kernels": None}
-
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter -> torch's dtype."""
@@ -176,8 +172,7 @@ class Execution:
     def _listening(self, wanted: Callable[[str], bool]) -> Listening:
         """Return a listener for the operators selected by `wanted`."""
         assert self.reference is not None
-        attentions = self.reference.attentions if self.is_other_code else ()
-        return Taps(self.model, wanted, self.reference.operators, attentions).heard
+        return Taps(self.model, wanted, self.reference.operators).heard
 
 
 def check_heard(arm: Arm) -> None:

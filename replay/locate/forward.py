@@ -16,7 +16,7 @@ from . import bounds
 from .cores import ROTARY, Cores
 from .experts import is_wrong_sum, judge_choice, judge_router
 from .heard import ENDS_OF_ATTENTION, ENDS_OF_MLP, FIRST_OF_MLP, Heard
-from .judged import GIVES, OF_CODE, TAKES, Point, ratio
+from .judged import GIVES, OF_CODE, TAKES, Point
 from .names import ATTENTION, core_name, kind_of, layer_of
 from .taps import (
     Call,
@@ -214,8 +214,6 @@ class Forward:
                 bound = bound + heard.missed_attention(layer, exact, taken.dtype)
                 if layer not in self._judgement.attended:
                     bound = bound + bounds.of_own_attention(exact, rounding)
-                if ratio(taken, exact, bound) > 1.0:
-                    where, kind = self._cores.wrong_before(layer) or (where, kind)
         self._judgement.add(where, kind, of, taken, exact, bound, point)
 
     def _kind_between(self, name: str, layer: int | None) -> tuple[str, int | None]:

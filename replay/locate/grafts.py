@@ -14,9 +14,11 @@ import numpy as np
 
 from ..backends import kernels
 from ..backends.double import keep_double
+from ..backends.vllm_mixture import in_order, is_mixture
 from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
+from .exact_execution import ExactExecution
 from .execution import Execution
 from .names import core_name, is_core
 from .taps import (
@@ -29,6 +31,7 @@ from .taps import (
     with_outputs,
     with_tensors,
 )
+from .vllm_execution import AnyExecution, VllmExecution, names
 
 
 class Graft:
@@ -44,13 +47,11 @@ class Graft:
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
         """Return the replaceable operators: those that both have, and attention in padded forwards, which have a mask."""
         common = [name for name in self._ours if name in self.theirs]
-        return [*common, *self.cores(rows, of, map(core_name, attention_layers(self.taker.model)))]
-
-    def cores(self, rows: Sequence[RecordedRow], of: list[RecordedRow], names: Iterator[str]) -> list[str]:
-        """Return the attention cores that can be replaced."""
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
-        return list(names) if all(isinstance(batch, PaddedBatch) for batch in batches) else []
+        if not all(isinstance(batch, PaddedBatch) for batch in batches):
+            return common
+        return [*common, *map(core_name, attention_layers(self.taker.model))]
 
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
@@ -61,7 +62,7 @@ class Graft:
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
         """Make a forward of the taker compute these operators with the giver's code, in this context."""
-        masks = self.masks_of(batch) if any(map(is_core, names)) else {}
+        masks = self._masks_of(batch) if any(map(is_core, names)) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -69,8 +70,8 @@ class Graft:
             if name not in names or name not in masks:
                 return original(module, *args, **kwargs)
             function, theirs, mask, words = masks[name]
-            dtype = self.first.dtype if self._autocast is None else self._narrowed(args[0].dtype)
-            with self.as_giver():
+            dtype = self._first.dtype if self._autocast is None else self._narrowed(args[0].dtype)
+            with self._as_giver():
                 given = function(theirs, *(cast(state, dtype) for state in args[:3]), mask, **words)[0]
             return cast(given, args[0].dtype), None
 
@@ -80,17 +81,17 @@ class Graft:
 
     def _computed(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         theirs, takes = self.theirs[name], tensors_of(args, kwargs)
-        dtype = next(theirs.parameters(), self.first).dtype
+        dtype = next(theirs.parameters(), self._first).dtype
         floating = [value.dtype for value in takes if value.is_floating_point()]
         if self._autocast is not None and floating:
             dtype = self._narrowed(floating[0])
         args, kwargs = with_tensors(args, kwargs, [cast(value, dtype) for value in takes])
-        with self.as_giver():
+        with self._as_giver():
             new = theirs(*args, **kwargs)
         return as_given(new, given)
 
     @property
-    def first(self) -> Any:
+    def _first(self) -> Any:
         """A parameter of the giver, with its device and dtype."""
         return next(self._giver.model.parameters())
 
@@ -98,26 +99,26 @@ class Graft:
         """Return the dtype of inputs under autocast, which does not narrow a taker's float64."""
         import torch
 
-        return self.first.dtype if dtype == torch.float64 else dtype
+        return self._first.dtype if dtype == torch.float64 else dtype
 
     @property
     def _autocast(self) -> Any:
         return self._giver.scorer.numerics.autocast
 
     @contextmanager
-    def as_giver(self) -> Iterator[None]:
+    def _as_giver(self) -> Iterator[None]:
         """Use the giver's own settings, since a float64 taker keeps values wide that have to be narrow here."""
         import torch
 
-        is_double = self.first.dtype == torch.float64
+        is_double = self._first.dtype == torch.float64
         with (
             keep_double() if is_double else torch._C.DisableTorchFunction(),
-            autocast(self.first.device, self._autocast),
+            autocast(self._first.device, self._autocast),
             kernels.forced(self._giver.arm.attention),
         ):
             yield
 
-    def masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
+    def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
         """Return the giver's attention functions and masks for a forward of the taker, from one run of the giver."""
         import torch
 
@@ -133,8 +134,8 @@ class Graft:
                 return original(module, *args, **kwargs)
 
             assert isinstance(batch, PaddedBatch)
-            device = self.first.device
-            with torch.no_grad(), self.as_giver(), attention_around(around):
+            device = self._first.device
+            with torch.no_grad(), self._as_giver(), attention_around(around):
                 self._giver.model.base_model(
                     input_ids=torch.from_numpy(batch.ids_BW).to(device),
                     attention_mask=torch.from_numpy(batch.mask_BW).to(device),
@@ -160,3 +161,82 @@ def as_given(new: Any, given: Any) -> Any:
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         pairs = zip(outputs_of(new), outputs_of(given), strict=True)
         return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
+
+
+class VllmGiver(Graft):
+    """Replacement of projections, norms and the embedding in a transformers model by those of vLLM.
+
+    vLLM's other operators need its KV cache.
+    """
+
+    def __init__(self, taker: Execution, giver: VllmExecution):
+        self.taker = taker
+        self._ours = operators(taker.model)
+        modules = dict(giver.model.named_modules())
+        self.theirs: dict[str, Callable[..., Any]] = {}
+        """Name in transformers -> function that runs vLLM's computation on the same inputs."""
+        for name, parts in names(giver.model).items():
+            if is_mixture(modules[name]):
+                gate, experts = parts
+                self.theirs |= {gate: _gate(modules[gate], modules[name]), experts: _experts(modules[name])}
+            elif name.rpartition(".")[2] not in ("attn", "rotary_emb"):
+                self.theirs |= {each: _part(modules[name], place, len(parts)) for place, each in enumerate(parts)}
+
+    def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
+        return [name for name in self._ours if name in self.theirs]
+
+    @contextmanager
+    def put(self, names: Collection[str], batch: Any) -> Iterator[None]:
+        with hooked({name: self._ours[name] for name in names}, after=self._computed):
+            yield
+
+    def _computed(self, name: str, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
+        import torch
+
+        with torch._C.DisableTorchFunction(), torch.inference_mode():
+            new = self.theirs[name](*args)
+        return as_given(new, given)
+
+
+def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
+    """Return a function that runs a vLLM module, or one of the projections that the module fuses."""
+
+    def computed(taken: Any) -> Any:
+        flat = cast(taken, next(module.parameters()).dtype)
+        new = module(flat.flatten(0, 1) if flat.dim() > 1 else flat)
+        new = new[0] if isinstance(new, tuple) else new
+        return (new.split(module.output_partition_sizes, dim=-1)[place] if number > 1 else new).clone()
+
+    return computed
+
+
+def _gate(gate: Any, module: Any) -> Callable[..., Any]:
+    """Return a function that runs a vLLM mixture's router, with the outputs that transformers has: logits, weights and
+    experts."""
+
+    def computed(taken: Any) -> Any:
+        hidden = cast(taken, gate.weight.dtype).reshape(-1, taken.shape[-1])
+        logits = gate(hidden)
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        return logits.clone(), *in_order(*module.router.select_experts(hidden, logits))
+
+    return computed
+
+
+def _experts(module: Any) -> Callable[..., Any]:
+    """Return a function that runs the experts in a vLLM mixture."""
+    experts = module.routed_experts
+
+    def computed(taken: Any, ids: Any, weights: Any) -> Any:
+        hidden = cast(taken, experts.w13_weight.dtype).reshape(-1, taken.shape[-1]).contiguous()
+        topk = {"topk_weights": weights.float().contiguous(), "topk_ids": ids.int().contiguous()}
+        return experts.forward_modular(x=hidden, **topk).clone()
+
+    return computed
+
+
+def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
+    """Return the graft that puts a giver's operators into a transformers model; None if it cannot be done."""
+    if type(taker) is not Execution or isinstance(giver, ExactExecution):
+        return None
+    return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

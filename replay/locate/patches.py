@@ -11,99 +11,66 @@ from ...tracer.located.results import ROUTES, A, B, Patch
 from ...tracer.progress import Progress
 from ...tracer.store import first_line
 from ..recorded import RecordedRow
+from .grafts import graft_of
 from .judged import OF_CODE
-from .names import kind_of, layer_of
+from .names import kind_of
 from .pooled import Pooled
 from .routes import choices, score_with
-from .unfinished import Unfinished
-from .vllm_execution import AnyExecution, VllmExecution
-from .vllm_grafts import can_patch, graft_of
+from .vllm_execution import AnyExecution
 
-LAYER_STEPS = 8
-"""Number of intervals for replacing layers cumulatively, from the first layer on."""
 Names = Callable[[str], bool]
 """Selects operators by name."""
 
 
 def patched(
-    patch: str,
     executions: Mapping[str, AnyExecution],
     rows: Sequence[RecordedRow],
     of: list[RecordedRow],
     pooled: Pooled,
     wanted: Names,
     is_asked: Names,
-    unfinished: Unfinished | None,
     progress: Progress,
 ) -> Iterator[Patch]:
     """Patch either execution for `rows`, in batches of `of`; `wanted` selects routers, `is_asked` operators."""
-    if not pooled.are_whole:  # after an interruption vLLM may not have run yet
-        for engine in executions.values():
-            if isinstance(engine, VllmExecution):
-                engine.takes_whole_rows = False
-    grafts = {
-        side: (graft_of(executions[side], executions[other]), other)
-        for side, other in ((B, A), (A, B))
-        if can_patch(executions[side], executions[other])
-    }
+    made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
+    grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
     routes: list[tuple[str, frozenset[str] | None]] = [(ROUTES, None)] if flipped else []
     plans = {
-        side: [*_plans(patch, [name for name in graft.names(rows, of) if is_asked(name)]), *routes]
+        side: [*_plans([name for name in graft.names(rows, of) if is_asked(name)]), *routes]
         for side, (graft, _) in grafts.items()
     }
-    done: dict[tuple[str, int], Patch] = {}
-    if unfinished is not None:
-        places = [(side, number) for side, own in plans.items() for number in range(len(own))]
-        done = {place: found for place in places if (found := unfinished.patch(*place)) is not None}
-    total = sum(map(len, plans.values()))
-    before = f", {len(done)} of {total} done before" if done else ""
-    with progress(f"patching operators{before}", total) as advance:
+    with progress("patching operators", sum(map(len, plans.values()))) as advance:
         for side, (graft, other) in grafts.items():
-            for number, (name, operators) in enumerate(plans[side]):
-                found = done.get((side, number))
-                if found is None:
-                    try:
-                        if operators is None:
-                            given = choices(executions[other], rows, of, wanted)
-                            scored = score_with(executions[side], given, rows, of)
-                        else:
-                            scored = graft.score(operators, rows, of)
-                    except OF_CODE as error:
-                        if not any(each.is_other_code for each in executions.values()):
-                            raise
-                        pooled.unjudged[f"patch {name} in {side}"] = f"{type(error).__name__}: {first_line(error)}"
-                        advance(1)
-                        continue
-                    found = Patch(
-                        patch=name,
-                        taker=side,
-                        num_operators=flipped if operators is None else len(operators),
-                        squares_left=tuple(
-                            float(
-                                np.square((scored[row.seq_id] - pooled.logprobs[other][row.seq_id])[row.scored]).sum()
-                            )
-                            for row in rows
-                        ),
-                    )
-                    if unfinished is not None:
-                        unfinished.add_patch(side, number, found)
-                yield found
+            for name, operators in plans[side]:
                 advance(1)
+                try:
+                    if operators is None:
+                        given = choices(executions[other], rows, of, wanted)
+                        scored = score_with(graft.taker, given, rows, of)
+                    else:
+                        scored = graft.score(operators, rows, of)
+                except OF_CODE as error:
+                    if not any(each.is_other_code for each in executions.values()):
+                        raise
+                    pooled.unjudged[f"patch {name} in {side}"] = f"{type(error).__name__}: {first_line(error)}"
+                    continue
+                yield Patch(
+                    patch=name,
+                    taker=side,
+                    num_operators=flipped if operators is None else len(operators),
+                    squares_left=tuple(
+                        float(np.square((scored[row.seq_id] - pooled.logprobs[other][row.seq_id])[row.scored]).sum())
+                        for row in rows
+                    ),
+                )
 
 
-def _plans(patch: str, names: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield groups of operators that are replaced together, with their names."""
-    if patch in ("kinds", "all"):
-        kinds: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            kinds[kind_of(name)].append(name)
-        for kind, members in kinds.items():
-            yield kind, frozenset(members)
-    if patch in ("layers", "all"):
-        layers = sorted({layer for name in names if (layer := layer_of(name)) is not None})
-        ends = {layers[round(step * (len(layers) - 1) / LAYER_STEPS)] for step in range(LAYER_STEPS + 1) if layers}
-        for end in sorted(ends):
-            part = frozenset(name for name in names if (layer := layer_of(name)) is not None and layer <= end)
-            yield f"layers 0 to {end}", part
+def _plans(names: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield groups of operators that are replaced together, with their names: each kind, and all of them."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[kind_of(name)].append(name)
+    for kind, members in kinds.items():
+        yield kind, frozenset(members)
     yield "all operators", frozenset(names)

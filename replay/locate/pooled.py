@@ -10,7 +10,6 @@ import numpy as np
 
 from ...tracer.located.results import A, B, Divergence, OperatorError, Router, WeightDifference
 from .judged import Judged
-from .sequence import Apart, JudgedSequence
 
 CODE_DIFFERS = 4e-6
 """Maximum relative error of a token up to which a side's code, run in float64, counts as equal to the recorded model's.
@@ -22,6 +21,9 @@ _IS_OTHER_TENSOR = 0.5
 """Minimum share of elements that differ for a tensor to count as a different tensor; below it, the tensor counts as
 modified."""
 
+Apart = tuple[float, float]
+"""Two sums of squares: of the difference between the values in both executions, and of the values in execution a. NaN
+if the values cannot be compared."""
 Operator = tuple[str, str]
 """Side, and name of an operator."""
 Found = dict[Operator, list[tuple[str, Judged]]]
@@ -47,27 +49,19 @@ class Pooled:
     unjudged: dict[str, str] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     """Kinds of all operators that could be judged."""
-    are_whole: bool = True
-    """True if vLLM ran every sequence in a single forward pass; also True if neither execution is vLLM."""
 
-    def add(self, found: JudgedSequence) -> None:
-        """Add the findings of a sequence."""
-        for side in (A, B):
-            self.logprobs[side][found.seq_id] = found.values(side)
-        for side, each in found.judged:
-            self.judged[side, each.operator].append((found.seq_id, each))
-        for name, apart in found.apart.items():
-            self.apart[name].append(apart)
-        for router in found.routers:
-            known = self.routers.get(router.operator)
-            self.routers[router.operator] = router if known is None else _both(known, router)
-        for side, operator, product in found.products:
-            own = self.products.setdefault((side, operator), {})
-            own[found.seq_id] = own.get(found.seq_id, 0.0) + product
-        self.unseen |= found.unseen
-        self.unjudged |= found.unjudged
-        self.kinds |= found.kinds
-        self.are_whole &= found.is_whole
+    def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
+        """Add the result for one operator on a sequence. `product` is its error's contribution to the sum of squared
+        mismatch d^2, in nats^2."""
+        self.judged[side, found.operator].append((seq_id, found))
+        if product is not None:
+            own = self.products.setdefault((side, found.operator), {})
+            own[seq_id] = own.get(seq_id, 0.0) + product
+
+    def add_router(self, router: Router) -> None:
+        """Add a router's counts on a sequence."""
+        known = self.routers.get(router.operator)
+        self.routers[router.operator] = router if known is None else _both(known, router)
 
     def operators(self) -> Iterator[OperatorError]:
         """Yield the error of each operator over all sequences: first operators that were judged as they ran, then those

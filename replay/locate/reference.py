@@ -23,7 +23,6 @@ from .names import ATTENTION, CallNames, core_name, layer_modules, layer_of
 from .taps import (
     RowTaps,
     attention_around,
-    attention_layers,
     hidden_of,
     hooked,
     is_heads_first,
@@ -43,7 +42,6 @@ class Reference:
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
-        self.attentions = attention_layers(model)
         self.recorded_dtypes = recorded_dtypes or {}
         self.layers = layer_modules(model)
 

@@ -7,7 +7,6 @@ Shapes: T response tokens in a sequence, S sums over tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,44 +18,13 @@ from ..recorded import RecordedRow
 from .head import Head, judge_head
 from .judged import OF_CODE, Judged, Judgement, Point
 from .names import kind_of, layer_of
+from .pooled import Apart, Pooled
 from .reference import Reference
 from .taps import RowTaps
-from .vllm_execution import AnyExecution, VllmExecution
+from .vllm_execution import AnyExecution
 from .windows import Window
 
 CARRIED = "operators' shares of the mismatch"
-Apart = tuple[float, float]
-"""Two sums of squares: of the difference between the values in both executions, and of the values in execution a. NaN
-if the values cannot be compared."""
-
-
-@dataclass(slots=True, kw_only=True)
-class JudgedSequence:
-    """One sequence, with each of its operators compared with float64."""
-
-    seq_id: str
-    logprobs: dict[str, list[float]] = field(default_factory=dict)
-    """Side -> [T] log-probabilities of the response in that side's execution, nats."""
-    judged: list[tuple[str, Judged]] = field(default_factory=list)
-    """Pairs of a side and the result for one operator that the question asks about."""
-    products: list[tuple[str, str, float]] = field(default_factory=list)
-    """Triples of side, operator, and contribution of one of the operator's errors to the sum of squared mismatch d^2,
-    in nats^2."""
-    apart: dict[str, tuple[Apart, Apart]] = field(default_factory=dict)
-    """Operator -> difference between both executions in the operator's inputs, and in its outputs."""
-    unseen: set[str] = field(default_factory=set)
-    """Kinds of operators that only one execution has."""
-    unjudged: dict[str, str] = field(default_factory=dict)
-    """Operator that could not be judged, or another part of the work that failed -> reason."""
-    routers: list[Router] = field(default_factory=list)
-    kinds: set[str] = field(default_factory=set)
-    """Kinds of all operators that could be judged."""
-    is_whole: bool = True
-    """True if vLLM ran the sequence in a single forward pass; also True if neither execution is vLLM."""
-
-    def values(self, side: str) -> np.ndarray:
-        """Return the [T] float64 log-probabilities of the response in one execution."""
-        return np.array(self.logprobs[side], np.float64)
 
 
 class SequenceJudge:
@@ -70,22 +38,22 @@ class SequenceJudge:
         windows: Sequence[Window],
         listen: Callable[[Window], dict[str, RowTaps]],
         heard: dict[str, RowTaps],
-        logprobs: Mapping[str, np.ndarray],
+        pooled: Pooled,
     ):
-        """Store the values of both executions in the last window (`heard`, `logprobs`); `listen` runs the row in any
-        window."""
+        """`heard` has the values of both executions in the last window, `pooled` their log-probabilities; `listen` runs
+        the row in any window."""
         self._row, self._executions, self._reference = row, executions, reference
-        self._windows, self._listen, self._heard = windows, listen, heard
-        self._logprobs = logprobs
+        self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
-        self._result = JudgedSequence(seq_id=row.seq_id)
+        self._apart: dict[str, tuple[Apart, Apart]] = {}
+        """Operator -> difference between both executions in the operator's inputs, and in its outputs."""
 
-    def judged(self, is_asked: Callable[[str], bool]) -> JudgedSequence:
-        """Return the sequence with all operators judged; only errors of operators selected by `is_asked` are kept."""
-        row, result = self._row, self._result
-        d_T = np.where(row.scored, self._logprobs[B] - self._logprobs[A], 0.0)
+    def judge(self, is_asked: Callable[[str], bool]) -> None:
+        """Add the findings of the sequence to `pooled`, with the errors of operators selected by `is_asked`."""
+        row, pooled = self._row, self._pooled
+        d_T = np.where(row.scored, pooled.logprobs[B][row.seq_id] - pooled.logprobs[A][row.seq_id], 0.0)
         for position in sorted(set(self._positions.values())):
             sides = [side for side in (A, B) if self._positions[side] == position]
             products: list[dict[Point, float]] = [{} for _ in sides]
@@ -96,21 +64,17 @@ class SequenceJudge:
                         row, d_T, temperature, position, self._windows, partial(self._errors, sides)
                     )
                 except OF_CODE as error:  # for example, code through which autograd cannot differentiate
-                    result.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
+                    pooled.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(self._windows):
                 if left := [side for side in sides if (side, window) not in self._judgements]:
                     self._errors(left, window)
             for side, own in zip(sides, products, strict=True):
                 for each, product in self._of_side(side, own, d_T):
-                    result.kinds.add(each.kind)
+                    pooled.kinds.add(each.kind)
                     if is_asked(each.operator):
-                        result.judged.append((side, each))
-                        if product is not None:
-                            result.products.append((side, each.operator, product if side == B else -product))
-        result.logprobs = {side: self._logprobs[side].tolist() for side in (A, B)}
-        engines = [each for each in self._executions.values() if isinstance(each, VllmExecution)]
-        result.is_whole = all(each.takes_whole_rows for each in engines)
-        return result
+                        pooled.add(side, row.seq_id, each, product if side == B or product is None else -product)
+        for name, apart in self._apart.items():
+            pooled.apart[name].append(apart)
 
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
@@ -125,31 +89,32 @@ class SequenceJudge:
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
         """Judge the operators of some sides in a window of layers; return the errors introduced on each side."""
-        taps, result = self._heard, self._result
+        taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
             taps = self._listen(window)
         if not any(of is window for _, of in self._judgements):
-            _set_apart(result, taps[A], taps[B])
+            self._compare(taps[A], taps[B])
         for side in sides:
             execution = self._executions[side]
             found = self._reference.judge(self._row, taps[side], execution, self._positions[side], window)
             if is_last:
-                self._heads[side] = judge_head(execution, self._reference, self._row, taps[side], self._logprobs[side])
+                logprobs_T = pooled.logprobs[side][self._row.seq_id]
+                self._heads[side] = judge_head(execution, self._reference, self._row, taps[side], logprobs_T)
             self._judgements[side, window] = found
-            result.unjudged |= {f"{side} {name}": why for name, why in found.unjudged.items()}
+            pooled.unjudged |= {f"{side} {name}": why for name, why in found.unjudged.items()}
             del taps[side]
         return [self._judgements[side, window].errors for side in sides]
 
-
-def _set_apart(result: JudgedSequence, a: RowTaps, b: RowTaps) -> None:
-    """Store by how much both executions differ at each operator's inputs and outputs, and where they choose different
-    experts."""
-    result.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
-    for name, ours in a.calls.items():
-        if (theirs := b.calls.get(name)) is not None:
-            result.routers += _routers(name, ours.gives, theirs.gives)
-            result.apart[name] = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
+    def _compare(self, a: RowTaps, b: RowTaps) -> None:
+        """Note by how much both executions differ at each operator's inputs and outputs, and where they choose
+        different experts."""
+        self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
+        for name, ours in a.calls.items():
+            if (theirs := b.calls.get(name)) is not None:
+                for router in _routers(name, ours.gives, theirs.gives):
+                    self._pooled.add_router(router)
+                self._apart[name] = _apart(ours.takes, theirs.takes), _apart(ours.gives, theirs.gives)
 
 
 def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from ..batching import ForwardBatch, PaddedBatch, SharedBatch
+from ..batching import ForwardBatch, PaddedBatch
 from ..prefix_tree import TreeBatch
 from .names import core_name, layer_modules, layer_of
-from .own_attention import hearing
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
@@ -50,9 +49,6 @@ class RowTaps:
     """Layer index -> input of the layer, [T, H]; missing if the layer is not a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
     """Name of a mixture of experts -> output of the mixture, [T, H]."""
-    multiplied: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Attention core in custom code -> the queries and keys that the code multiplies, [T, N, D] each. They may be
-    scaled, and keys may be repeated per query head."""
 
     @property
     def first_position(self) -> int:
@@ -75,9 +71,6 @@ def places(batch: ForwardBatch, index: int) -> np.ndarray:
     if isinstance(batch, TreeBatch):
         return batch.places_B[index]
     end = int(batch.ends_B[index])
-    if isinstance(batch, SharedBatch):
-        prompt = np.arange(*batch.prompts_B[index].tolist())
-        return np.concatenate([prompt, np.arange(end - len(row.response_ids), end)])
     return np.arange(end - row.num_tokens, end)
 
 
@@ -86,10 +79,10 @@ def shape_of(batch: ForwardBatch) -> tuple[int, int]:
     return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
 
 
-def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str] = ()) -> dict[str, Any]:
+def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return name -> module of a model's operators: modules that compute and contain no other module.
 
-    The experts in a mixture count as one operator, and so does a projection with its adapters, unless `adapters_apart`.
+    The experts in a mixture count as one operator, and so does a projection with its adapters.
     Each module named in `also` is an operator, too, whatever it contains. These are operators of another model, which
     this model may compute in several modules, or not at all.
     """
@@ -99,7 +92,7 @@ def operators(model: Any, *, adapters_apart: bool = False, also: Collection[str]
         is_named = name in also
         if not name or name.startswith(whole or (" ",)) or (type(module).__name__ in _SKIPPED and not is_named):
             continue
-        if is_named or are_experts(module) or _is_router(module) or (is_adapted(module) and not adapters_apart):
+        if is_named or are_experts(module) or _is_router(module) or is_adapted(module):
             found[name] = module
             whole = (*whole, f"{name}.")
         elif not any(True for _ in module.children()):
@@ -286,22 +279,19 @@ def hooked(
     modules: Mapping[str, Any],
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
-    *,
-    after_errors: bool = False,
 ) -> Iterator[None]:
     """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around these modules'
     calls.
 
     The value returned by `before` replaces the arguments and that returned by `after` the result, as with torch's
-    hooks. With `after_errors`, `after` also runs if the module raised an error.
+    hooks.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
             if before is not None:
                 stack.callback(module.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
             if after is not None:
-                handle = module.register_forward_hook(partial(after, name), with_kwargs=True, always_call=after_errors)
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(partial(after, name), with_kwargs=True).remove)
         yield
 
 
@@ -317,24 +307,18 @@ class Taps:
         self,
         model: Any,
         wanted: Callable[[str], bool],
-        recorded: Mapping[str, Any] | None = None,
-        attentions: Sequence[str] = (),
+        recorded: Mapping[str, Any],
     ):
-        """`wanted` selects operators by name; `recorded` are the recorded model's operators, and `attentions` the names
-        of its attention layers, if this model may compute them with custom code.
-        """
-        recorded = recorded or {}
+        """`wanted` selects operators by name; `recorded` are the recorded model's operators."""
         self._device = next(model.parameters()).device
-        modules = dict(model.named_modules())
-        every = operators(model, also=recorded)
+        every = operators(model, recorded)
         self._operators = {name: module for name, module in every.items() if wanted(name)}
         self._other = {name for name, module in every.items() if _is_other_code(module, recorded.get(name))}
         self._cores = {
-            id(module): core_name(name) for name, module in modules.items() if wanted(core_name(name))
+            id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip
         self._layers = {name: module for name, module in layer_modules(model).items() if wanted(name)}
         self._mixtures = {name: module for name, module in mixtures(model).items() if wanted(name)}
-        self._attentions = {name: modules[name] for name in attentions if name in modules and wanted(name)}
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
@@ -343,7 +327,6 @@ class Taps:
         with (
             hooked(self._layers, forward.enters),
             hooked(self._mixtures, after=forward.mixed),
-            hooked(self._attentions, forward.attends, forward.attended, after_errors=True),
             hooked(self._operators, forward.takes, forward.gives),
             attention_around(forward.core),
         ):
@@ -370,8 +353,6 @@ class _HeardForward:
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
         """Running operator -> row -> inputs of the operator for that row, recorded before the operator can change them
         in place."""
-        self._within: list[Any] = []
-        """Observations of the attention layers that are running, in case they use custom code."""
 
     def _kept(self, value: Any, index: int) -> Any:
         """Return a row's part of a tensor. A tensor that one operator returns and others take as input is copied only
@@ -384,9 +365,6 @@ class _HeardForward:
         part = of_tokens(value, self._shape, self._places[index])
         self._recent.append((value, value._version, {index: part}))
         return part
-
-    def _of_heads(self, value: Any, index: int) -> Any:
-        return of_tokens(value, self._shape, self._places[index], heads_first=True)
 
     def _keep(self, name: str, gives: Sequence[Any]) -> None:
         takes = self._taken.pop(name)
@@ -415,25 +393,16 @@ class _HeardForward:
         self._keep(name, outputs_of(given))
 
     def core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for attention in self._within:
-            attention.pass_over()
         name = self._cores.get(id(module))
         if name is None:
             return original(module, *args, **kwargs)
-        self._taken[name] = {index: tuple(self._of_heads(value, index) for value in args[:3]) for index in self._chosen}
+        self._taken[name] = {
+            index: tuple(of_tokens(value, self._shape, self._places[index], heads_first=True) for value in args[:3])
+            for index in self._chosen
+        }
         given = original(module, *args, **kwargs)
         self._keep(name, [given[0]])
         return given
-
-    def attends(self, _name: str, _module: Any, _args: Any, _kwargs: Any) -> None:
-        self._within.append(hearing(self._shape).__enter__())
-
-    def attended(self, name: str, _module: Any, _args: Any, _kwargs: Any, _given: Any) -> None:
-        attention = self._within.pop()
-        attention.__exit__(None, None, None)
-        for index, taps in self._chosen.items() if attention.states is not None else ():
-            query, key = (self._of_heads(each, index) for each in attention.states)
-            taps.multiplied[core_name(name)] = query, key
 
 
 def attention_layers(model: Any) -> list[str]:

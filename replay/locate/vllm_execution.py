@@ -24,7 +24,7 @@ from ...schemas.modules import has_experts
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.vllm import FORCED
-from ..backends.vllm_mixture import Select, check_mixture, held_by, in_order, is_mixture, mixtures, names_of, selecting
+from ..backends.vllm_mixture import check_mixture, held_by, in_order, is_mixture, mixtures, names_of
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from ..vllm_scorer import VllmScorer
@@ -77,8 +77,6 @@ class VllmExecution:
         self.numerics = _EngineNumerics(Numerics(arm, contract).temperature)
         self._scorer = _EagerScorer(run, arm, contract, device)
         self._engine: Any = None
-        self.takes_whole_rows = True
-        """True while the engine has run each sequence in a single forward pass."""
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load these weights. Raises CannotReplay."""
@@ -94,12 +92,6 @@ class VllmExecution:
     def model(self) -> Any:
         """The model object inside the vLLM engine."""
         return self._engine.llm.apply_model(lambda model: model)[0]
-
-    def made_by(self) -> Contract:
-        """Return the contract under which the engine scores, without the folder of its weights, which is different in
-        every run."""
-        made = self._scorer.made_by()
-        return made | {"config": _without(made.get("config") or {}, "model_config", "model")}
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
@@ -130,44 +122,31 @@ class VllmExecution:
             else:
                 yield name, value
 
-    def score(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities for `rows`, scored in the batches that the engine forms from
-        rows `of`."""
-        # In a decode, the last token is sampled but never run through the model, so one more token is added.
-        asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
-        scored = self._scorer.score(self._scorer.together(asked, of))
-        return {
-            row.seq_id: np.asarray(values, np.float64)[: len(row.response_ids)]
-            for row, values in zip(rows, scored.logprobs, strict=True)
-        }
-
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Score as in `score`; also return the inputs and outputs of the operators selected by `wanted`."""
+        """Return sequence -> [T] float64 log-probabilities for `rows`, scored in the batches that the engine forms from
+        rows `of`, and the inputs and outputs of the operators selected by `wanted`."""
         taps = _EngineTaps(self.model, wanted)
-        with self.following(rows, taps.begin), taps.heard():
-            values = self.score(rows, of)
-        return values, taps.found(rows)
-
-    @contextmanager
-    def following(self, rows: Sequence[RecordedRow], begin: Callable[[list[Span], Any], None]) -> Iterator[None]:
-        """Call `begin` before each forward pass in this context, with the spans of its sequences and the positions [W]
-        of its tokens."""
         runner = self._engine.llm.collective_rpc(lambda worker: worker.model_runner)[0]
         batch = _Batch(runner, rows, self._scorer.decodes)
-        lengths = {row.seq_id: row.num_tokens for row in rows}
 
         def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            spans = batch.spans(kwargs["positions"])
-            self.takes_whole_rows &= all(where.stop - where.start == lengths[seq_id] for seq_id, where, _ in spans)
-            begin(spans, kwargs["positions"])
+            taps.spans = batch.spans(kwargs["positions"])
 
+        # In a decode, the last token is sampled but never run through the model, so one more token is added.
+        asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
         handle = self.model.register_forward_pre_hook(before, with_kwargs=True)
         try:
-            yield
+            with taps.heard():
+                scored = self._scorer.score(self._scorer.together(asked, of))
         finally:
             handle.remove()
+        logprobs = {
+            row.seq_id: np.asarray(values, np.float64)[: len(row.response_ids)]
+            for row, values in zip(rows, scored.logprobs, strict=True)
+        }
+        return logprobs, taps.found(rows)
 
 
 AnyExecution = Execution | VllmExecution
@@ -231,11 +210,6 @@ class _Batch:
         return self._known[request]
 
 
-def _without(values: Mapping[str, Any], part: str, name: str) -> dict[str, Any]:
-    """Return settings with the entry `name` removed from `part`."""
-    return {**values, part: {key: value for key, value in (values.get(part) or {}).items() if key != name}}
-
-
 def _longer(row: RecordedRow) -> RecordedRow:
     """Return a row with one more token."""
     return replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:]))
@@ -280,46 +254,17 @@ def _computes(module: Any) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def states_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the queries, keys and values among the arguments to an attention layer."""
-    return [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
-
-
-@contextmanager
-def mixture_around(
-    module: Any, choose: Callable[[Select, Any, Any], tuple[Any, Any]], computed: Callable[..., Any]
-) -> Iterator[None]:
-    """Call a mixture's choice of experts through `choose`, then `computed(hidden, weights, experts, given)`.
-
-    The value returned by `computed` replaces the mixture's output, unless it is None.
-    """
-    chosen: list[tuple[Any, Any]] = []
-
-    def chose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
-        chosen.append(choose(select, hidden, logits))
-        return chosen[-1]
-
-    def after(_name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
-        return computed(hidden_of(args, kwargs), *chosen.pop(), given)
-
-    with hooked({"": module}, after=after), selecting(module, chose):
-        yield
-
-
 class _EngineTaps:
     """Recorder for the inputs and outputs of vLLM's operators, by sequence and in token order."""
 
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
-        self._spans: list[Span] = []
+        self.spans: list[Span] = []
+        """Sequences in the next forward pass."""
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
         """Sequence -> operator -> calls of the operator, each with the index in the sequence of the first token it
         covers."""
-
-    def begin(self, spans: list[Span], _positions_W: Any) -> None:
-        """Set the spans of the sequences in the next forward pass."""
-        self._spans = spans
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -346,7 +291,7 @@ class _EngineTaps:
     def _keep(self, name: str, takes: Sequence[Any], gives: Sequence[Any], *, adds: bool = False) -> None:
         if not self._wanted(name):
             return
-        for seq_id, where, first in self._spans:
+        for seq_id, where, first in self.spans:
             # Cloned, since vLLM overwrites its outputs.
             took, gave = (
                 tuple(None if value is None else value[where].clone() for value in of) for of in (takes, gives)
@@ -356,32 +301,36 @@ class _EngineTaps:
     @contextmanager
     def _mixture(self, name: str, module: Any) -> Iterator[None]:
         gate, experts = self._names[name]
-
+        router = module.router
+        original = router.select_experts
         ordered: list[tuple[Any, Any]] = []
 
-        def choose(select: Select, hidden: Any, logits: Any) -> tuple[Any, Any]:
-            given = select(hidden, logits)
+        def select(hidden_states: Any, router_logits: Any, *args: Any, **words: Any) -> Any:
+            given = original(hidden_states, router_logits, *args, **words)
             ordered.append(in_order(*given))
-            self._keep(gate, [hidden], [logits, *ordered[-1]])
+            self._keep(gate, [hidden_states], [router_logits, *ordered[-1]])
             return given
 
-        def computed(hidden: Any, _weights: Any, _ids: Any, given: Any) -> None:
+        def computed(_name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
             weights, ids = ordered.pop()
-            self._keep(experts, [hidden, ids, weights], [given])
+            self._keep(experts, [hidden_of(args, kwargs), ids, weights], [given])
 
-        with mixture_around(module, choose, computed):
-            yield
+        router.select_experts = select
+        try:
+            with hooked({"": module}, after=computed):
+                yield
+        finally:
+            del router.select_experts
 
     def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         (core,) = self._names[name]
-        self._keep(
-            core, [state.reshape(len(state), -1, module.head_size) for state in states_of(args, kwargs)], [given]
-        )
+        states = [*args, *(kwargs[word] for word in ("query", "key", "value") if word in kwargs)][:3]
+        self._keep(core, [state.reshape(len(state), -1, module.head_size) for state in states], [given])
 
     def _rotary(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _given: Any) -> None:
         (rotary,) = self._names[name]
-        is_kept = not self._spans or any(
-            first == place for seq_id, _, first in self._spans for place, _ in self._pieces[seq_id][rotary]
+        is_kept = not self.spans or any(
+            first == place for seq_id, _, first in self.spans for place, _ in self._pieces[seq_id][rotary]
         )
         if not is_kept:  # vLLM has one rotary module for all layers
             self._keep(rotary, [None, args[0] if args else kwargs["positions"]], [None, None])

@@ -201,3 +201,108 @@ def test_the_command_lists_prints_and_runs(trace):
     asked = tim_trace("sql", trace, "--json", stdin=printed)
     assert asked.json() == tim_trace("query", "ess", trace, "--pair", "rollout:train", "--json").json()
     assert tim_trace("query", "ess").code == 2
+
+
+def test_shares_near_and_far_and_the_correlation_of_the_far_ones(trace, tokens):
+    for row in rows(trace, "shape"):
+        step = of_step(tokens, row["step"])
+        size, a, b = np.abs(step["d"]), step["logprob_a"].astype(float), step["logprob_b"].astype(float)
+        far = size > 0.3
+        close(row, {
+            "num_tokens": len(size), "corr": np.corrcoef(a, b)[0, 1], "corr_far": np.corrcoef(a[far], b[far])[0, 1],
+            "share_near": (size < 0.02).mean(), "share_far": (size > 1).mean(), "share_zero_a": (a == 0).mean(),
+            "mean_b": b.mean(), "max_abs_d": size.max(),
+        })  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory):
+    """Two steps of responses to two prompts that share prefixes; pass b at step 2 is noisy, pass a is b at temperature 2."""
+    path, draw = tmp_path_factory.mktemp("catalogue") / "repeated", np.random.default_rng(1)
+    logits = draw.normal(0, 2, (2, 200, 4))
+    with Recorder(path) as recorder:
+        for step in (1, 2):
+            prompts = [[1], [1], [1], [1], [2], [2]]
+            responses = [[0, 1, 2, 3], [0, 1, 3], [0, 1, 2, 3], [2, 1], [0, 1], [0, 2, 2]]
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=prompts, response_ids=responses, group_ids=[str(prompt[0]) for prompt in prompts]
+            )
+            for name, temperature in (("train", 1.0), ("rollout", 2.0)):
+                noise = 0.1 if step == 2 and name == "rollout" else 0.0
+                recorder.add_scores(name, batch, logprobs=[
+                    [
+                        _logprob(logits[prompt[0] - 1, hash(tuple(response[:place])) % 200] / temperature, token)
+                        - noise * draw.random()
+                        for place, token in enumerate(response)
+                    ]
+                    for prompt, response in zip(prompts, responses, strict=True)
+                ])  # fmt: skip
+    return path
+
+
+def _logprob(logits, token):
+    return float(logits[token] - np.log(np.exp(logits).sum()))
+
+
+def test_noise_is_what_a_pass_gives_twice_to_one_prefix(repeated):
+    quiet, noisy = rows(repeated, "prefix-noise")
+    # Sorted: [0,1,2,3] twice share 4 tokens, [0,1,3] shares 2 with it, [2,1] none; of the other prompt, one.
+    assert (quiet["num_compared"], noisy["num_compared"]) == (7, 7)
+    assert {quiet[name] for name in ("noisy_a", "noisy_b", "max_a", "max_b")} == {0}
+    assert (noisy["noisy_a"], noisy["max_a"]) == (0, 0)
+    assert noisy["noisy_b"] > 0.8
+    assert 0.01 < noisy["rms_b"] < noisy["max_b"] < 0.1
+
+
+def test_a_temperature_is_the_slope_of_the_log_odds_of_one_context(repeated):
+    quiet, noisy = rows(repeated, "context-odds")
+    # [0,1,2,3] and [0,1,3], [0,1,3] and [2,1], and the two responses to the other prompt part at one token each.
+    assert quiet["num_contexts"] == noisy["num_contexts"] == 3
+    assert quiet["corr"] == pytest.approx(1.0, abs=1e-6)
+    assert quiet["slope"] == pytest.approx(2.0, rel=1e-5)
+    assert noisy["slope"] != pytest.approx(2.0, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "rule", ["error_std", "error_std_pop", "error_mean", "error_previous", "error_next", "error_step"]
+)
+def test_the_rule_of_a_baseline_leaves_no_error(tmp_path, rule):
+    draw = np.random.default_rng(2)
+    reward = draw.random((6, 4))
+    mean, std = reward.mean(axis=1, keepdims=True), reward.std(axis=1, ddof=1, keepdims=True)
+    advantage = {
+        "error_std": (reward - mean) / (std + 1e-4), "error_std_pop": (reward - mean) / (reward.std(axis=1, keepdims=True) + 1e-4),
+        "error_mean": reward - mean, "error_previous": (reward - np.roll(mean, 1, axis=0)) / (std + 1e-4),
+        "error_next": (reward - np.roll(mean, -1, axis=0)) / (std + 1e-4),
+        "error_step": (reward - reward.mean()) / (reward.std(ddof=1) + 1e-4),
+    }[rule]  # fmt: skip
+    with Recorder(tmp_path / "run") as recorder:
+        batch = recorder.add_sequences(
+            step=1, prompt_ids=[[1]] * 24, response_ids=[[2]] * 24, group_ids=[str(n // 4) for n in range(24)],
+            reward=reward.ravel(), advantage=advantage.ravel(),
+        )  # fmt: skip
+        for name in ("train", "rollout"):
+            recorder.add_scores(name, batch, logprobs=[[-1.0]] * 24)
+    (row,) = rows(tmp_path / "run", "group-baseline")
+    errors = {name: value for name, value in row.items() if name.startswith("error_")}
+    assert min(errors, key=errors.get) == rule
+    assert errors[rule] < 1e-6  # the first group has no previous one and the last no next one
+    assert (row["num_sequences"], row["rows_per_group"]) == (24, 4)
+
+
+def test_the_course_has_the_run_s_quantities_by_step(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in (1, 2):
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1]] * 4, response_ids=[[2], [2], [3, 4], [2]] if step == 1 else [[5]] * 4,
+                reward=[1.0, 0.0, 0.0, 0.5], advantage=[1.0, -3.0, 0.0, 0.5], policy_version=[step - 1, step - 1, 0, 0],
+            )  # fmt: skip
+            lengths = [1, 1, 2, 1] if step == 1 else [1] * 4
+            recorder.add_scores("rollout", batch, logprobs=[[-1.0] * n for n in lengths])
+            recorder.add_scores("train", batch, logprobs=[[-1.5] * n for n in lengths])
+            recorder.add_metrics(step, {"actor/grad_norm": 2.0 * step, "hyperparameter/lr": 9.0, "actor/lr": 0.5})
+    first, second = rows(tmp_path / "run", "course")
+    close(first, {"num_sequences": 4, "mean_reward": 0.375, "share_top_reward": 0.25, "share_top_response": 0.75,
+                  "mean_length": 1.25, "max_abs_advantage": 3.0, "lag": 0.0, "grad_norm": 2.0, "learning_rate": 0.5,
+                  "mean_a": -1.5, "mean_abs_d": 0.5})  # fmt: skip
+    assert (second["share_top_response"], second["lag"], second["loss"]) == (1.0, 0.5, None)

@@ -300,6 +300,23 @@ def test_the_onset_of_a_ramp_that_noise_hides_lies_within_its_interval():
     assert np.mean(held) >= 0.9
 
 
+def test_the_onset_of_an_exponential_drop_lies_within_its_interval():
+    held, widths = [], []
+    for length in (60, 120):
+        for share in (0.04, 0.08, 0.16):
+            for number in range(9):
+                draw = np.random.default_rng([length, number])
+                first = int(draw.integers(length // 4, 3 * length // 4))
+                drop = 20 * -np.expm1(-np.maximum(np.arange(length) - first + 1, 0) / (share * length))
+                changes = change_points(series(draw.normal(size=length) - drop))
+                nearest = sorted(changes, key=lambda change: abs(change.step - first - 1))[:1]
+                held += [change.low <= first + 1 <= change.high for change in nearest]
+                widths += [change.high - change.low for change in nearest]
+    assert len(held) >= 52
+    assert sum(held) >= 51  # jumps and breaks of slope alone hold 42 of 53
+    assert np.mean(widths) < 8
+
+
 def test_changes_are_found_on_the_series_own_scale_and_said_in_its_unit():
     draw = np.random.default_rng(5)
     (change,) = change_points(series(np.exp(draw.normal(-8, 0.2, 100) + 2.0 * (np.arange(100) >= 60)), "k3"))

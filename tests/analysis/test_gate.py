@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from builders import make_trace, run, tim_trace
+from tim_trace.analysis.alarms.reading import read_alarms
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.frameworks.framework import read_once
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS, framework_of
@@ -501,3 +502,126 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read
     assert done.code == 2
     assert f"folder {tmp_path / 'missing'} does not exist" in done.stderr
     assert not (tmp_path / "missing").exists()
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory):
+    """40 steps of 12 sequences; from step 37 on |d| is 0.5 instead of about 0.01, and the gradient norm is logged."""
+    path, draw = tmp_path_factory.mktemp("gate") / "run", np.random.default_rng(8)
+    with Recorder(path) as recorder:
+        for step in range(1, 41):
+            size = 0.5 if step >= 37 else 0.01
+            rollout = [-1 - draw.exponential(1.0, 10) for _ in range(12)]
+            train = [row + size * draw.choice([-1.0, 1.0], 10) for row in rollout]
+            batch = recorder.add_sequences(
+                step=step, prompt_ids=[[1]] * 12, response_ids=draw.integers(0, 9, (12, 10)).tolist(),
+                reward=draw.random(12),
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=rollout)
+            recorder.add_scores("train", batch, logprobs=train)
+            recorder.add_metrics(step, {"grad_norm": 9.0 if step == 20 else 1.0, "lr": 1e-6})
+    return path
+
+
+def test_a_condition_names_the_steps_it_judges():
+    plain, any_step, last = (parse_condition(f"tim.k3>1e-3{over}") for over in ("", " any step", "  last 20 steps"))
+    assert [(each.any_step, each.last) for each in (plain, any_step, last)] == [(False, 0), (True, 0), (False, 20)]
+    assert {each.metric for each in (plain, any_step, last)} == {"k3"}
+    assert parse_condition("tim.k3>1 last 1 step").last == 1
+    size = parse_condition("tim.|k1|>0.1")
+    assert (size.metric, size.of_size, size.judged(-0.2), plain.judged(-0.2)) == ("k1", True, 0.2, -0.2)
+    for wrong in (
+        "tim.k3>1 any",
+        "tim.k3>1 last steps",
+        "tim.k3>1 last 0 steps",
+        "tim.k3>1 every step",
+        "check any step",
+    ):
+        with pytest.raises(InvalidOption, match="any step"):
+            parse_condition(wrong)
+
+
+@pytest.mark.parametrize(("metric", "bound"), [("tim.mean_abs_d", 0.1), ("verl.log_ppl_abs_diff", 0.05)])
+def test_a_mean_that_passes_while_steps_do_not_is_said(late, metric, bound):
+    plain, any_step, last, before = judged(
+        late, *(f"{metric}>{bound}{over}" for over in ("", " any step", " last 3 steps")), f"{metric}>9"
+    )
+    rows = stats(late, by="step", like=None if metric.startswith("tim") else "verl").dicts()
+    values = {row["step"]: row[plain.metric] for row in rows}
+    worst = max(values, key=values.get)
+    assert (plain.verdict, plain.fails, plain.steps_beyond, plain.worst_step) == ("passed", False, 4, worst)
+    assert plain.how.startswith(f"4 of 40 steps violate it, first step 37, worst step {worst} ({values[worst]:.3g}): ")
+    assert "'any step' fails on them" in plain.how
+    assert (any_step.verdict, any_step.fails, any_step.value) == ("failed", True, values[worst])
+    assert (any_step.low, any_step.steps_beyond, any_step.worst_step) == (None, 4, worst)
+    assert any_step.how == "4 of 40 steps violate it, first step 37; the value is that of the worst"
+    assert (last.verdict, last.fails, last.steps_beyond) == ("failed", True, 3)
+    assert last.low > bound
+    assert "the last 3 steps, 38 to 40" in last.how
+    assert (before.verdict, before.steps_beyond) == ("passed", 0)
+    assert "steps" not in before.how
+
+
+def test_the_last_steps_are_judged_as_a_trace_of_them_alone(late):
+    (last,) = judged(late, "tim.k3>1e-3 last 10 steps")
+    (row,) = stats(late, steps="31:40").dicts()
+    assert last.value == row["k3"]
+    (few,) = judged(late, "tim.k3>1e-3 last 99 steps")
+    assert few.value == stats(late).dicts()[0]["k3"]
+    assert "the last 40 steps, 1 to 40" in few.how
+
+
+def test_a_published_alert_is_a_condition_of_the_same_name(late):
+    readings = {each.alarm: each for each in read_alarms(open_database(late), ("train", "rollout")).judged}
+    published = [alarm for alarm in readings if alarm.level is not None]
+    assert {alarm.metric for alarm in published} >= {
+        "k1",
+        "k3",
+        "mean_abs_d",
+        "mean_exp_abs_d",
+        "ess_token",
+        "chi2_token",
+    }
+    verdicts = judged(late, *(alarm.gate for alarm in published))
+    for alarm, verdict in zip(published, verdicts, strict=True):
+        reading = readings[alarm]
+        assert verdict.metric == alarm.metric
+        assert (verdict.fails, verdict.worst_step) == (reading.is_raised, reading.worst_step), alarm.gate
+        assert verdict.steps_beyond == reading.num_steps
+        assert verdict.value == pytest.approx(abs(reading.own) if alarm.of_size else reading.own, rel=1e-9, abs=1e-12)
+    assert {verdict.fails for verdict in verdicts} == {True, False}
+    shown = tim_trace("diagnose", late, "--json").json()["alarms"]
+    assert {"tim.mean_exp_abs_d>1.05 any step", "tim.|k1|>0.1 any step", None} <= {entry["gate"] for entry in shown}
+
+
+def test_every_figure_of_an_alert_is_a_number_of_a_condition(late):
+    for reading in read_alarms(open_database(late), ("train", "rollout")).judged:
+        (verdict,) = judged(late, f"tim.{reading.alarm.metric}>1e9 any step")
+        assert not verdict.fails, reading.alarm.metric
+    norm, mean, repeats = judged(
+        late, "tim.grad_norm>5 any step", "tim.grad_norm>5", "tim.unequal_rewards>0.05 any step"
+    )
+    assert (norm.fails, norm.value, norm.worst_step, norm.steps_beyond) == (True, 9.0, 20, 1)
+    assert (mean.verdict, mean.fails, mean.value, mean.steps_beyond) == ("passed", False, pytest.approx(1.2), 1)
+    assert "mean of 40 steps; no interval" in mean.how
+    assert repeats.value == 0
+    with pytest.raises(NothingToCompare, match="policy_lag: the trace has no value for it"):
+        judged(late, "tim.policy_lag>1 any step")
+
+
+@pytest.mark.parametrize("over", ["", " any step", " last 2 steps"])
+def test_steps_of_nan_are_not_passed_over(tmp_path, over):
+    with Recorder(tmp_path / "run") as recorder:
+        for step in range(1, 5):
+            batch = recorder.add_sequences(step=step, prompt_ids=[[1]] * 12, response_ids=[[2] * 4] * 12)
+            recorder.add_scores("rollout", batch, logprobs=[[-1.0, -1.0, -1.0, math.nan if step == 4 else -1.0]] * 12)
+            recorder.add_scores("train", batch, logprobs=[[-1.0] * 4] * 12)
+    lost, both, framework = judged(
+        tmp_path / "run", f"tim.num_not_finite>0{over}", f"tim.k3>1e-3{over}", f"verl.k3_kl>1e-3{over}"
+    )
+    assert (lost.fails, lost.value) == (True, 12)
+    assert (both.fails, framework.fails) == (True, True)
+    assert both.how.startswith("of ")
+    assert "12 are NaN" in both.how
+    (early,) = judged(tmp_path / "run", "tim.k3>1e-3 last 1 step")
+    assert early.fails

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from builders import ROOT, run
 from tim_trace.analysis.error_sums import GAP
+from tim_trace.analysis.gate.measured import resampled
 from tim_trace.analysis.statistics.intervals import (
     MIN_GROUPS,
     MOST_UNITS,
@@ -55,6 +56,18 @@ def test_intervals_hold_the_truth_where_prompts_differ(coverage):
     # 60 runs at 95 % hold it in 51 or more with a probability of 0.999.
     assert {key: share for key, share in held.items() if share < 51 / 60} == {}
     assert np.mean(list(held.values())) > 0.93
+
+
+def test_sequence_weights_have_no_interval_where_groups_differ_in_scale(coverage):
+    # Intervals there held the truth in a third of the runs, because the run rarely has the sequences that determine it.
+    names = {"ess_sequence": 0.0, "chi2_sequence": 0.0, "chi2_token": 0.0}
+    for tails, printed in (("normal", {*names}), ("scales", {"chi2_token"})):
+        cell = coverage.Cell(num_sequences=128, group_size=1, correlation=0.0, tails=tails)
+        for number in range(10):
+            columns = coverage.Numbers(coverage.draw_run(np.random.default_rng(number), cell)).columns
+            found = resampled(columns, names, 0.95)
+            assert {each.metric for each in found if isinstance(each.interval, tuple)} == printed
+            assert {each.interval for each in found if each.metric not in printed} <= {NoInterval.UNSEEN}
 
 
 def test_sequences_as_groups_of_their_own_would_not_hold_it():

@@ -367,6 +367,23 @@ def test_nemo_rl_has_no_numbers_of_a_step_that_is_masked_as_a_whole(tmp_path):
     assert {row[name] for name in ("token_mult_prob_error", "sampling_importance_ratio", "probs_ratio")} == {None}
 
 
+@pytest.mark.parametrize("odd", [math.nan, -math.inf])
+@pytest.mark.parametrize("kind", [None, "icepop"])
+def test_nemo_rl_gives_a_sequence_no_weight_whose_masked_tokens_are_not_finite(tmp_path, odd, kind):
+    # The sum over a sequence is of d times the mask, and NaN * 0 is NaN, which becomes a weight of 0.
+    options = {"sequence_level_importance_ratios": True}
+    if kind is not None:
+        options |= {"truncated_importance_sampling_type": kind, "truncated_importance_sampling_ratio": 1.5,
+                    "truncated_importance_sampling_ratio_min": 0.5}  # fmt: skip
+    given, names = batch(9, 0.1), ["sampling_importance_ratio", *(["is_oob_ratio"] if kind else [])]
+    rows, places = np.nonzero(given[0] & ~given[1])
+    given[2][rows[2], places[2]] = given[2][rows[-1], places[-1]] = odd
+    record(tmp_path / "run", [given])
+    (row,) = stats(tmp_path / "run", like="nemo-rl", **options).dicts()
+    expected = nemo_rl(*tensors(given), **options)
+    assert {name: row[name] for name in names} == pytest.approx({name: float(expected[name]) for name in names})
+
+
 @pytest.mark.slow
 def test_nemo_rl_leaves_infinite_ratios_out_of_the_largest(tmp_path):
     given = batch(5, 0.1)

@@ -93,8 +93,8 @@ def write(path, steps, loss=None, passes=("rollout", "train", "current"), advant
     return path
 
 
-def options_of(loss):
-    """A loss as options of `objective`."""
+def options_of(loss, **changes):
+    """A loss, with changes, as the option of `objective`."""
     name = {"sequence_mean": "gspo", "sequence_sum": "rloo"}.get(loss.level, loss.kind)
     if loss.kind == "vespo":
         name = "vespo"
@@ -109,7 +109,8 @@ def options_of(loss):
         "correction_high",
         *SMOOTH,
     )
-    return {"loss": name} | {option: getattr(loss, option) for option in names}
+    values = {option: getattr(loss, option) for option in names} | changes
+    return {"loss": ",".join([name, *(f"{key}={value}" for key, value in values.items() if value is not None)])}
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +297,7 @@ def test_identities_of_a_term(advantage, drift, name, d):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_mismatch_nothing_is_bent(exact, name):
-    found = objective(exact, **options_of(LOSSES[name]) | {"denominator": "train", "correction": "none"})
+    found = objective(exact, **options_of(LOSSES[name], denominator="train", correction="none"))
     assert {found.value(figure) for figure in ("bias", "abs_bias")} == {0.0}
     assert found.value("flipped") == (0 if LOSSES[name].has_clip else None)
     assert found.value("var_d") == 0
@@ -315,14 +316,14 @@ def test_a_recorded_loss_is_read_whole(tmp_path):
 
 
 def test_bypass_uses_the_true_ratio(opened):
-    found = objective(opened[False][1], denominator="rollout")
+    found = objective(opened[False][1], loss="denominator=rollout")
     assert found.value("abs_bias") == 0
     assert "divides by the rollout's own logprobs" in found.verdict[0]
     assert found.value("var_d") > 0
 
 
 def test_bypass_is_not_said_to_be_untouched(opened):
-    found = objective(opened[False][1], denominator="rollout")
+    found = objective(opened[False][1], loss="denominator=rollout")
     (verdict,) = found.verdict
     assert "does not change the objective" not in verdict
     assert "That ratio contains both the mismatch" in verdict
@@ -397,7 +398,7 @@ def test_the_explainer_s_sequence_is_19_nats(tmp_path):
     # The token's ratio is 1.0047, so REINFORCE sees 0.47 % less than there is; the sequence is off by exp(19.2) - 1.
     assert found.value("relative_bias") == pytest.approx(math.exp(-each) - 1, rel=1e-3)
     assert found.value("sequence_proxy") == pytest.approx(math.expm1(4096 * each), rel=1e-2)
-    rloo = objective(trace, loss="rloo", clip_low=0.2, clip_high=0.2)
+    rloo = objective(trace, loss="rloo,clip_low=0.2,clip_high=0.2")
     assert rloo.value("flipped") == 1
     # f(1) = 1 against a ratio that the clip holds at 1.2.
     assert rloo.value("bias") == pytest.approx(-0.2)
@@ -427,14 +428,14 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
     assert found.value("bias") == pytest.approx(1.1 - 1.25, abs=1e-6)
     assert found.value("uncorrected_bias") == pytest.approx(1 - 1.25, abs=1e-6)
     assert any("without its weights the bias is -20 % instead of -12 %" in s for s in found.verdict)
-    assert "uncorrected_bias" not in objective(tmp_path / "run", correction="none").figures
+    assert "uncorrected_bias" not in objective(tmp_path / "run", loss="correction=none").figures
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_sql_gives_the_same(opened, name):
     loss, (steps, database) = LOSSES[name], opened[False]
     # SQL counts tokens alike, so that is asked of both.
-    rows = objective(database, **options_of(loss) | {"aggregation": "token_mean"}).steps.dicts()
+    rows = objective(database, **options_of(loss, aggregation="token_mean")).steps.dicts()
     names = (
         "kind",
         "level",
@@ -479,7 +480,7 @@ CLIPS = {name: loss for name, loss in LOSSES.items() if loss.kind == "ppo_clip"}
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_sql_gives_the_bias_without_the_clip(opened, name, aggregation):
     loss, (_, database) = CLIPS[name], opened[False]
-    found = objective(database, **options_of(loss) | {"aggregation": aggregation})
+    found = objective(database, **options_of(loss, aggregation=aggregation))
     names = (
         "kind", "level", "clip_low", "clip_high", "clip_hard", "denominator", "correction", "correction_low", "correction_high",
     )  # fmt: skip
@@ -557,7 +558,7 @@ def test_what_the_loss_divides_by_counts_rows_that_cannot_be_compared(tmp_path):
     assert found.value("bias") == pytest.approx(2 * bias / 5)
     assert (found.num_rows, found.num_sequences, found.num_tokens) == (5, 2, 3)
     # Of a mean over tokens the five that the mask counts.
-    assert objective(tmp_path / "run", aggregation="token_mean").value("bias") == pytest.approx(3 * bias / 5)
+    assert objective(tmp_path / "run", loss="aggregation=token_mean").value("bias") == pytest.approx(3 * bias / 5)
     shares = connect(tmp_path / "run").sql(
         "SELECT num_tokens, num_rows, share FROM loss_shares('train') ORDER BY seq_id"
     )
@@ -568,7 +569,7 @@ def test_micro_batches_that_were_not_recorded_are_said(tmp_path):
     trace = write(tmp_path / "run", [make(19)], Loss(aggregation="micro_token_mean"))
     found = objective(trace)
     assert any("micro-batches were not recorded" in note for note in found.notes)
-    assert found.value("bias") == objective(trace, aggregation="token_mean").value("bias")
+    assert found.value("bias") == objective(trace, loss="aggregation=token_mean").value("bias")
 
 
 def test_blocks_and_ranges_of_steps_change_no_digit(tmp_path, monkeypatch):
@@ -652,8 +653,8 @@ def test_a_loss_that_is_not_recorded_is_assumed_and_said(opened):
     database = opened[False][1]
     found = objective(database)
     assert found.loss == Loss()
-    assert found.loss_from == "assumed, because the trace records no known loss: set it with loss='KIND' and its bounds"
-    asked = objective(database, loss="gspo", clip_high=0.01)
+    assert found.loss_from == "assumed, because the trace records no known loss: set it with loss='KIND,FIELD=VALUE'"
+    asked = objective(database, loss="gspo,clip_high=0.01")
     assert (asked.loss.level, asked.loss.clip_low, asked.loss.clip_high) == ("sequence_mean", 3e-4, 0.01)
     assert asked.loss_from == "as requested, with clip_high 0.01 as requested"
 
@@ -665,7 +666,7 @@ def test_options_change_what_is_recorded_and_no_more(tmp_path):
     trace = open_database(write(tmp_path / "run", [make(9)], recorded))
     assert objective(trace).loss == recorded
     assert objective(trace, loss="ppo_clip").loss == recorded
-    assert objective(trace, clip_high=0.5).loss.clip_low == 0.1
+    assert objective(trace, loss="clip_high=0.5").loss.clip_low == 0.1
     # Another loss keeps no bounds of this one, but its correction.
     other = objective(trace, loss="reinforce").loss
     assert other == Loss(kind="reinforce", correction="token_mask", correction_high=2.0)
@@ -675,11 +676,11 @@ def test_options_change_what_is_recorded_and_no_more(tmp_path):
     ("options", "message"),
     [
         ({"loss": "ipo"}, "loss: got 'ipo'; use ppo_clip, reinforce, gspo, rloo, cispo, sapo, vespo"),
-        ({"vespo_k_pos": -1.0}, "vespo_k_pos: got -1.0"),
-        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg 0.0; give a number above 0"),
-        ({"denominator": "old"}, "denominator 'old' is unknown; use train, rollout, current"),
-        ({"correction": "tis"}, "correction 'tis' is unknown; use none, token_truncate"),
-        ({"clip_low": -0.1}, "clip_low: got -0.1"),
+        ({"loss": "vespo_k_pos=-1.0"}, "vespo_k_pos: got -1.0"),
+        ({"loss": "sapo_temperature_neg=0.0"}, "sapo_temperature_neg 0.0; give a number above 0"),
+        ({"loss": "denominator=old"}, "denominator 'old' is unknown; use train, rollout, current"),
+        ({"loss": "correction=tis"}, "correction 'tis' is unknown; use none, token_truncate"),
+        ({"loss": "clip_low=-0.1"}, "clip_low: got -0.1"),
         ({"confidence": 95}, "confidence: got 95"),
     ],
 )
@@ -792,8 +793,8 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path):
         (step, iteration) for step in (1, 2, 3) for iteration in (0, 1)
     ]
     assert told["loss"]["clip_high"] == 0.3
-    soft = tim_trace("objective", trace, "--loss", "sapo", "--sapo-temperature-pos", "2.5", "--json").json()
-    assert soft["figures"]["used"]["value"] == objective(trace, loss="sapo", sapo_temperature_pos=2.5).value("used")
+    soft = tim_trace("objective", trace, "--loss", "sapo,sapo_temperature_pos=2.5", "--json").json()
+    assert soft["figures"]["used"]["value"] == objective(trace, loss="sapo,sapo_temperature_pos=2.5").value("used")
     by_step = objective_text(objective(trace, loss="reinforce"), by="step")
     assert "Worst steps" not in by_step
     assert "what it is" not in by_step

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from tim_trace.replay import arms
 from tim_trace.replay.arm_option import ENGINES, FACTORY, GRADIENT, LOCATE
-from tim_trace.replay.arms import OPTIONS, Arm, names_for, parse_arm, read_arms
+from tim_trace.replay.arms import OPTIONS, Arm, names_for, parse_arm
 from tim_trace.replay.backends.kernels import KERNELS
 from tim_trace.schemas.errors import InvalidOption
 from tim_trace.schemas.steps import parse_steps
@@ -95,31 +95,6 @@ def test_what_takes_arms_says_so_from_one_description():
     assert Arm(mode="decode").unheard == ["mode"]
     assert Arm(engine="vllm", mode="decode", prefix_caching="off").unheard == []
     assert Arm(engine="vllm", prefix_caching="on").unheard == ["prefix_caching"]
-
-
-def test_a_file_holds_a_table_an_arm(tmp_path):
-    path = tmp_path / "arms.toml"
-    path.write_text('[half]\ndtype = "fp16"\nbatch-size = 1\n[sure]\ndeterministic = true\ntemperature = 0.5\n')
-    assert [(arm.name, arm.changes) for arm in read_arms(path)] == [
-        ("half", {"dtype": "fp16", "batch_size": 1}),
-        ("sure", {"deterministic": True, "temperature": 0.5}),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "has no arms; write one table per arm"),
-        ('dtype = "fp16"', "has no arms"),
-        ("[half", "cannot be read"),
-        ('[half]\ndtype = "fp9"', r"\[half\]: dtype: got 'fp9'"),
-        ("[half]\nspeed = 9", r"\[half\]: arm: got 'speed=9'"),
-    ],
-)
-def test_an_arm_file_that_makes_no_sense_is_refused(tmp_path, text, message):
-    (tmp_path / "arms.toml").write_text(text)
-    with pytest.raises(InvalidOption, match=message):
-        read_arms(tmp_path / "arms.toml")
 
 
 def test_cached_tokens_follow_from_the_mode():

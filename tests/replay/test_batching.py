@@ -1,4 +1,4 @@
-"""Which rows go through the model together: bounds of tokens, and prompts that run once."""
+"""Which rows go through the model together: bounds of tokens."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from tim_trace.replay.arms import Arm
 from tim_trace.replay.batching import forwards
 from tim_trace.replay.engine import replay
 from tim_trace.replay.hf_scorer import HfScorer
-from tim_trace.replay.loaded import joined_steps
 from tim_trace.replay.recorded import RecordedRow, RecordedRun
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
 from tim_trace.tracer.weights.source import open_weights
@@ -37,7 +36,7 @@ row_lists = st.lists(
 ).map(lambda parts: [row(number, *part) for number, part in enumerate(parts)])
 
 
-@given(row_lists, st.integers(1, 60), st.sampled_from(["left", "right", "packed", "shared"]))
+@given(row_lists, st.integers(1, 60), st.sampled_from(["left", "right", "packed"]))
 def test_no_forward_exceeds_its_tokens_and_no_row_is_lost(rows, most, padding):
     batches = forwards(rows, 0, batch_tokens=most, padding=padding)
     for batch in batches:
@@ -46,7 +45,7 @@ def test_no_forward_exceeds_its_tokens_and_no_row_is_lost(rows, most, padding):
     assert sorted(row.seq_id for batch in batches for row in batch.rows) == sorted(row.seq_id for row in rows)
 
 
-@given(row_lists, st.integers(1, 60), st.sampled_from(["left", "right", "packed", "shared"]))
+@given(row_lists, st.integers(1, 60), st.sampled_from(["left", "right", "packed"]))
 def test_every_token_lies_where_the_batch_says(rows, most, padding):
     for batch in forwards(rows, 0, batch_tokens=most, padding=padding):
         ids = batch.ids_BW.ravel() if hasattr(batch, "ids_BW") else batch.ids_W
@@ -57,13 +56,6 @@ def test_every_token_lies_where_the_batch_says(rows, most, padding):
         assert ids[batch.places_N].tolist() == whole.tolist()
         assert ids[batch.scored_N].tolist() == np.concatenate([row.response_ids for row in batch.rows]).tolist()
         assert ids[batch.before_N].tolist() == before.tolist()
-
-
-@given(row_lists)
-def test_a_prompt_that_rows_share_is_there_once(rows):
-    (batch,) = forwards(rows, 0, batch_tokens=10_000, padding="shared")
-    prompts = {tuple(row.prompt_ids) for row in rows}
-    assert batch.width == sum(map(len, prompts)) + sum(len(row.response_ids) for row in rows)
 
 
 def scored(run, changes):
@@ -90,10 +82,8 @@ def furthest(one, other):
         {"batch_tokens": 96, "padding": "left"},
         {"batch_tokens": 96, "mode": "decode"},
         {"batch_tokens": 96, "padding": "packed"},
-        {"padding": "shared"},
-        {"padding": "shared", "batch_tokens": 64},
-        {"padding": "shared", "batch_size": 3},
-        {"padding": "shared", "attention": "math"},
+        {"padding": "packed", "batch_size": 3},
+        {"padding": "packed", "attention": "math"},
     ],
     ids=str,
 )
@@ -130,58 +120,30 @@ SIZES = {
 
 
 @pytest.mark.parametrize("make", [llama, mixture])
-def test_a_shared_prompt_gives_what_each_row_gives_alone_in_other_models(make, tmp_path):
+def test_packed_rows_give_what_each_row_gives_alone_in_other_models(make, tmp_path):
     run = RecordedRun(record_groups(tmp_path / "run", make(), steps=2))
-    found, tokens = scored(run, {"padding": "shared"})
-    alone, more = scored(run, {"batch_size": 1})
-    assert furthest(found, alone) < 1e-12
-    assert tokens < more
+    assert furthest(scored(run, {"padding": "packed"})[0], scored(run, {"batch_size": 1})[0]) < 1e-12
 
 
-def test_a_shared_prompt_of_a_model_with_adapters_gives_what_each_row_gives_alone(tmp_path):
+def test_packed_rows_of_a_model_with_adapters_give_what_each_row_gives_alone(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     run = RecordedRun(record_groups(tmp_path / "run", model, steps=2))
-    assert furthest(scored(run, {"padding": "shared"})[0], scored(run, {"batch_size": 1})[0]) < 1e-12
+    assert furthest(scored(run, {"padding": "packed"})[0], scored(run, {"batch_size": 1})[0]) < 1e-12
 
 
 def test_a_sliding_window_is_refused_in_a_line(tmp_path):
     layers = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     trace = record_groups(tmp_path / "run", tiny_model(**layers), steps=1)
-    with pytest.raises(CannotReplay, match=r"padding packed or shared: not possible .* sliding_attention"):
-        replay(trace, padding="shared")
+    with pytest.raises(CannotReplay, match=r"padding packed: not possible .* sliding_attention"):
+        replay(trace, padding="packed")
     replay(trace, batch_tokens=64)
 
 
 def forwards_of(trace, name):
     query = f"SELECT step, seq_id, forward_rows, logprobs FROM scores WHERE pass = 'replay/{name}' ORDER BY ALL"
     return connect(trace).execute(query).fetchall()
-
-
-@pytest.mark.slow
-def test_steps_of_the_same_weights_fill_forwards_together(tmp_path, monkeypatch):
-    scored = []
-    score = HfScorer.score
-
-    def counted(self, rows, *told):
-        if self.arm.batch_tokens:
-            scored.append(len(rows))
-        return score(self, rows, *told)
-
-    monkeypatch.setattr(HfScorer, "score", counted)
-    together = record_groups(tmp_path / "one", steps=4, groups=2, version=lambda step: step // 3)
-    replay(together, batch_tokens=4096)
-    assert scored == [24, 8]
-    assert {rows for _, _, rows, _ in forwards_of(together, "batch-tokens-4096")} == {24, 8}
-    apart = record_groups(tmp_path / "other", steps=4, groups=2, version=lambda step: step // 3)
-    for step in range(4):
-        replay(apart, steps=str(step), batch_tokens=4096)
-    assert scored == [24, 8, 8, 8, 8, 8]
-    found, wanted = (forwards_of(path, "batch-tokens-4096") for path in (together, apart))
-    assert [row[:2] for row in found] == [row[:2] for row in wanted]
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one[3], other[3], rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -195,36 +157,17 @@ def test_steps_whose_sequences_have_the_same_names_stay_apart(tmp_path):
         np.testing.assert_allclose(one[3], other[3], rtol=0, atol=1e-5)
 
 
-def test_a_bound_that_is_reached_ends_what_is_joined():
-    steps = [(step, [row(step * 10 + number, [1], 9, seed=step) for number in range(4)]) for step in range(6)]
-    for most, sizes in ((0, [1] * 6), (41, [2] * 3), (10**6, [6])):
-        found = list(joined_steps(steps, most, lambda step, rows: sum(row.num_tokens for row in rows)))
-        assert [len(joined) for joined in found] == sizes
-        assert [step for joined in found for step in joined] == list(range(6))
-
-
 def test_the_contract_names_the_shape_and_the_pass_is_named_for_it(trace, tmp_path):
     trace = record_groups(tmp_path / "run", steps=1)
-    replay(trace, arm=["batch-tokens=64", "padding=shared"])
+    replay(trace, arm=["batch-tokens=64", "padding=packed"])
     query = """SELECT pass, contract_json ->> '$.rows_a_forward', contract_json ->> '$.prompt_padding_side', contract_json ->> '$.arm'
                FROM passes WHERE pass LIKE 'replay/%' ORDER BY pass"""
     found = connect(trace).execute(query).fetchall()
     assert found == [
         ("replay/as-recorded", None, "left", "{}"),
         ("replay/batch-tokens-64", "up to 64 tokens", "right", '{"batch_tokens":64}'),
-        ("replay/padding-shared", None, "shared", '{"padding":"shared"}'),
+        ("replay/padding-packed", None, "packed", '{"padding":"packed"}'),
     ]
-
-
-def test_distributions_of_a_shared_prompt_are_those_of_each_row(tmp_path):
-    trace = record_groups(tmp_path / "run", steps=1, groups=2)
-    replay(trace, arm=["padding=shared,dtype=fp64", "batch-size=1,dtype=fp64"], capture="logits")
-    query = (
-        """SELECT max(tv), count(*) FROM pair_distributions('replay/fp64+padding-shared', 'replay/fp64+batch-size-1')"""
-    )
-    ((distance, count),) = connect(trace).execute(query).fetchall()
-    assert distance < 1e-6
-    assert count > 8
 
 
 @pytest.mark.parametrize(
@@ -233,15 +176,13 @@ def test_distributions_of_a_shared_prompt_are_those_of_each_row(tmp_path):
         ({"batch_tokens": 0}, "got 0; use 1 or more"),
         ({"batch_tokens": 64, "batch_size": 2}, "64 does not go with batch-size 2: both bound a forward; drop one"),
         (
-            {"padding": "shared", "mode": "decode"},
-            "padding: shared does not go with mode decode: .*; use mode='prefill'",
+            {"padding": "packed", "mode": "decode"},
+            "padding: packed does not go with mode decode: .*; use mode='prefill'",
         ),
         (
-            {"padding": "shared", "attention": "eager"},
+            {"padding": "packed", "attention": "eager"},
             "attention eager: it cannot keep rows apart; use attention='math', flash",
         ),
-        ({"padding": "shared", "engine": "exact"}, "engine exact has no shared; use left, right, packed"),
-        ({"padding": "shared", "routing": "recorded"}, "cannot take the routes of each row; drop one"),
         (
             {"batch_tokens": 64, "engine": "vllm", "mode": "chunked:8"},
             "mode chunked:8: the chunk is vLLM's bound of tokens; use mode='prefill', decode",

@@ -560,18 +560,17 @@ def test_the_bound_of_a_norm_allows_numbers_below_the_range_of_float16():
     assert 0.3 < ((given - exact).abs() / bounds.of_module(norm, (x.double(),), exact, 0, rounding)).max() < 1
 
 
-@pytest.mark.parametrize("patch", rest_slow(["kinds", "layers"]))
-def test_operators_in_float32_are_put_into_a_model_in_float64(traces, patch):
-    found = locate(traces("llama"), arm="dtype=fp32", against="dtype=fp64", sequences="s2", patch=patch)
+def test_operators_in_float32_are_put_into_a_model_in_float64(traces):
+    found = locate(traces("llama"), arm="dtype=fp32", against="dtype=fp64", sequences="s2")
     assert {each.taker for each in found.patches} == {"a", "b"}
 
 
 def test_layers_and_sequences_can_be_chosen(traces):
-    found = locate(traces("llama"), arm="dtype=bf16", sequences="s2,s4", layers="1", patch="layers")
+    found = locate(traces("llama"), arm="dtype=bf16", sequences="s2,s4", layers="1")
     assert {each.layer for each in found.operators} == {None, 1}
     assert found.num_sequences == 2
     assert found.no_interval == "fewer than 8 groups"
-    assert {each.patch for each in found.patches} == {"layers 0 to 1", "all operators"}
+    assert {each.patch for each in found.patches} >= {"q_proj", "attention", "all operators"}
 
 
 def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(traces):
@@ -601,7 +600,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "matches no recorded step"),
         ({"layers": "a"}, InvalidOption, "give a layer, or FIRST:LAST"),
-        ({"patch": "some"}, InvalidOption, "use kinds, layers, all or none"),
+        ({"patch": "some"}, InvalidOption, "use kinds or none"),
     ],
 )
 def test_what_cannot_be_done_is_said(traces, options, error, message):
@@ -646,7 +645,7 @@ def test_the_command_says_where_and_ends_with_1(traces, tmp_path):
 )  # fmt: skip
 def test_of_what_trl_recorded_nothing_but_rounding_is_found(config):
     trace = train(config=config, capture="logprobs").trace
-    found = locate(trace, patch="all")
+    found = locate(trace)
     assert found.first is None
     assert found.gap_rms > 0
     assert found.explained == pytest.approx(1, abs=0.05)

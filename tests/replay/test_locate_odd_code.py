@@ -202,7 +202,7 @@ def test_a_patch_of_another_form_is_left_out_by_name(trace):
     ],
 )  # fmt: skip
 def test_a_model_of_another_form_is_refused_with_what_it_lacks(model, missing):
-    with pytest.raises(CannotReplay, match=rf"it has no {missing}; .* tim-trace locate --from-dumps"):
+    with pytest.raises(CannotReplay, match=rf"it has no {missing}; .* Derive it from"):
         _check_form(model)
 
 
@@ -325,8 +325,8 @@ NAMED = [
     (mlp_in_bf16, "bf16", "model.layers.1.mlp.gate_proj"),
     (without_a_norm, "fp32", "model.layers.1.post_attention_layernorm"),
     (in_two_modules_and_wrong, "fp32", "model.layers.1.self_attn.v_proj"),
-    (keys_turned_back, "fp32", "layers.1.rotary.k"),
-    (keys_turned_a_little, "bf16", "layers.1.rotary.k"),
+    (keys_turned_back, "fp32", "layers.1.attention"),
+    (keys_turned_a_little, "bf16", "layers.1.attention"),
     (scores_of_another_scale, "fp32", "layers.1.attention"),
     (filled_up, "fp32", "logits"),
 ]

@@ -51,7 +51,7 @@ def test_what_is_planted_in_the_engine_is_found_where_it_lies(tmp_path, dtype, m
             assert case["worst"] < 1.0
             assert case["explained"] == pytest.approx(1.0, abs=0.02 if dtype == "bf16" else 0.15)
             assert {"act_fn"} <= set(case["unseen"])
-            assert {"attention b", "rotary b", "q_proj a", "q_proj b", "act_fn b"} <= set(case["removed"])
+            assert {"q_proj a", "down_proj a", "all operators a"} <= set(case["removed"])
         elif (dtype, fault) in HIDDEN_BY_ROUNDING:
             assert first is None, case
         else:
@@ -73,11 +73,10 @@ def test_what_is_planted_in_an_engines_mixture_of_experts_is_found_where_it_lies
             assert case["worst"] < 1.0
             assert set(case["unseen"]) <= {"lm_head"}
             removed = case["removed"]
-            assert {"gate a", "gate b", "experts a", "experts b", "attention b", "all operators a"} <= set(removed)
-            if dtype == "bf16":  # in float32 the gap is what a logprob can hold
-                assert removed["all operators b"] > 0.3
+            assert {"gate a", "experts a", "all operators a"} <= set(removed)
+            assert not [name for name in removed if name.endswith(" b")]
             if case["flipped"]:
-                assert min(removed["routes a"], removed["routes b"]) > 0.2
+                assert removed["routes a"] > 0.2
             else:
                 assert case["explained"] == pytest.approx(1.0, abs=0.15)
         elif (dtype, fault) in HIDDEN_BY_ROUNDING:

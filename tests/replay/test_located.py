@@ -15,14 +15,13 @@ from tim_trace.analysis.compact import compact
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text
 from tim_trace.analysis.info import info
-from tim_trace.analysis.locate import locate
+from tim_trace.analysis.locate import locate, question_id
 from tim_trace.analysis.located import read_located
 from tim_trace.analysis.location import location, location_rows
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import open_database
 from tim_trace.replay.engine import replay
-from tim_trace.replay.locate.unfinished import question_id
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.schemas.located import LOCATED_TABLES
 from tim_trace.tracer.located.result_files import read_results

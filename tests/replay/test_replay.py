@@ -212,13 +212,6 @@ def test_compiled_scores_lie_within_rounding(trace):
     assert rows(trace, query) == [("true",)]
 
 
-@pytest.mark.slow
-def test_arms_are_read_from_a_file(trace, tmp_path):
-    (tmp_path / "arms.toml").write_text('[half]\ndtype = "fp16"\nbatch-size = 1\n\n[packed]\npadding = "packed"\n')
-    done = tim_trace("replay", trace, "--steps", "1", "--arm-file", tmp_path / "arms.toml", "--json")
-    assert {result["arm"] for result in done.json()} == {"as-recorded", "half", "packed"}
-
-
 def test_two_ways_to_the_same_number_agree_in_double_precision(arms):
     trace, _ = arms
     ((distance,),) = rows(trace, "SELECT max_abs_d FROM pair_runs('replay/fp64+chunked-2', 'replay/fp64')")
@@ -519,12 +512,6 @@ def test_a_name_that_stands_for_other_changes_is_refused(trace):
         replay(trace, steps="2", dtype="fp16", name="mine")
     with pytest.raises(InvalidOption, match="the name of two arms"):
         replay(trace, arm=["dtype=fp16", "dtype=fp16"])
-
-
-def test_as_recorded_refuses_a_change(trace):
-    assert {result.arm for result in replay(trace, steps="1", as_recorded=True)} == {"as-recorded"}
-    with pytest.raises(InvalidOption, match="as_recorded: changes nothing, but arm bf16 does"):
-        replay(trace, steps="1", as_recorded=True, dtype="bf16")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tim_trace.replay import settings as module
 from tim_trace.replay.arms import Arm
-from tim_trace.replay.settings import CUBLAS, INFORMATIVE, settings, switches, used_settings
+from tim_trace.replay.settings import CUBLAS, settings, switches, used_settings
 from tim_trace.schemas.errors import TimTraceWarning
 from tim_trace.tracer.environment import torch_settings
 
@@ -16,6 +16,10 @@ OTHER = {
     "cuda_fp16_reduced_precision_reduction": False, "cudnn_deterministic": True, "cudnn_benchmark": True, "sdp_flash": False,
     "sdp_mem_efficient": False, "sdp_math": False, "sdp_cudnn": False, "num_threads": 3,
 }  # fmt: skip
+INFORMATIVE = {
+    "default_dtype", "num_interop_threads", "cpu_capability", "cuda", "cudnn", "cuda_matmul_allow_tf32",
+}  # fmt: skip
+"""Facts about the machine, settings used while building models, and an alias of another precision setting."""
 
 
 @pytest.fixture(autouse=True)

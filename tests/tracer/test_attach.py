@@ -175,23 +175,7 @@ def test_a_tensor_keeps_the_dtype_of_its_file(tmp_path, dumped):
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"], mixed.model.norm.weight)
 
 
-@pytest.mark.slow
-def test_an_import_attaches_its_model_once_and_a_later_import_leaves_it(tmp_path, model):
-    dumps_with_versions(tmp_path / "dump", model, 1)
-    chosen = ("--model", tmp_path / "model", "--model-version", 4)
-    done = tim_trace("import", "slime", tmp_path / "dump", "-o", tmp_path / "run", *chosen)
-    assert done.code == 0, done.stderr
-    assert "attached 25 tensors" in done.stderr
-    assert f"tim-trace replay {tmp_path / 'run'}" in done.stderr
-    assert replay(tmp_path / "run")[0].identity_held
-    dumps_with_versions(tmp_path / "dump", model, 2)
-    again = import_dump("slime", tmp_path / "dump", output=tmp_path / "run", model=tmp_path / "model", model_version=4)
-    assert again.attached is None
-    assert again.num_sequences == 6
-    assert [row["version"] for row in weights(tmp_path / "run").dicts()] == [4]
-
-
-def test_a_parquet_file_is_replayed_with_the_model_that_its_import_names(tmp_path, model):
+def test_a_parquet_file_is_replayed_with_an_attached_model(tmp_path, model):
     rows = [
         {
             "step": 1, "prompt_ids": sample.prompt.tolist(), "response_ids": sample.response.tolist(),
@@ -200,10 +184,11 @@ def test_a_parquet_file_is_replayed_with_the_model_that_its_import_names(tmp_pat
         for sample in scored(model)
     ]  # fmt: skip
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "mine.parquet")
-    done = tim_trace(
-        "import", "parquet", tmp_path / "mine.parquet", "-o", tmp_path / "run", "--model", tmp_path / "model"
-    )
+    assert tim_trace("import", "parquet", tmp_path / "mine.parquet", "-o", tmp_path / "run").code == 0
+    done = tim_trace("weights", tmp_path / "run", "--attach", 0, tmp_path / "model")
     assert done.code == 0, done.stderr
+    assert "attached 25 tensors" in done.stderr
+    assert f"tim-trace replay {tmp_path / 'run'}" in done.stderr
     (result,) = replay(tmp_path / "run")
     assert result.identity_held
     assert result.num_equal == result.num_tokens > 0
@@ -251,8 +236,9 @@ def dumps_with_versions(folder, model, step):
 
 def test_a_version_that_no_row_is_of_is_refused_with_those_there_are(tmp_path, model):
     dumps_with_versions(tmp_path / "dump", model, 1)
-    with pytest.raises(InvalidOption, match=r"imported without weights: .* no row has version 0; recorded versions: 4"):
-        import_dump("slime", tmp_path / "dump", output=tmp_path / "run", model=tmp_path / "model")
+    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
+    with pytest.raises(InvalidOption, match=r" no row has version 0; recorded versions: 4"):
+        attach(tmp_path / "run", 0, tmp_path / "model")
     assert info(tmp_path / "run").num_sequences == 6
     with pytest.raises(InvalidOption, match="got True"):
         attach(tmp_path / "run", True, tmp_path / "model")
@@ -357,9 +343,6 @@ def test_a_folder_that_cannot_be_taken_is_refused_and_nothing_is_written(dumped,
     before = {path: path.stat().st_mtime_ns for path in dumped.rglob("*")}
     with pytest.raises(WeightsMissing, match=sentence):
         attach(dumped, 0, tmp_path / "model")
-    with pytest.raises(WeightsMissing, match=sentence):
-        import_dump("verl", tmp_path / "dump", output=tmp_path / "new", model=tmp_path / "model")
-    assert not (tmp_path / "new").exists()
     assert {path: path.stat().st_mtime_ns for path in dumped.rglob("*")} == before
 
 
@@ -395,10 +378,8 @@ def test_check_s_advice_for_a_dump_is_to_attach(tmp_path):
     assert not any("tim-trace record" in command for command in told)
 
 
-def test_options_of_attach_go_with_it(dumped, tmp_path):
+def test_options_of_attach_go_with_it(dumped):
     assert "go with --attach" in tim_trace("weights", dumped, "--force").stderr
-    with pytest.raises(InvalidOption, match="model_version: requires model='DIR'"):
-        import_dump("verl", tmp_path / "dump", output=tmp_path / "x", model_version=3)
 
 
 KILLED = """
@@ -406,7 +387,7 @@ import os, signal, sys
 from pathlib import Path
 from tim_trace.analysis import import_dump
 from tim_trace.tracer import replaced
-from tim_trace.tracer.weights.attach import attach_model, load_folder
+from tim_trace.tracer.weights.attach import attach
 
 class Dying:
     def __init__(self, moves):
@@ -422,13 +403,12 @@ class Dying:
         os.replace(*given)
 
 dump, folder, place = map(Path, sys.argv[1:])
-loaded = load_folder(folder)
 for moves in range(40):
     run = place / f"{moves:02}"
     import_dump("verl", dump, output=run)
     if not (child := os.fork()):
         replaced.os = Dying(moves)
-        attach_model(run, 0, folder, *loaded)
+        attach(run, 0, folder)
         os._exit(0)
     if not os.waitpid(child, 0)[1]:
         break

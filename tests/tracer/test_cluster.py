@@ -71,29 +71,6 @@ def test_what_is_no_address_is_refused(address):
         pass  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n"])
-def test_something_else_that_listens_is_no_cluster(answer):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=answering, args=(server, answer), daemon=True).start()
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with (
-            pytest.raises(InvalidOption, match=f"no cluster answers at .{address}. .*default 6379"),
-            connected(address),
-        ):
-            pass
-
-
-def answering(server, answer):
-    """Answer whoever calls as a server of something else does, and hang up."""
-    while True:
-        try:
-            with server.accept()[0] as connection:
-                connection.recv(100)
-                connection.sendall(answer)
-        except OSError:
-            return
-
-
 @pytest.mark.slow
 def test_a_cluster_that_asks_for_a_token_is_told_apart():
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,11 +1,5 @@
-import json
 import os
 import shutil
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import duckdb
 import numpy as np
@@ -13,8 +7,7 @@ import pandas
 import polars
 import pyarrow.parquet as pq
 import pytest
-from builders import PROGRAMS, tim_trace
-from clusters import removing, two_nodes
+from builders import tim_trace
 from segmented import add_steps, make_run, rows_of
 from tim_trace.analysis import check, compact, objective, stats
 from tim_trace.analysis.trace.sums import summarize
@@ -23,12 +16,9 @@ from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import DamagedTrace, TraceExists
 from tim_trace.schemas.layout import TABLES
 from tim_trace.tracer.compaction import buckets
-from tim_trace.tracer.compaction.elsewhere import merge_to
-from tim_trace.tracer.compaction.merge import _units, merge
-from tim_trace.tracer.index import read_index
+from tim_trace.tracer.compaction.merge import merge
 from tim_trace.tracer.progress import no_progress
 from tim_trace.tracer.recorder import Recorder
-from tim_trace.tracer.store import Store
 
 
 def answers(trace):
@@ -150,14 +140,6 @@ def test_whenever_it_is_killed_every_answer_stays_and_the_next_call_goes_on(tmp_
     assert points > 20
 
 
-def test_a_unit_of_a_cluster_has_the_bytes_of_its_own_steps():
-    tokens = np.array([100.0, 1400.0, 1400.0, 100.0, 700.0, 1400.0])
-    part = buckets.Part(SimpleNamespace(relative="x"), 0, np.arange(1, 7), tokens, int(tokens.sum()))
-    units = list(_units("scores", [part], 1500))
-    assert len(units) > 2
-    assert [unit.num_bytes for unit in units] == [pytest.approx(unit.parts[0][3].sum()) for unit in units]
-
-
 def test_merged_files_beside_those_that_they_replace_count_once(tmp_path, monkeypatch):
     trace = make_run(tmp_path / "run", writers=2, steps=2)
     before, unlink = rows_of(trace), os.unlink
@@ -181,30 +163,11 @@ def test_merged_files_beside_those_that_they_replace_count_once(tmp_path, monkey
     assert rows_of(trace) == before
 
 
-@pytest.mark.slow
-def test_of_a_run_that_is_recorded_closed_steps_are_merged_and_the_rest_later(tmp_path):
-    trace = tmp_path / "run"
-    recorder = Recorder(trace)
-    for part in range(4):
-        add_steps(recorder, 0, range(1 + 3 * part, 4 + 3 * part))
-        recorder.flush()
-        recorder.writer.segments.seal()
-    recorder.flush()
-    before = answers(trace)
-    num_files = len(sealed_files(trace))
-    found = compact(trace)
-    assert found.has_changed
-    assert answers(trace) == before
-    assert len(sealed_files(trace)) < num_files
-    add_steps(recorder, 0, range(13, 15))
-    recorder.close()
-    before = answers(trace)
-    compact(trace)
-    assert answers(trace) == before
-    assert verify(trace).is_whole
-    assert all(len(list((trace / table).glob("*.parquet"))) <= 1 for table in TABLES)
-    states = [json.loads(path.read_text()) for path in (trace / "writers").iterdir()]
-    assert not any(state["replaced"] for state in states)
+def test_a_run_that_is_recorded_is_not_merged(tmp_path):
+    with Recorder(tmp_path / "run") as recorder:
+        add_steps(recorder, 0, range(1, 3))
+        with pytest.raises(TraceExists, match=r"is being recorded .*, and a trace that grows is not merged"):
+            compact(tmp_path / "run")
 
 
 def test_replays_keep_files_of_their_own(tmp_path):
@@ -286,118 +249,3 @@ def test_merged_files_are_plain_parquet_to_other_readers(tmp_path):
     found = sum(float(np.sum(values, dtype=np.float64)) for values in frame["logprobs"][frame["pass"] == "train"])
     (row,) = open_database(trace).ask("SELECT fsum(train_logprob) FROM tokens").rows
     assert found == pytest.approx(row[0], rel=1e-12)
-
-
-@pytest.mark.slow
-def test_record_merges_at_its_end_where_that_is_asked_for(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        f"import subprocess, sys\nfor _ in range(3):\n    subprocess.run([sys.executable, {str(PROGRAMS / 'records.py')!r}], check=True)\n"
-    )
-    for name, options in (("merged", ["--compact"]), ("bare", [])):
-        done = tim_trace("record", "-o", tmp_path / name / "run", *options, "--", sys.executable, program)
-        assert done.code == 0, done.stderr
-    names = {name: sealed_files(tmp_path / name / "run") for name in ("merged", "bare")}
-    assert len([name for name in names["bare"] if name.startswith("scores/")]) == 3
-    (merged,) = (name for name in names["merged"] if name.startswith("scores/"))
-    assert merged.startswith("scores/compact-")
-    for by in ("run", "step", "sequence"):
-        assert stats(tmp_path / "merged" / "run", by=by).rows == stats(tmp_path / "bare" / "run", by=by).rows
-
-
-@pytest.fixture(scope="module")
-def cluster(s3):
-    """Its nodes find the server of `s3`."""
-    with two_nodes() as made:
-        yield made
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:.*:FutureWarning:ray")
-def test_two_nodes_write_the_rows_of_one_process(tmp_path, cluster, monkeypatch):
-    traces = {name: make_run(tmp_path / name / "run", writers=2, steps=8) for name in ("whole", "cut")}
-    alone = tmp_path / "alone" / "run"
-    shutil.copytree(traces["whole"], alone)
-    before = {"whole": answers(traces["whole"]), "cut": rows_of(traces["cut"])}
-    with monkeypatch.context() as patch:  # actors have buckets of the usual size
-        patch.setattr(buckets, "BUCKET_TOKENS", 8 << 20)
-        compact(alone)
-        compact(traces["whole"], ray=cluster[0].address)
-    merge(str(traces["cut"]), 4000, no_progress, cluster[0].address)
-    assert answers(traces["whole"]) == before["whole"]
-    assert rows_of(traces["cut"]) == before["cut"]
-    for trace in traces.values():
-        assert verify(trace).is_whole
-        assert not verify(trace).ignored
-        assert not [entry.name for entry in trace.iterdir() if entry.name.startswith(".tmp-")]
-    for table in TABLES:
-        # Small enough for a file of one process: its rows in the same order.
-        files = [sorted((trace / table).glob("*.parquet")) for trace in (alone, traces["whole"])]
-        assert [len(found) for found in files] in ([1, 1], [0, 0])
-        if files[0]:
-            one, other = (pq.read_table(found[0]) for found in files)
-            assert one.equals(other)
-    assert len([*(traces["cut"] / "scores").iterdir()]) > 2
-    assert not compact(traces["whole"], ray=cluster[0].address).has_changed
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:.*:FutureWarning:ray")
-def test_a_node_that_is_removed_and_a_driver_that_is_killed_leave_a_whole_trace(tmp_path):
-    trace = make_run(tmp_path / "run", writers=2, steps=8)
-    before = rows_of(trace)
-    told = []
-    with two_nodes() as (made, nodes):
-        program = (
-            "import sys; from tim_trace.tracer.compaction import merge, buckets; from tim_trace.tracer.progress import no_progress; "
-            "buckets.BUCKET_TOKENS = 1500; merge.merge(sys.argv[1], 4000, no_progress, sys.argv[2])"
-        )
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, str(trace), made.address],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 400
-        while not [*trace.glob(".tmp-new-*/*/compact-*.parquet")] and time.monotonic() < deadline:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.kill()
-        process.wait()
-        assert rows_of(trace) == before
-
-        merge(str(trace), 4000, removing(made, nodes[0], told), made.address)
-    assert len(told) > 4
-    assert rows_of(trace) == before
-    assert verify(trace).is_whole
-    assert not [entry.name for entry in trace.iterdir() if entry.name.startswith(".tmp-")]
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore:.*:FutureWarning:ray")
-def test_two_nodes_send_their_files_to_object_storage(tmp_path, s3, cluster):
-    trace = make_run(tmp_path / "run", writers=2, steps=8)
-    before = rows_of(trace)
-    told = []
-
-    @contextmanager
-    def progress(what, total):
-        def advance(size):
-            told.append(what)
-            if told.count("merging") == 1:  # what an actor sent that died before it said so
-                s3.pipe_file("bucket/divided/run/scores/compact-0-7.parquet", b"PAR1")
-
-        yield advance
-
-    merge_to(str(trace), "s3://bucket/divided/run", 4000, force=False, progress=progress, ray=cluster[0].address)
-    assert told.count("merging") > 4
-    assert rows_of("s3://bucket/divided/run") == before
-    found = verify("s3://bucket/divided/run")
-    assert found.is_whole
-    assert not found.ignored
-    store = Store("s3://bucket/divided/run")
-    files = {f"{table}/{name}" for table in TABLES for name in store.files(table)}
-    assert len([name for name in files if name.startswith("scores/compact-")]) > 2
-    assert "scores/compact-0-7.parquet" not in files
-    assert read_index(store).footers.keys() == files
-    with pytest.raises(TraceExists, match="already exists; use another URL, or remove it"):
-        compact(trace, output="s3://bucket/divided/run", ray=cluster[0].address)

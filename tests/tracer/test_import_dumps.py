@@ -148,12 +148,6 @@ def import_verl(tmp_path, tensors):
     return import_dump("verl", folder, output=tmp_path / "other-run")
 
 
-def test_the_next_command_compares_a_view_with_the_rollout(tmp_path):
-    dumps.ONE_SIDED["npz"](tmp_path / "dump", make_steps(1))
-    done = tim_trace("import", "auto", tmp_path / "dump", "-o", tmp_path / "run")
-    assert f"tim-trace stats {tmp_path / 'run'} --pair replay/packed:rollout" in done.stderr
-
-
 def test_a_dump_of_another_framework_is_named(tmp_path):
     WRITERS["prime-rl"](tmp_path / "dump", make_steps(1))
     with pytest.raises(ImportFailed, match=r"holds no rollout_data.*; import it as prime-rl"):
@@ -225,31 +219,6 @@ def test_slime_without_all_shards_is_refused(tmp_path):
     torch.save(record, path)
     with pytest.raises(ImportFailed, match="has 4 samples, but its 2 data-parallel shards list 6"):
         import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
-
-
-def test_top_p_sets_become_the_mass_that_they_kept(tmp_path):
-    sample = make_samples(1, num=1, masked=False)[0]
-    length = len(sample.response)
-    sizes = [2] * (length - 1) + [0]
-    probabilities = np.log([0.5, 0.25])
-    kept = {
-        "rollout_top_p_token_ids": [1, 2] * (length - 1),
-        "rollout_top_p_token_offsets": np.concatenate([[0], np.cumsum(sizes)]).tolist(),
-        "rollout_top_p_log_probs": probabilities.tolist() * (length - 1),
-    }
-    (tmp_path / "dump" / "rollout_data").mkdir(parents=True)
-    record = {"rollout_id": 1, "samples": [dumps.rollout_sample(sample, **kept)]}
-    torch.save(record, tmp_path / "dump" / "rollout_data" / "1.pt")
-    import_dump("slime", tmp_path / "dump", output=tmp_path / "run")
-    connection = connect(tmp_path / "run")
-    ((masses,),) = connection.execute("SELECT logprobs FROM scores WHERE \"pass\" = 'rollout/kept_mass'").fetchall()
-    assert masses[:-1] == pytest.approx([np.log(0.75)] * (length - 1), rel=1e-6)
-    assert masses[-1] is None
-    assert connection.execute("SELECT name, value FROM metrics").fetchall() == [("rollout/top_p_kept_tokens", 2.0)]
-    record["samples"][0]["rollout_top_p_token_offsets"][-1] -= 1
-    torch.save(record, tmp_path / "dump" / "rollout_data" / "1.pt")
-    with pytest.raises(ImportFailed, match="offsets"):
-        import_dump("slime", tmp_path / "dump", output=tmp_path / "other")
 
 
 def test_a_removed_sample_counts_nowhere(tmp_path):

@@ -1,11 +1,7 @@
 """Ways in beside Parquet and JSON lines, and other people's names."""
 
-import csv
 import gzip
-import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -43,34 +39,6 @@ def write_jsonl(path, rows):
     return path
 
 
-def write_csv(path, rows):
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(rows[0])
-    for row in rows:
-        cells = [json.dumps(value) if isinstance(value, list) else value for value in row.values()]
-        writer.writerow(["" if value is None else value for value in cells])
-    content = text.getvalue().encode()
-    path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
-    return path
-
-
-def write_dataset(path, rows):
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.Dataset.from_list(rows).save_to_disk(str(path), num_shards=2)
-    return path
-
-
-def write_arrow(path, rows):
-    table = pa.Table.from_pylist(rows)
-    make = pa.ipc.new_file if path.name.endswith("feather") else pa.ipc.new_stream
-    with make(str(path), table.schema) as writer:
-        writer.write_table(table)
-    return path
-
-
 def write_array(path, rows):
     content = json.dumps(rows, indent=1).encode()
     path.write_bytes(gzip.compress(content) if path.name.endswith(".gz") else content)
@@ -90,13 +58,8 @@ def content(path):
 @pytest.mark.parametrize(
     ("name", "write"),
     [
-        ("dump.csv", write_csv),
-        ("dump.csv.gz", write_csv),
         ("dump.json", write_array),
         ("dump.json.gz", write_array),
-        ("dump.arrow", write_arrow),
-        ("dump.feather", write_arrow),
-        ("dataset", write_dataset),
     ],
 )
 def test_every_form_gives_the_trace_that_json_lines_give(tmp_path, name, write):
@@ -106,62 +69,13 @@ def test_every_form_gives_the_trace_that_json_lines_give(tmp_path, name, write):
     assert content(tmp_path / "run") == content(tmp_path / "lines")
 
 
-def test_a_dataset_on_disk_is_read_without_its_library(tmp_path):
-    write_dataset(tmp_path / "dataset", rows_of())
-    program = f"""
-import sys
-sys.modules["datasets"] = None
-from tim_trace.tracer.importers.neutral import import_parquet
-import_parquet({str(tmp_path / "dataset")!r}, output={str(tmp_path / "run")!r})
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-    assert len(content(tmp_path / "run")[0]) == 5
-
-
-def test_splits_of_a_dataset_are_named_and_an_only_one_is_read(tmp_path):
-    import datasets
-
-    datasets.disable_progress_bars()
-    split = datasets.Dataset.from_list(rows_of())
-    datasets.DatasetDict(train=split, test=split).save_to_disk(str(tmp_path / "two"))
-    with pytest.raises(ImportFailed, match=r"two: holds 2 splits; name one of them: .*/two/train or .*/two/test"):
-        import_parquet(tmp_path / "two", output=tmp_path / "run")
-    datasets.DatasetDict(train=split).save_to_disk(str(tmp_path / "one"))
-    assert import_parquet(tmp_path / "one", output=tmp_path / "run").num_sequences == 5
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ("{", "does not list the files of a dataset"),
-        ("[]", "does not list the files of a dataset"),
-        (
-            '{"_data_files": [{"filename": "../dump.arrow"}]}',
-            r"lists '../dump.arrow', which is not a file name in that folder",
-        ),
-        ('{"_data_files": [{"filename": "missing.arrow"}]}', r"missing\.arrow: not readable as Arrow"),
-        ('{"_data_files": []}', r"holds no \.parquet"),
-        (
-            '{"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "i.arrow"}]}',
-            r"its rows are selected by an index; call flatten_indices\(\)",
-        ),
-    ],
-)
-def test_a_dataset_that_does_not_say_its_files_is_named(tmp_path, state, message):
-    (tmp_path / "dataset").mkdir()
-    (tmp_path / "dataset" / "state.json").write_text(state)
-    with pytest.raises(ImportFailed, match=message):
-        import_parquet(tmp_path / "dataset", output=tmp_path / "run")
-
-
 def write_parquet(path, rows):
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
-@pytest.mark.parametrize(("name", "write"), [("dump.arrow", write_arrow), ("dump.parquet", write_parquet)])
-def test_a_file_that_was_cut_or_changed_is_named(tmp_path, name, write):
-    path = write(tmp_path / name, rows_of(40))
+def test_a_file_that_was_cut_or_changed_is_named(tmp_path):
+    path = write_parquet(tmp_path / "dump.parquet", rows_of(40))
     whole = path.read_bytes()
     chance = np.random.default_rng(0)
     outcomes = set()
@@ -188,43 +102,6 @@ def test_text_that_is_no_text_is_named(tmp_path):
         import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
 
 
-def test_a_long_cell_of_csv_is_read_whole(tmp_path):
-    tokens = list(range(50_000))
-    row = {"step": 1, "prompt_ids": [1], "response_ids": tokens, "train_logprobs": [-0.5] * len(tokens)}
-    imported = import_parquet(write_csv(tmp_path / "dump.csv", [row]), output=tmp_path / "run")
-    assert imported.num_tokens == 50_000
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            'step,prompt_ids,response_ids,train_logprobs\n1,[1],"[1]",[-1]\n1,[1],[1, 2],[-1]\n',
-            "line 3: has 5 cells, but the",
-        ),
-        (
-            "step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],[-1 2]\n",
-            r"'train_logprobs' .*\(line 2: '\[-1 2\]'\)",
-        ),
-        (
-            "step,prompt_ids,response_ids,train_logprobs\none,[1],[1],[-1]\n",
-            r"'step' holds string; .*\(line 2: 'one'\)",
-        ),
-        ("step,prompt_ids,response_ids,train_logprobs\n,[1],[1],[-1]\n", r"'step' holds null; .*\(line 2: NULL\)"),
-        ("step,step,prompt_ids,response_ids,train_logprobs\n1,1,[1],[1],[-1]\n", "has two columns 'step'"),
-        ('step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],"[-1]\n', "not readable as CSV"),
-        ("step,prompt_ids,response_ids,train_logprobs\n1,[1],[1],[\udcff]\n", "not readable as CSV"),
-        ("step,prompt_ids,response_ids,train_logprobs\n", "holds no rows"),
-    ],
-)
-def test_wrong_csv_is_named_by_its_line(tmp_path, text, message):
-    (tmp_path / "dump.csv").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ImportFailed, match=message) as caught:
-        import_parquet(tmp_path / "dump.csv", output=tmp_path / "run")
-    assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -232,7 +109,6 @@ def test_wrong_csv_is_named_by_its_line(tmp_path, text, message):
         ('[{"step": 1}', r"dump\.json: not JSON .*; a \.json file that begins with \[ is one array of objects"),
         ("[]", "lacks the columns"),
         ('{\n "step": 1}', r"line 1: not JSON .*; each line is one object, or a \.json file is one array"),
-        ('[{"step": 1, "step": 2}]', "row 1: has the key step twice"),
     ],
 )
 def test_wrong_json_says_what_a_file_may_be(tmp_path, text, message):

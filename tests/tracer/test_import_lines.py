@@ -27,60 +27,6 @@ def note_of(run, name):
     return next(each.note for each in info(str(run)).passes if each.name == name)
 
 
-def write_views(folder, samples, **extra):
-    """samples.jsonl with the sampler's side, and two views: one of all rows, one of the first."""
-    folder.mkdir()
-    records = [
-        {
-            "id": place, "idx": place // 2, "prompt_ids": s.prompt.tolist(), "completion_ids": s.response.tolist(),
-            "sampler_logprobs": s.rollout.astype(float).tolist(), "sampler_ranks": [1] * len(s.response),
-            "finish_reason": "stop", "correct": bool(s.reward),
-        }
-        for place, s in enumerate(samples)
-    ]  # fmt: skip
-    dumps.write_lines(folder / "samples.jsonl", records)
-    for name, rows, values in (("hf_fp32", samples, "train"), ("vllm-bs1", samples[:2], "reference")):
-        lengths = [len(s.response) for s in rows]
-        np.savez(
-            folder / f"{name}.npz",
-            logp=np.concatenate([getattr(s, values) for s in rows]),
-            offsets=np.concatenate([[0], np.cumsum(lengths)]),
-            ids=np.arange(len(rows)),
-            meta=np.array(json.dumps({"dtype": "fp32"})),
-            **extra,
-        )
-
-
-def test_every_view_of_an_npz_is_a_pass(tmp_path):
-    samples = make_samples(1, masked=False)
-    write_views(tmp_path / "dump", samples, extra_top1=np.zeros(3, np.float32))
-    imported = import_dump("auto", tmp_path / "dump", output=tmp_path / "run")
-    assert imported.format == "npz"
-    assert imported.passes == ("rollout", "replay/hf_fp32", "replay/vllm-bs1")
-    assert scores(tmp_path / "run", "replay/hf_fp32") == {str(i): s.train.tolist() for i, s in enumerate(samples)}
-    assert set(scores(tmp_path / "run", "replay/vllm-bs1")) == {"0", "1"}
-    found, wanted = stats(tmp_path / "run", pair="replay/hf_fp32:rollout").dicts()[0], dumps.expected(samples)
-    for name, value in wanted.items():
-        assert found[name] == pytest.approx(value, rel=1e-12)
-
-
-def test_an_npz_of_objects_or_of_another_length_is_refused(tmp_path):
-    samples = make_samples(1)
-    write_views(tmp_path / "a", samples)
-    np.savez(tmp_path / "a" / "evil.npz", logp=np.array([{}], dtype=object), offsets=[0, 1], ids=[0])
-    with pytest.raises(ImportFailed, match=r"evil.npz: not readable"):
-        import_dump("npz", tmp_path / "a", output=tmp_path / "run")
-    write_views(tmp_path / "b", samples)
-    np.savez(tmp_path / "b" / "short.npz", logp=np.zeros(1, np.float32), offsets=np.array([0, 1]), ids=np.array([0]))
-    with pytest.raises(ImportFailed, match="pass replay/short has 1 logprobs for"):
-        import_dump("npz", tmp_path / "b", output=tmp_path / "run")
-    np.savez(tmp_path / "b" / "short.npz", logp=np.zeros(1, np.float32), offsets=np.array([0, 9]), ids=np.array([0]))
-    with pytest.raises(ImportFailed, match="offsets"):
-        import_dump("npz", tmp_path / "b", output=tmp_path / "run")
-    with pytest.raises(ImportFailed, match=r"has 0 samples.jsonl"):
-        import_dump("npz", tmp_path / "b" / "short.npz", output=tmp_path / "run")
-
-
 def completion(sample, **choice):
     return {
         "id": "cmpl-1", "object": "text_completion", "model": "m",
@@ -291,14 +237,6 @@ def test_a_trace_without_tokens_is_told_as_what_it_is(tmp_path):
 )  # fmt: skip
 def test_json_is_what_python_reads(text):
     assert repr(dict(as_object(parsed(text.encode(), "here", ""), "here", ""))) == repr(json.loads(text))
-
-
-@pytest.mark.parametrize(
-    "text", ['{"a": 1, "a": 2}', '{"a": {"b": 1}, "a": 2}', '{"a": "x:y", "a": 2}', '{"a": 1, "a": ":"}']
-)
-def test_a_key_that_comes_twice_is_refused(text):
-    with pytest.raises(ImportFailed, match="has the key a twice"):
-        as_object(parsed(text.encode(), "here", ""), "here", "")
 
 
 @pytest.mark.parametrize("format", ["trl", "ms-swift"])

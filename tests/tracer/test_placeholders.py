@@ -145,7 +145,7 @@ def test_what_becomes_of_zeros_does_not_hang_on_the_order_or_the_batches_of_rows
     ]
     expected = {0: ZEROS, 1: NONE, 2: REAL, 3: [0.0]}
     for number, order in enumerate(itertools.permutations(range(4))):
-        for module in ("arrowfiles", "rowbatch"):
+        for module in ("textfiles", "rowbatch"):
             monkeypatch.setattr(f"tim_trace.tracer.importers.{module}.ROWS_AT_ONCE", 1 + number % 4)
         _, found = imported(tmp_path, [rows[row] for row in order], name=f"run{number}")
         assert found["rollout"] == [expected[row] for row in order]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +54,6 @@ class Part:
     num_bytes: int
     """Size of the row group in the file, bytes."""
 
-    def within(self, first: int, stop: int) -> Part:
-        """Return the part restricted to steps in [first, stop)."""
-        kept = (self.steps >= first) & (self.steps < stop)
-        return replace(self, steps=self.steps[kept], tokens=self.tokens[kept])
-
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
     """Yield every row group in the given files, in file order. Raises DamagedTrace."""
@@ -80,7 +75,6 @@ def _num_values(group: pq.RowGroupMetaData) -> int:
 
 
 def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
-    """Open a file of a trace. Raises DamagedTrace."""
     try:
         return pq.ParquetFile(pa.PythonFile(FileCursor(entry.file), mode="r"))
     except (pa.ArrowException, OSError) as error:
@@ -90,7 +84,6 @@ def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
 def _read(
     store: Store, entry: TableFile, file: pq.ParquetFile, row_group: int, columns: list[str] | None = None
 ) -> pa.Table:
-    """Read columns of a row group. Raises DamagedTrace."""
     try:
         return file.read_row_group(row_group, columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:

@@ -16,14 +16,12 @@ from ..snapshot import Snapshot
 from ..store import Store
 from ..upload import Upload
 from ..whole_file import trace_file, write_part
-from .merge import Actors, MergedTable, chosen_files, merged_tables, state_of, whole_snapshot, write_merged
+from .merge import MergedTable, chosen_files, merged_tables, state_of, whole_snapshot, write_merged
 
 _COPY_BYTES = 16 << 20
 
 
-def merge_to(
-    trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress, ray: str | None = None
-) -> list[MergedTable]:
+def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress) -> list[MergedTable]:
     """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
 
     With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
@@ -42,30 +40,27 @@ def merge_to(
             f"{trace}: has rows that are not sealed; compact it where it was recorded first, then copy it"
         )
     if "://" not in output:
-        return _write(snapshot, Path(output), file_bytes, force, progress, None if ray is None else Actors(address=ray))
+        return _write(snapshot, Path(output), file_bytes, force, progress)
     with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
         upload = Upload(Path(room, "trace"), output)
         replaces_part = upload.has_part_of(snapshot.manifest.run_id, store.walk(""))
-        actors = None if ray is None else Actors(address=ray, upload=upload)
-        merged = _write(snapshot, upload.folder, file_bytes, force, progress, actors)
+        merged = _write(snapshot, upload.folder, file_bytes, force, progress)
         upload.send(progress)
         if replaces_part:
-            for folder in (WRITERS,) if actors else (*TABLES, WRITERS):  # actors remove leftover table files themselves
+            for folder in (*TABLES, WRITERS):
                 upload.keep_only(folder, Store(upload.folder).files(folder))
-        upload.send_index(elsewhere=None if actors is None else Store(output))
+        upload.send_index()
         forget(trace, output)
         return merged
 
 
-def _write(
-    snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress, actors: Actors | None
-) -> list[MergedTable]:
+def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress) -> list[MergedTable]:
     store = snapshot.store
     chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
     replaced = {entry.relative for entries in chosen.values() for entry in entries}
     left = [entry.relative for table in TABLES for entry in snapshot.files[table] if entry.relative not in replaced]
     with whole_trace(output, snapshot.manifest, force=force) as building:
-        files = write_merged(snapshot, chosen, building, file_bytes, progress, actors)
+        files = write_merged(snapshot, chosen, building, file_bytes, progress)
         for relative in left:
             _copy(store, relative, building)
         for folder in (PASSES, TOKENIZER, WEIGHTS, DENSE, LOCATE):
@@ -85,7 +80,6 @@ def _write(
 
 
 def _copy(store: Store, relative: str, folder: Path) -> None:
-    """Copy one of the trace's files to a folder, chunk by chunk."""
     size = store.file_size(relative)
     with trace_file(folder, relative) as temporary, open(temporary, "xb") as file:
         for start in range(0, size, _COPY_BYTES):

@@ -4,46 +4,36 @@ complete.
 
 from __future__ import annotations
 
-import os
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.checksums import SMALL_BLOCK_BYTES, SealedFile
 from ...schemas.clock import now
 from ...schemas.errors import DamagedTrace, InvalidOption
-from ...schemas.layout import EVAL_SCORES, PASSES, SCORES, TABLES, WRITERS, Segment
+from ...schemas.layout import PASSES, TABLES, WRITERS, Segment
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.writer_state import CLOSED, COMPACTION, WriterState
 from .. import environment
 from ..adopt import adopt
-from ..cluster import run_units
-from ..create import grown_trace
-from ..liveness import liveness, this_process
+from ..create import grown_trace, refuse_live
+from ..liveness import this_process
 from ..lock import alone
 from ..parquet_file import write_checked
 from ..progress import Progress
 from ..seal import parquet_options
 from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
-from ..upload import Upload
 from ..whole_file import trace_file, write_part
-from .buckets import Part, read_parts, sorted_groups, step_tokens, sweeps
-from .shared_chunks import share_chunks
+from .buckets import Part, read_parts, sorted_groups, step_tokens
 
-FILE_BYTES = 512_000_000
-"""Default target size of a merged file, bytes."""
 _SMALL = 0.25
-"""Merged files smaller than this share of the target size are merged again. It is well below 1, since sharing identical
-chunks makes a merged file smaller than the target.
-"""
+"""Merged files smaller than this share of the target size are merged again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +46,14 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Number of files that were not merged, because they hold unfinished steps, belong to a replay, or are large
-    already.
-    """
+    """Number of files that were not merged, because they belong to a replay or are large already."""
 
 
-def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = None) -> list[MergedTable]:
+def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     """Merge the files of a local trace in place. If an earlier merge was interrupted, complete it first.
 
-    `ray` is the address of a Ray cluster. Its actors then write the merged files, each actor for a range of steps.
-
-    A trace that is being recorded is merged up to the last step that all of its writers have finished. Raises
-    DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists and
-    StorageError.
+    Raises DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists if it is
+    being recorded, and StorageError.
     """
     store = Store(trace)
     if not store.is_local:
@@ -78,15 +63,15 @@ def merge(trace: str, file_bytes: int, progress: Progress, ray: str | None = Non
     folder = Path(store.root)
     store.manifest()
     adopt(folder)
+    refuse_live(store, trace, "is not merged")
     with alone(folder):
         finish(folder)
     snapshot = whole_snapshot(store)
     chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
     if not any(chosen.values()):
         return merged_tables(snapshot, chosen, {})
-    with grown_trace(trace, is_live=snapshot.is_live) as building:
-        actors = None if ray is None else Actors(address=ray)
-        files = write_merged(snapshot, chosen, building, file_bytes, progress, actors)
+    with grown_trace(trace) as building:
+        files = write_merged(snapshot, chosen, building, file_bytes, progress)
         replaced = tuple(entry.relative for entries in chosen.values() for entry in entries)
         write_part(building, *state_of(snapshot, files, replaced))
     with alone(folder):
@@ -108,166 +93,43 @@ def whole_snapshot(store: Store) -> Snapshot:
     return snapshot
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Actors:
-    """A Ray cluster whose actors write the merged files instead of this process."""
-
-    address: str
-    """Address of the cluster."""
-    upload: Upload | None = None
-    """Where actors upload the merged files; None if the target is a folder that all nodes share."""
-
-
 def write_merged(
-    snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress,
-    actors: Actors | None = None,
-) -> dict[str, SealedFile]:  # fmt: skip
+    snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
+) -> dict[str, SealedFile]:
     """Write the rows of the chosen files to merged files in a folder. Return each merged file's path in the trace ->
     its record.
-
-    If `actors.upload` is set, the merged files are uploaded instead, and the folder stays empty.
     """
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
     with progress("merging", total) as advance:
         parts = {table: list(read_parts(snapshot.store, entries)) for table, entries in chosen.items() if entries}
-        if actors is not None:
-            return _on_cluster(snapshot.store, parts, writer, building, file_bytes, actors, advance)
         for table, of_table in parts.items():
             room = building / f"{table}-buckets"
             room.mkdir()
             small = step_tokens(of_table, file_bytes)
-            found |= _write_table(
-                snapshot.store, table, of_table, small, writer, 0, building, room, file_bytes, advance
-            )
+            found |= _write_table(snapshot.store, table, of_table, small, writer, building, room, file_bytes, advance)
             room.rmdir()
     return found
 
 
 def _write_table(
-    store: Store, table: str, parts: Sequence[Part], small: int, writer: str, first: int, building: Path, room: Path,
+    store: Store, table: str, parts: Sequence[Part], small: int, writer: str, building: Path, room: Path,
     file_bytes: int, advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of parts to files numbered from `first`. `room` and `small` have the same meaning as in
-    `sorted_groups`.
-    """
+    """Write the rows of parts to files. `room` and `small` have the same meaning as in `sorted_groups`."""
     groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance))
     found: dict[str, SealedFile] = {}
     while groups.next is not None:
-        relative = Segment(writer, first + len(found)).parquet(table)
+        relative = Segment(writer, len(found)).parquet(table)
         steps: list[tuple[int, int]] = []
         with trace_file(building, relative) as temporary:
             written = write_checked(
                 temporary, relative, TABLE_SPECS[table].schema, groups.until(temporary, file_bytes, steps),
                 block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
             )  # fmt: skip
-            if table in (SCORES, EVAL_SCORES):
-                written = share_chunks(temporary, written, SMALL_BLOCK_BYTES)
         found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unit:
-    """Rows from one table and one range of steps, which a single actor merges."""
-
-    table: str
-    parts: tuple[tuple[str, int, np.ndarray, np.ndarray, int], ...]
-    """For each Part, the path of its file followed by the Part's other fields."""
-    small: int
-    """Minimum number of tokens per row group. Steps with fewer tokens share a row group."""
-    first: int
-    """Number in the name of the first file to write."""
-    num_bytes: float
-    """Approximate size of the rows in the source files, bytes."""
-
-
-def _on_cluster(
-    store: Store, parts: dict[str, list[Part]], writer: str, building: Path, file_bytes: int, actors: Actors,
-    advance: Callable[[int], None],
-) -> dict[str, SealedFile]:  # fmt: skip
-    """Have the cluster's actors write the merged files, and return their records. Remove files left by actors that
-    died.
-    """
-    units = [unit for table, of_table in parts.items() for unit in _units(table, of_table, file_bytes)]
-    trace = os.path.abspath(store.root) if store.is_local else store.url
-    url = None if actors.upload is None else actors.upload.url
-    if url is None:
-        for table in parts:
-            (building / table).mkdir(exist_ok=True)
-    worker = _UnitMerger(trace, writer, building if url is None else url, 2 * file_bytes)
-    found: dict[int, dict[str, SealedFile]] = {}
-    for number, written in run_units(actors.address, worker, units, num_cpus=1, num_gpus=0):
-        found[number] = written
-        advance(sum(file.num_rows or 0 for file in written.values()))
-    files = {name: file for number in range(len(units)) for name, file in found[number].items()}
-    for table in parts:
-        own = {name.partition("/")[2] for name in files if name.startswith(f"{table}/")}
-        if actors.upload is not None:
-            actors.upload.keep_only(table, own)
-            continue
-        for path in (building / table).iterdir():
-            if path.name not in own:
-                path.unlink()
-    return files
-
-
-def _units(table: str, parts: Sequence[Part], file_bytes: int) -> Iterator[_Unit]:
-    """Yield units that cover consecutive buckets of steps. Each unit is about as large as one merged file."""
-    edges = np.array([*dict.fromkeys(edge for bounds in sweeps(parts) for edge in bounds)])
-    bytes_E = np.zeros(len(edges) - 1)
-    for part in parts:
-        at = np.searchsorted(edges, part.steps, side="right") - 1
-        np.add.at(bytes_E, at, part.num_bytes * part.tokens / max(part.tokens.sum(), 1))
-    first = start = 0
-    small = step_tokens(parts, file_bytes)
-    for end in range(1, len(edges)):
-        num_bytes = float(bytes_E[start:end].sum())
-        if end == len(edges) - 1 or num_bytes + bytes_E[end] / 2 > file_bytes:
-            own = [part.within(int(edges[start]), int(edges[end])) for part in parts]
-            yield _Unit(
-                table=table, small=small, first=first, num_bytes=num_bytes,
-                parts=tuple(
-                    (part.entry.relative, part.row_group, part.steps, part.tokens, part.num_bytes) for part in own if len(part.steps)
-                ),
-            )  # fmt: skip
-            first, start = first + 4 + int(4 * num_bytes / file_bytes), end
-
-
-class _UnitMerger:
-    """Merges units inside an actor, which reads the trace through a single snapshot."""
-
-    def __init__(self, trace: str, writer: str, target: Path | str, file_bytes: int):
-        """`target` is the folder in which to write merged files, or the URL to upload them to."""
-        self._trace, self._writer, self._target, self._file_bytes = trace, writer, target, file_bytes
-        self._files: dict[str, TableFile] | None = None
-        self._store = Store(trace)
-
-    def run(self, unit: _Unit) -> dict[str, SealedFile]:
-        if self._files is None:
-            self._files = {
-                entry.relative: entry for of_table in take_snapshot(self._store).files.values() for entry in of_table
-            }
-        parts = [
-            Part(self._files[relative], number, steps, tokens, num_bytes)
-            for relative, number, steps, tokens, num_bytes in unit.parts
-        ]
-        with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
-            building = self._target if isinstance(self._target, Path) else Path(room, "trace")
-            building.mkdir(exist_ok=True)
-            written = _write_table(
-                self._store, unit.table, parts, unit.small, self._writer, unit.first, building, Path(room), self._file_bytes,
-                lambda rows: None,
-            )  # fmt: skip
-            if isinstance(self._target, str):
-                upload = Upload(building, self._target)
-                for relative in written:
-                    upload.put(relative)
-            return written
-
-    def close(self) -> None:
-        """Do nothing, since a unit's files are already in place when it has been merged."""
 
 
 class _Waiting:
@@ -291,14 +153,10 @@ class _Waiting:
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return the files to merge for a table. The list is empty if merging would only rewrite a single file."""
     kept = replays(snapshot)
-    closed = _closed_step(snapshot)
-    accounted = snapshot.accounted
     found = []
     for entry in snapshot.files[table]:
-        record, writer = accounted.get(entry.relative), entry.writer
-        is_large = writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
-        is_closed = closed is None or (record is not None and record.steps is not None and record.steps[1] < closed)
-        if is_closed and not is_large and writer not in kept:
+        is_large = entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
+        if not is_large and entry.writer not in kept:
             found.append(entry)
     return found if len(found) > 1 else []
 
@@ -314,22 +172,6 @@ def replays(snapshot: Snapshot) -> set[str]:
     }
 
 
-def _closed_step(snapshot: Snapshot) -> int | None:
-    """Return the first step that some live writer may not have finished, judging by the rows written; None if no writer
-    is alive.
-    """
-    if not snapshot.is_live:
-        return None
-    latest: dict[str, int] = {}
-    for state in snapshot.writers:
-        if not snapshot.liveness[state.writer].is_alive:
-            continue
-        steps = [record.steps[1] for record in (state.files or {}).values() if record.steps is not None]
-        if steps:
-            latest[state.writer] = max(steps)
-    return min(latest.values(), default=0)
-
-
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:
     """Return the path and content of the writer state that lists the merged files."""
     writer = next(iter(files)).partition("/")[2].rpartition("-")[0]
@@ -341,11 +183,7 @@ def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[s
 
 
 def finish(folder: Path) -> None:
-    """Remove the source files of a merge, and drop them from their writers' states.
-
-    A live writer's state must not be changed by others, so its merged files only stay marked as replaced until the
-    writer has ended.
-    """
+    """Remove the source files of a merge, and drop them from their writers' states."""
     store = Store(folder)
     states = store.writers()[0]
     replaced = {name for state in states for name in state.replaced}
@@ -353,18 +191,13 @@ def finish(folder: Path) -> None:
         return
     for name in replaced:
         (folder / name).unlink(missing_ok=True)
-    alive: set[str] = set()
     for state in states:
-        if replaced.isdisjoint(state.files or ()):
-            continue
-        if liveness(state, store).is_alive:
-            alive |= replaced & set(state.files or ())
-            continue
-        state.files = {name: record for name, record in (state.files or {}).items() if name not in replaced}
-        write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+        if not replaced.isdisjoint(state.files or ()):
+            state.files = {name: record for name, record in (state.files or {}).items() if name not in replaced}
+            write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
     for state in states:
-        if not alive.issuperset(state.replaced):
-            state.replaced = tuple(name for name in state.replaced if name in alive)
+        if state.replaced:
+            state.replaced = ()
             write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
 
 

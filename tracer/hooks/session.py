@@ -172,7 +172,6 @@ class Session:
         return run_within(Patience(self.order.run, self.order.max_wait), call, **options)
 
     def _account(self) -> None:
-        """Store the time spent in hooks in the writer's state."""
         self._recorder.writer.state.spent_s, self._recorder.writer.state.cpu_s = self.spent_s, self.cpu_s
 
     @contextmanager

@@ -178,7 +178,6 @@ def has_adapters(trainer: Any) -> bool:
 
 
 def _adapters(model: Any) -> dict[str, dict[str, Any]]:
-    """Return the configs of a model's PEFT adapters by name, as JSON values; empty if there are no adapters."""
     configs = getattr(model, "peft_config", None) or {}
     return {str(name): as_json(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
 

@@ -58,7 +58,6 @@ OPTIMIZER_STEPS = 5
 
 
 def _sends_weights(trainer: Any) -> bool:
-    """Return True if this process sends its weights to a vLLM server."""
     is_server = getattr(trainer, "use_vllm", False) and getattr(trainer, "vllm_mode", None) == "server"
     return bool(is_server and trainer.is_world_process_zero())
 

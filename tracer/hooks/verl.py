@@ -353,7 +353,6 @@ def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
 
 
 def _workers_not_hooked(trainer: Any) -> list[str]:
-    """Return the modules of the actor's workers that are not hooked."""
     found = set()
     for role, worker in (getattr(trainer, "role_worker_mapping", None) or {}).items():
         if str(getattr(role, "name", role)).startswith("Actor"):

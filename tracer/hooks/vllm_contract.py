@@ -164,7 +164,6 @@ def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def _said(value: Any) -> Any:
-    """Convert a setting to a value that JSON can hold."""
     if isinstance(value, Enum):
         return value.name
     if is_dataclass(value) and not isinstance(value, type):

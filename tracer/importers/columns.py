@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from ...schemas.errors import ImportFailed
 from ..ragged import Ragged, is_every_row
-from .kinds import SCORE, STEP, TEXT, Kind, WrongValues, first_wrong, plain, required
+from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, plain, required
 from .rowbatch import RowBatch
 
 
@@ -93,13 +93,13 @@ class Columns:
 
 
 def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: str, kind: Kind) -> pa.Array:
-    given: Any = [kind.read_cell(cell) for cell in values] if rows.is_text else values
+    given: Any = values
     type = "mixed values"
     try:
         array = given if isinstance(given, pa.Array) else _array(given, kind)
         type = _type_name(array.type)
         return kind.column(array)
-    except (WrongValues, pa.ArrowException, OverflowError, UnicodeError) as error:
+    except WRONG as error:
         raise wrong(rows, given, type, theirs, ours, kind) from error
 
 
@@ -113,9 +113,7 @@ def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
             return array
     except (pa.ArrowException, OverflowError):
         pass
-    if first_wrong(values, kind) is not None:
-        raise WrongValues
-    return pa.array([None if value is None else kind.of(value) for value in values], kind.type)
+    return pa.concat_arrays([kind.one(value) for value in values])
 
 
 def _has_floats(type: pa.DataType) -> bool:
@@ -178,14 +176,21 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
-    if rows.is_text:
-        given = [SCORE.read_cell(cell) for cell in given]
     values = _listed(rows, plain(given) if isinstance(given, pa.Array) else given, "value")
-    kind = replace(SCORE, wants="a number or text", holds=lambda value: SCORE.holds(value) or TEXT.holds(value))
-    if first_wrong(values, kind) is not None:
+    kind = replace(SCORE, wants="a number or text", convert=_convert_logged)
+    try:
+        if isinstance(given, pa.Array):
+            kind.column(given)
+        elif first_wrong(values, kind) is not None:
+            raise WrongValues
+    except WRONG as error:
         type = _type_name(given.type) if isinstance(given, pa.Array) else "mixed values"
-        raise wrong(rows, given, type, "value", "value", kind)
+        raise wrong(rows, given, type, "value", "value", kind) from error
     return list(zip(arrays["step"].to_pylist(), arrays["name"].to_pylist(), map(_number, values), strict=True))
+
+
+def _convert_logged(array: pa.Array) -> pa.Array:
+    return (TEXT if pa.types.is_string(array.type) else SCORE).convert(array)
 
 
 def _number(value: Any) -> Any:

@@ -10,47 +10,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import xxhash
-from fsspec.implementations.local import LocalFileSystem
 
 from ...schemas.checksums import SealedFile, sealed
 from ...schemas.errors import ImportFailed
-from ..store import file_system, first_line
 from .fields import Fields
+from .local_file import opened, whole_content
 from .pickles import Budget
-from .remote_file import DumpFile, RemoteFile, opened, whole_content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpFolder:
-    """The files of a dump at a local path or a URL."""
+    """The files of a dump."""
 
     url: str
+    """Path as given by the user."""
     root: Path
-    """The local folder; unused for object storage."""
     files: tuple[str, ...]
     """Paths of the files relative to the root, in natural order: step_2 before step_10."""
     is_file: bool = False
     """True if the given path is a single file, which may be a symlink."""
-    filesystem: fsspec.AbstractFileSystem | None = None
-    """File system that holds the files; None for local files."""
-    remote: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """File on object storage -> (path on the object store's file system, size in bytes when the files were listed)."""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
-        """List the files below a folder, or take a single file. Raises ImportFailed and StorageError.
+        """List the files below a folder, or take a single file. Raises ImportFailed.
 
         Links that lead out of the folder are not followed, and only regular files are opened.
         """
         url = os.fspath(path)
-        local = url
         if "://" in url:
-            filesystem, local = file_system(url)
-            if not isinstance(filesystem, LocalFileSystem):
-                return cls._remote(url, filesystem, local.rstrip("/"))
-        given = Path(os.path.abspath(os.path.expanduser(local)))
+            raise ImportFailed(
+                f"{url}: only the format parquet is read from a URL; copy the folder to this machine first"
+            )
+        given = Path(os.path.abspath(os.path.expanduser(url)))
         if given.is_file():
             return cls(url=url, root=given.parent, files=(given.name,), is_file=True)
         if not given.is_dir():
@@ -61,31 +53,6 @@ class DumpFolder:
             found += [os.path.relpath(os.path.join(base, name), root) for name in names if not name.startswith(".")]
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
-    @classmethod
-    def _remote(cls, url: str, filesystem: fsspec.AbstractFileSystem, root: str) -> DumpFolder:
-        try:
-            filesystem.invalidate_cache()
-            listed: dict[str, dict[str, Any]] = filesystem.find(root, detail=True)
-            sizes = {path: int((entry or filesystem.info(path))["size"] or 0) for path, entry in listed.items()}
-        except FileNotFoundError:
-            sizes = {}
-        except Exception as error:  # each file system raises its own error classes
-            raise ImportFailed(f"{url}: cannot be listed ({first_line(error)})") from error
-        is_file = list(sizes) == [root]
-        base = root.rpartition("/")[0] if is_file else root
-        found = {path[len(base) :].lstrip("/"): (path, size) for path, size in sizes.items()}
-        remote = {name: each for name, each in found.items() if name and not re.search(r"(^|/)\.|/$", name)}
-        if not remote:
-            raise ImportFailed(f"{url}: not found; name the folder that the framework wrote to")
-        return cls(
-            url=url,
-            root=Path(base),
-            files=tuple(sorted(remote, key=_in_order)),
-            is_file=is_file,
-            filesystem=filesystem,
-            remote=remote,
-        )
-
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
         """Yield each file whose path ends in a match for `pattern`, together with the match."""
         wanted = re.compile(rf"(?:.*/)?{pattern}")
@@ -93,14 +60,11 @@ class DumpFolder:
             if found := wanted.fullmatch(name):
                 yield name, found
 
-    def path(self, name: str) -> DumpFile:
+    def path(self, name: str) -> Path:
         """Return a file's location.
 
         Raises ImportFailed if it is a link that leads out of the folder or is not a regular file.
         """
-        if self.filesystem is not None:
-            url = self.url if self.is_file else f"{self.url.rstrip('/')}/{name}"
-            return RemoteFile(filesystem=self.filesystem, path=self.remote[name][0], url=url)
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
@@ -114,8 +78,6 @@ class DumpFolder:
 
     def num_bytes(self, names: Sequence[str]) -> int:
         """Return the total size of the named files, bytes."""
-        if self.filesystem is not None:
-            return sum(self.remote[name][1] for name in names if name in self.remote)
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
@@ -124,8 +86,7 @@ class DumpFolder:
         Returns None if there is no such file.
         """
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
-        is_there = found in self.remote if self.filesystem is not None else (self.root / found).is_file()
-        return found if is_there else None
+        return found if (self.root / found).is_file() else None
 
 
 def _in_order(name: str) -> list[Any]:
@@ -135,12 +96,10 @@ def _in_order(name: str) -> list[Any]:
 _READ_BYTES = 1 << 20
 
 
-def content_of(path: DumpFile, *, lines: int | None = None, num_bytes: int | None = None, start: int = 0) -> SealedFile:
-    """Return the size and hash of a whole file, of its first `lines` lines, or of `num_bytes` bytes from offset `start`."""
+def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = None) -> SealedFile:
+    """Return the size and hash of a whole file, of its first `lines` lines, or of its first `num_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
-        if start:
-            file.seek(start)
         if lines is not None:
             for _ in range(lines):
                 line = file.readline()
@@ -180,15 +139,13 @@ class Reading:
     """JSON Lines file -> number of the last complete line; set by the reader."""
     partial: bool = False
     """True to read the available data from incomplete files."""
-    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Step -> metrics to log; set by the reader."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     """File that was read completely -> size and hash of the file."""
 
-    def paths(self) -> list[DumpFile]:
+    def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
 
-    def contents(self) -> Iterator[tuple[DumpFile, bytes]]:
+    def contents(self) -> Iterator[tuple[Path, bytes]]:
         """Yield each file of the part with its content. Raises ImportFailed."""
         for name, path in zip(self.part.files, self.paths(), strict=True):
             content = whole_content(path)

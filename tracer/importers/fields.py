@@ -260,7 +260,6 @@ _KNOWN.flags.writeable = False
 
 
 def _all_known(length: int) -> np.ndarray:
-    """Return a read-only array [T] of True."""
     return _KNOWN[:length] if length <= len(_KNOWN) else np.ones(length, bool)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import ImportFailed
 from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows
 from .fields import Fields
-from .remote_file import DumpFile
 from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import read_lines
 
@@ -91,7 +91,7 @@ def read_rows(
     rows_of: RowsOf,
     *,
     files: Sequence[str] | None = None,
-    records: Callable[[DumpFile, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines,
+    records: Callable[[Path, int], Iterator[tuple[int, Mapping[str, Any]]]] = read_lines,
     unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:

@@ -9,7 +9,6 @@ from .format import Format
 from .miles import MILES
 from .ms_swift import MS_SWIFT
 from .nemo_rl import NEMO_RL
-from .npz import NPZ
 from .open_instruct import OPEN_INSTRUCT
 from .prime_rl import PRIME_RL
 from .sglang import SGLANG
@@ -23,7 +22,7 @@ from .vllm import VLLM
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
-        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, NPZ, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
+        VERL, SLIME, MILES, SKYRL, PRIME_RL, NEMO_RL, VLLM, SGLANG, TRL, AREAL, OPEN_INSTRUCT, TORCHTITAN, MS_SWIFT,
     )
 }  # fmt: skip
 

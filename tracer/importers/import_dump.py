@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,25 +11,20 @@ from ...schemas.checksums import SealedFile
 from ...schemas.errors import (
     DamagedTrace,
     ImportFailed,
-    InvalidOption,
     TraceExists,
     TraceNotFound,
-    option,
 )
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store
-from ..weights.attach import attach_model, is_attached, load_folder
 from .dump import DumpFolder, Part, Reading, content_of
-from .file_lines import Lines, cut_lines, folder_of_lines
 from .format import Format
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
-from .row_import import Imported, RowImport
+from .row_import import Imported, RowImport, open_import
 from .rowbatch import listed_names
 from .selection import Selection, check_sample
-from .unit_import import Job, Piece, import_parts
 
 AUTO, PARQUET = "auto", "parquet"
 
@@ -43,11 +38,7 @@ def import_dump(
     steps: str = ALL_STEPS,
     sample: float = 1.0,
     partial: bool = False,
-    model: str | os.PathLike[str] | None = None,
-    model_version: int = 0,
-    tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
-    ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Imported:
     """Convert another tool's files to a trace, or add new files to the trace of an earlier import.
@@ -58,49 +49,13 @@ def import_dump(
     by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
     set `partial` to read what exists.
 
-    `path` is a file or a folder, local or as a URL that fsspec can open.
-
-    `model` is a Hugging Face folder whose weights are attached as policy version `model_version`, so that the trace can be
-    replayed; its tokenizer comes from there or from `tokenizer`. Errors are those of `attach`; if attaching
-    fails after the import, the trace is kept without weights.
+    `path` is a file or a folder; of the format parquet also a URL that fsspec can open.
 
     Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
     Memory holds one step at a time, or 512 rows of a JSON Lines file.
 
-    `ray` divides the files, and the lines or row groups of large files, among the actors of a Ray cluster: `local` starts
-    one, an address (`auto`, `host:port`) uses a running one whose nodes see all paths. A killed import resumes if it is
-    started again with `ray`.
-
     Raises ImportFailed, naming file, field and row; the output is then left as it was before.
     """
-    if model is None:
-        if tokenizer is not None or model_version:
-            name = "tokenizer" if tokenizer is not None else "model_version"
-            raise InvalidOption(f"requires {option('model', 'DIR')}", option=name)
-        return _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
-    # The model comes first, so that an unusable folder is rejected before anything is written.
-    loaded = load_folder(model, tokenizer)
-    result = _imported(format, path, output, map, steps, sample, partial, force, ray, progress)
-    if not is_attached(result.folder, model_version, model):
-        try:
-            result.attached = attach_model(result.folder, model_version, model, *loaded)
-        except InvalidOption as error:
-            raise InvalidOption(f"{output}: imported without weights: {error}") from error
-    return result
-
-
-def _imported(
-    format: str,
-    path: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    map: Mapping[str, str] | None,
-    steps: str,
-    sample: float,
-    partial: bool,
-    force: bool,
-    ray: str | None,
-    progress: Progress,
-) -> Imported:
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
     folder = _dump_folder(format, path)
@@ -112,33 +67,37 @@ def _imported(
                 "does not apply to the format parquet, which has no incomplete steps; remove the option",
                 option="partial",
             )
-        return import_parquet(
-            path, output=output, map=map, steps=steps, sample=sample, force=force, ray=ray, progress=progress
-        )
+        return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
     options = _options(share, given, steps if chosen.lines else "")
     before = None if force else _Before.of(output, chosen, options)
     parts, held_back = _ready(chosen.parts_of(folder), partial)
-    source = f"import {chosen.name} {folder.url}"
     selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
     if selection.steps is not None:
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
     if before is not None:
         parts = before.new(folder, parts)
-    job = _Job(chosen, folder, columns, selection, partial, before, options, given)
     if not parts:
         if before is None:
             raise ImportFailed(f"{folder.url}: {'; '.join(held_back) or _holds_none(chosen, folder)}")
         result = Imported(folder=Path(os.path.abspath(os.path.expanduser(output))), format=chosen.name)
     else:
-        rows = import_parts(
-            job, parts, output, source, ordered=_are_ordered(chosen, parts), grows=before is not None, force=force, ray=ray,
-            progress=progress,
-        )  # fmt: skip
+        with open_import(
+            output, chosen.name, folder.url, selection, ordered=_are_ordered(chosen, parts), grows=before is not None,
+            force=force,
+        ) as rows:  # fmt: skip
+            seen = _add_parts(chosen, folder, parts, columns, rows, before, partial=partial, progress=progress)
+            if before is None:
+                rows.check_any()
+            unread = [name for name, ours in given.items() if ours and name not in seen]
+            if unread:
+                raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
+            rows.lacks = _lacks(chosen, before)
+            rows.state.import_options = options
         result = rows.result
-        result.num_files = len(job.sources)
+        result.num_files = len(rows.state.sources)
     result.held_back = tuple(held_back)
     result.num_known_files = 0 if before is None else before.num_known
     return result
@@ -158,85 +117,34 @@ def _are_ordered(format: Format, parts: list[Part]) -> bool:
     return "step" not in format.columns and len(steps) == len(parts) and increase
 
 
-class _Job(Job):
-    """An import of files in one format."""
-
-    def __init__(
-        self,
-        format: Format,
-        folder: DumpFolder,
-        columns: Mapping[str, tuple[str, ...]],
-        selection: Selection,
-        partial: bool,
-        before: _Before | None,
-        options: dict[str, str],
-        given: Mapping[str, str],
-    ):
-        super().__init__(format.name, folder, selection)
-        self.options, self._given = options, given
-        self.format, self.columns = format, columns
-        self.partial, self.before = partial, before
-        self._lines: Lines | None = None
-
-    @property
-    def name(self) -> str:
-        return f"{self.format.name} {self.folder.url} {self.partial} {self.options}"
-
-    def fresh(self) -> _Job:
-        return _Job(
-            self.format, self.folder, self.columns, self.selection, self.partial, self.before, self.options, self._given
-        )
-
-    def pieces(self, name: str, most: int) -> Iterator[Piece]:
-        if name.endswith(".jsonl"):
-            yield from cut_lines(self.folder, name, self.first_line(name), most)
-
-    def take_piece(self, name: str, piece: Piece) -> None:
-        assert isinstance(piece, Lines)
-        self.folder, self._lines = folder_of_lines(self.folder, name, piece), piece
-
-    def finish(self, num_read: int, rows: RowImport) -> None:
-        if self.before is None:
-            super().finish(num_read, rows)
-        unread = [name for name, ours in self._given.items() if ours and name not in self.seen]
-        if unread:
-            raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
-        before = set() if self.before is None else self.before.passes
-        told = {ROLLOUT: _LACKS, TRAIN: _LACKS, **self.format.lacks}
-        rows.lacks = {name: note for name, note in told.items() if name not in before}
-        rows.state.sources = self.sources
-        rows.state.import_options = self.options
-
-    def add(self, part: Part, rows: RowImport, advance: Callable[[int], None]) -> int:
-        reading = self._reading(part)
-        if self._lines is not None:
-            reading.first_line = dict.fromkeys(part.files, self._lines.first)
-        num_rows = 0
-        for batch in self.format.batches(reading):
-            num_rows += len(batch.numbers)
-            names = {name: name for name in batch.columns}
-            passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
-            rows.add_rows(batch, names, passes)
-        for step, values in reading.metrics.items():
-            rows.log(step, values)
-        for name in part.files:
-            lines = reading.last_line.get(name) if self.format.lines else None
-            self.sources[name] = reading.sources.get(name) or content_of(self.folder.path(name), lines=lines)
-        advance(self.folder.num_bytes(part.files))
-        return num_rows
-
-    def first_line(self, name: str) -> int:
-        """Return the number of the first line in a file that was not yet imported, counted from 1."""
-        return 1 if self.before is None else self.before.first_line(name)
-
-    def _reading(self, part: Part) -> Reading:
-        first = {name: self.first_line(name) for name in part.files}
-        return Reading(
-            folder=self.folder, part=part, columns=self.columns, seen=self.seen, first_line=first, partial=self.partial
-        )
+def _add_parts(
+    format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
+    before: _Before | None, *, partial: bool, progress: Progress,
+) -> set[str]:  # fmt: skip
+    """Record the rows of all parts, with size and hash of their files, and return the names of the fields read."""
+    seen: set[str] = set()
+    with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
+        for part in parts:
+            first = {} if before is None else {name: before.first_line(name) for name in part.files}
+            reading = Reading(folder=folder, part=part, columns=columns, seen=seen, first_line=first, partial=partial)
+            for batch in format.batches(reading):
+                names = {name: name for name in batch.columns}
+                passes = {name: name.removesuffix(LOGPROBS) for name in batch.columns if name.endswith(LOGPROBS)}
+                rows.add_rows(batch, names, passes)
+            for name in part.files:
+                lines = reading.last_line.get(name) if format.lines else None
+                rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
+            advance(folder.num_bytes(part.files))
+    return seen
 
 
-_LACKS = "the files have no logprobs for this pass"
+def _lacks(format: Format, before: _Before | None) -> dict[str, str]:
+    """Return pass -> note to record if no file has logprobs of the pass and no earlier import had."""
+    told = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **format.lacks}
+    return {name: note for name, note in told.items() if before is None or name not in before.passes}
+
+
+_NO_LOGPROBS = "the files have no logprobs for this pass"
 
 
 class _Before:
@@ -322,7 +230,7 @@ def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, s
 
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
     """List the files at a path; None if only `import_parquet` reads it. Raises ImportFailed."""
-    if format == PARQUET or (format == AUTO and "*" in os.fspath(path)):
+    if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)
     if not folder.files:

@@ -1,17 +1,9 @@
-"""Kinds of imported columns: which cells are valid, and how cells are converted to the trace's types.
-
-Each kind implements its rule twice: `convert` handles a whole Arrow array, which is fast; `holds` checks one Python
-value, to find the first invalid value. A test compares the two implementations.
-"""
+"""Kinds of imported columns: which cells are valid, and how cells are converted to the trace's types."""
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -28,6 +20,10 @@ class WrongValues(Exception):
     """The values in a column are invalid; the caller determines the row."""
 
 
+WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
+"""Errors that the conversion of invalid values raises."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """The rule that says which cells are valid in a column and how they are converted."""
@@ -37,16 +33,9 @@ class Kind:
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
     """Function that converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
-    holds: Callable[[Any], bool]
-    """Function that returns True for a valid value; it is never called with None."""
-    of: Callable[[Any], Any]
-    """Function that converts one valid value to the Python type for `type`. It is used for mixtures whose type Arrow
-    cannot infer."""
     nullable: bool = True
     element: Kind | None = None
     """Kind of the elements in a list; None if cells are not lists."""
-    text: bool = False
-    """True if the text in a CSV cell is the value; False if the text is parsed as JSON."""
 
     def column(self, array: pa.Array) -> pa.Array:
         """Convert an array to `type`; an all-NULL array of any type is accepted.
@@ -58,9 +47,15 @@ class Kind:
             raise WrongValues
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
-    def read_cell(self, cell: str | None) -> Any:
-        """Parse a CSV cell; return the text unchanged if it cannot be parsed."""
-        return cell if self.text or cell is None else _read(cell)
+    def one(self, value: Any) -> pa.Array:
+        """Convert one Python value to an array [1]; lists may mix types that Arrow does not. Raises one of WRONG."""
+        try:
+            return self.column(pa.array([value]))
+        except WRONG:
+            if self.element is None or not isinstance(value, list):
+                raise
+        items = pa.concat_arrays([self.element.one(item) for item in value])
+        return pa.ListArray.from_arrays(pa.array([0, len(items)], pa.int32()), items)
 
 
 def required(kind: Kind) -> Kind:
@@ -80,13 +75,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
         missing = array.is_null() if array.null_count else None
         return pa.ListArray.from_arrays(offsets, values, mask=missing)
 
-    def holds(value: Any) -> bool:
-        return isinstance(value, list) and first_wrong(value, kind) is None
-
-    def of(value: Any) -> Any:
-        return [None if item is None else kind.of(item) for item in value]
-
-    return Kind(wants=wants, type=pa.list_(kind.type), convert=convert, holds=holds, of=of, element=kind)
+    return Kind(wants=wants, type=pa.list_(kind.type), convert=convert, element=kind)
 
 
 def either(kind: Kind, other: Kind) -> Kind:
@@ -99,8 +88,6 @@ def either(kind: Kind, other: Kind) -> Kind:
         wants=f"{kind.wants}, or each {other.wants}",
         type=kind.type,
         convert=convert,
-        holds=lambda value: kind.holds(value) or other.holds(value),
-        of=lambda value: (other if isinstance(value, list) else kind).of(value),
         element=other.element,
     )
 
@@ -108,7 +95,9 @@ def either(kind: Kind, other: Kind) -> Kind:
 def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
     """Return the index of the first invalid value; None if all are valid."""
     for place, value in enumerate(values):
-        if not (kind.nullable if value is None else kind.holds(value)):
+        try:
+            kind.one(value)
+        except WRONG:
             return place
     return None
 
@@ -136,10 +125,6 @@ _LISTS = (
 )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
-
-
 def _convert_numbers(array: pa.Array) -> pa.Array:
     """Convert numbers to float64; raises an Arrow error for an integer that float64 cannot represent."""
     if not _is_numeric(array.type):
@@ -151,13 +136,7 @@ def _is_numeric(type: pa.DataType) -> bool:
     return any(test(type) for test in (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal))
 
 
-def _holds_number(value: Any) -> bool:
-    # float64 does not represent every integer beyond this limit exactly.
-    return _is_number(value) and (not isinstance(value, int) or abs(value) <= 2**53)
-
-
 def _convert_scores(array: pa.Array) -> pa.Array:
-    """Convert numbers or booleans to float64."""
     return array.cast(pa.float64()) if pa.types.is_boolean(array.type) else _convert_numbers(array)
 
 
@@ -173,14 +152,6 @@ def _convert_values(array: pa.Array) -> pa.Array:
     return narrow
 
 
-def _holds_value(value: Any) -> bool:
-    if not _holds_number(value):
-        return False
-    number = float(value)
-    with np.errstate(over="ignore"):
-        return not math.isfinite(number) or bool(np.isfinite(np.float32(number)))
-
-
 def _convert_flags(array: pa.Array) -> pa.Array:
     if pa.types.is_boolean(array.type):
         return array
@@ -190,7 +161,9 @@ def _convert_flags(array: pa.Array) -> pa.Array:
     return pc.equal(numbers, 1.0)
 
 
-def _whole(type: pa.DataType, low: int, high: int) -> tuple[Callable[[pa.Array], pa.Array], Callable[[Any], bool]]:
+def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
+    """Return a kind for integers from `low` to `high`, which files may store as integers or floats."""
+
     def convert(array: pa.Array) -> pa.Array:
         if not _is_numeric(array.type):
             raise WrongValues
@@ -202,17 +175,7 @@ def _whole(type: pa.DataType, low: int, high: int) -> tuple[Callable[[pa.Array],
             raise WrongValues
         return whole.cast(type)
 
-    def holds(value: Any) -> bool:
-        whole = isinstance(value, int) or (_is_number(value) and math.isfinite(value) and value == int(value))
-        return whole and not isinstance(value, bool) and low <= int(value) <= high
-
-    return convert, holds
-
-
-def integer(wants: str, type: pa.DataType, low: int, high: int) -> Kind:
-    """Return a kind for integers from `low` to `high`, which files may store as integers or floats."""
-    convert, holds = _whole(type, low, high)
-    return Kind(wants=wants, type=type, convert=convert, holds=holds, of=int)
+    return Kind(wants=wants, type=type, convert=convert)
 
 
 def _convert_text(array: pa.Array) -> pa.Array:
@@ -226,37 +189,14 @@ def _convert_names(array: pa.Array) -> pa.Array:
     return array.cast(pa.string()) if pa.types.is_integer(array.type) else _convert_text(array)
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value == value.encode(errors="replace").decode()
-
-
-def _is_name(value: Any) -> bool:
-    return _is_text(value) or (isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**64)
-
-
-NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers, holds=_holds_number, of=float)
-SCORE = Kind(
-    wants="a number",
-    type=pa.float64(),
-    convert=_convert_scores,
-    holds=lambda value: isinstance(value, bool) or _holds_number(value),
-    of=float,
-)
+NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
+SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
 """Kind for numbers. True and False are accepted as 1 and 0, because rewards are often the result of a check."""
-TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text, holds=_is_text, of=str, text=True)
-NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names, holds=_is_name, of=str, text=True)
-VALUE = Kind(wants="a number", type=pa.float32(), convert=_convert_values, holds=_holds_value, of=float)
-VALUES = list_of(VALUE, "a list of numbers")
+TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
+NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
+VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
 FLAGS = list_of(
-    required(
-        Kind(
-            wants="0 or 1",
-            type=pa.bool_(),
-            convert=_convert_flags,
-            holds=lambda value: isinstance(value, bool) or (_is_number(value) and value in (0, 1)),
-            of=bool,
-        )
-    ),
+    required(Kind(wants="0 or 1", type=pa.bool_(), convert=_convert_flags)),
     "a list of 0 and 1, or of false and true",
 )
 TOKENS = list_of(
@@ -273,28 +213,19 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
     if not is_map and not pa.types.is_struct(array.type):
         raise WrongValues
     rows = [dict(row) if is_map and row is not None else row for row in array.to_pylist()]
-    if first_wrong(rows, REWARDS) is not None:
+    numbers = [number for row in rows for number in (row or {}).values()]
+    if first_wrong(numbers, SCORE) is not None:
         raise WrongValues
-    return pa.array([None if row is None else _rewards(row) for row in rows], tables.REWARDS)
-
-
-def _holds_rewards(value: Any) -> bool:
-    """Return True if a value is a record of name -> number, where NULL means that the number is missing."""
-    return isinstance(value, dict) and all(
-        _is_text(name) and (number is None or SCORE.holds(number)) for name, number in value.items()
+    filled = (None if row is None else [each for each in row.items() if each[1] is not None] for row in rows)
+    return pa.array(
+        [None if row is None else [(name, float(number)) for name, number in row] for row in filled], tables.REWARDS
     )
-
-
-def _rewards(value: dict[str, Any]) -> list[tuple[str, float]]:
-    return [(name, float(number)) for name, number in value.items() if number is not None]
 
 
 REWARDS = Kind(
     wants="a record of numbers, one per reward function",
     type=tables.REWARDS,
     convert=_convert_rewards,
-    holds=_holds_rewards,
-    of=_rewards,
 )
 
 _OF_TYPE = {
@@ -319,17 +250,3 @@ def kind_of(column: Column) -> Kind:
     elif column.takes_flags:
         kind = SCORE
     return kind if column.null else required(kind)
-
-
-_NUMBER = re.compile(r"[+-]?(\d*\.?\d+|\d+\.|inf(inity)?|nan)(e[+-]?\d+)?", re.IGNORECASE)
-
-
-def _read(cell: str) -> Any:
-    """Parse a cell as JSON, or as a number or boolean in the spelling that other programs use, such as `True`."""
-    try:
-        return json.loads(cell)
-    except (ValueError, RecursionError):
-        text = cell.strip().lower()
-        if text in ("true", "false"):
-            return text == "true"
-        return float(text) if len(text) < 50 and _NUMBER.fullmatch(text) else cell

@@ -25,7 +25,6 @@ from .samples import (
     StepSamples,
     add_rollout,
     dump_parts,
-    emit,
     framework_of,
     named,
     response_of,
@@ -67,7 +66,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
             add_rollout(reading, samples, record, str(path), budget)
     for name, cells in shards.samples():
         samples.add(name, cells)
-    yield from emit(reading, samples)
+    yield from samples.batches(reading.part.files[0])
 
 
 class _Shards:

@@ -5,7 +5,7 @@ Shapes: B sequences, N response tokens in all sequences together, R sequences (o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,10 +79,11 @@ class ZeroLists:
     and all its values become NULL.
     """
 
-    def __init__(self, seen: Iterable[str] = (), filled: Iterable[str] = ()) -> None:
-        """`seen` are the passes known to have a value, and `filled` the passes known to have a value other than 0.0."""
-        self.seen = set(seen)
-        self.filled = set(filled)
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        """Passes known to have a value."""
+        self.filled: set[str] = set()
+        """Passes known to have a value other than 0.0."""
 
     def verdicts(self, passes: Mapping[str, PassRows], lengths: np.ndarray) -> dict[str, np.ndarray]:
         """Return the verdicts per pass: [R], each KEPT, HOLES or OPEN. `lengths` [B] are the response lengths."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import ImportFailed
 from .dump import DumpFolder
 from .fields import Fields
 from .format import Format, first_object, read_rows
-from .remote_file import TIMES_AS_JSON, DumpFile, whole_content
+from .local_file import TIMES_AS_JSON, whole_content
 from .textfiles import parsed, read_lines
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
@@ -31,7 +32,7 @@ def _holds(folder: DumpFolder, key: str) -> bool:
     return key in response_of(first)[0]
 
 
-def objects(path: DumpFile, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """Yield (number, object) from a file of lines, or from a .json file with one object or array."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]

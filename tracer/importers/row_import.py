@@ -5,19 +5,26 @@ Shapes: B sequences in one step, R sequences (out of B) that a pass has scored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from ... import __version__
 from ...schemas.capture import Capture
-from ...schemas.errors import ImportFailed, InvalidRecord
+from ...schemas.clock import now
+from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
+from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
 from ..batch import Batch
+from ..create import grown_trace, whole_trace
 from ..ragged import Ragged
 from ..recorder import Recorder
 from ..routing import Routing
@@ -28,9 +35,6 @@ from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 from .rowbatch import RowBatch
 from .selection import EVERYTHING, Selection
-
-if TYPE_CHECKING:
-    from ..weights.attach import Attached
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""
@@ -72,9 +76,6 @@ class Imported:
     """Incomplete parts of the dump that were left for a later import, one sentence each."""
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
-    attached: Attached | None = None
-    """The weights attached by this import; None if no weights were given or the weights
-    were already attached."""
 
 
 class RowImport:
@@ -88,26 +89,18 @@ class RowImport:
         *,
         selection: Selection = EVERYTHING,
         ordered: bool = False,
-        zero_lists: ZeroLists | None = None,
-        num_before: int = 0,
     ):
-        """`source` is the format's name, and `path` the location of the files.
-
-        In one unit of a larger import, `zero_lists` holds what is known about zeros in the other units, and
-        `num_before` is the number of rows in earlier units, which determines the names of unnamed sequences.
-
-        `ordered` means that steps never decrease.
+        """`source` is the format's name, and `path` the location of the files. `ordered` means that steps never
+        decrease.
         """
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
         self._writer = ImportWriter(folder)
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
-        self._zero_lists = zero_lists or ZeroLists()
-        self.left_open: tuple[str, ...] = ()
-        """Passes whose lists of zeros could only be judged at the end of the import."""
+        self._zero_lists = ZeroLists()
         self._open: dict[str, list[_Scores]] = {}
-        self._num_read = num_before
+        self._num_read = 0
         self._unowned: tuple[str, ...] = ()
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
@@ -135,6 +128,14 @@ class RowImport:
             raise ImportFailed(f"{self._where}: {error}") from error
         if error is None:
             self._writer.check(self._where)
+
+    def check_any(self) -> None:
+        """Raise ImportFailed if no row was read or selected."""
+        path = self._contract["path"]
+        if not self._num_read:
+            raise ImportFailed(f"{path}: holds no rows")
+        if not self.result.num_sequences:
+            raise ImportFailed(f"{path}: none of its {self._num_read} sequences was selected; give a larger --sample")
 
     def add_pass(self, name: str, **contract: Any) -> None:
         """Declare a pass and its contract. The contract field `logprobs_note` states why the pass has no logprobs."""
@@ -180,7 +181,6 @@ class RowImport:
         self.result.num_metrics += len(values)
 
     def _tell_lacking(self) -> None:
-        """Note why expected passes have no logprobs."""
         for name, note in self.lacks.items():
             if name not in self.scored:
                 self.add_pass(name, logprobs_note=note)
@@ -188,8 +188,7 @@ class RowImport:
 
     def _finish(self) -> None:
         """Judge the lists of zeros that could not be judged before all rows were read."""
-        self.left_open = tuple(self._open)
-        for name in self.left_open:
+        for name in tuple(self._open):
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns += self._unowned
 
@@ -255,7 +254,6 @@ class RowImport:
             self._record(name, scores)
 
     def _settle(self, name: str, verdict: int) -> None:
-        """Record the scores of a pass that were held back, according to the final verdict."""
         for scores in self._open.pop(name):
             self._add(name, scores, verdict)
 
@@ -281,6 +279,34 @@ class RowImport:
             )
 
 
+@contextmanager
+def open_import(
+    output: str | os.PathLike[str],
+    format: str,
+    url: str,
+    selection: Selection,
+    *,
+    ordered: bool,
+    grows: bool,
+    force: bool,
+) -> Iterator[RowImport]:
+    """Open a RowImport for a new trace, or for the trace at `output` if `grows`. A failed import leaves no files behind.
+
+    Raises ImportFailed.
+    """
+    source = f"import {format} {url}"
+    manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
+    place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
+    try:
+        with place as folder, RowImport(folder, format, url, selection=selection, ordered=ordered) as rows:
+            yield rows
+    except TimTraceError:
+        raise
+    except OSError as error:
+        raise ImportFailed(f"{output}: could not be written ({error})") from error
+    rows.result.folder = Path(os.path.abspath(os.path.expanduser(output)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Scores:
     """Scores from one pass that are to be recorded."""
@@ -295,14 +321,12 @@ class _Scores:
 
 
 def _given(columns: Columns, column: Column) -> Any:
-    """Return a column's values in the form that Recorder.add_sequences accepts."""
     if pa.types.is_list(column.type):
         return columns.ragged(column.name)
     return columns[column.name] if column.type == pa.float64() else columns.list(column.name)
 
 
 def _rewards(columns: Columns) -> dict[str, list[float]] | None:
-    """Return reward function -> [B] values, NaN if missing."""
     rows = [dict(row or ()) for row in columns.list("rewards") or ()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, float("nan")) for row in rows] for name in names} or None
@@ -315,7 +339,6 @@ def _alike(columns: Columns) -> list[np.ndarray]:
 
 
 def _groups(*keys: np.ndarray) -> list[np.ndarray]:
-    """Return groups of row indices, one group per combination of equal keys."""
     if len(keys[0]) and all((key == key[0]).all() for key in keys):
         return [np.arange(len(keys[0]))]
     groups: dict[tuple[Any, ...], list[int]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,8 +30,6 @@ class RowBatch:
     routing: Sequence[np.ndarray | None] = ()
     """Experts selected during the rollout, per row: [prompt and response tokens, layers, slots] int16, or None if not
     recorded. Empty if no row has router choices."""
-    is_text: bool = False
-    """True if the values are the text of cells in a CSV file."""
     num_bytes: int = 0
     """Size of the rows in the file, bytes."""
 
@@ -57,6 +54,6 @@ def explained(name: str, format: str) -> Iterator[None]:
     """Convert an error raised by a reader to an ImportFailed that names the file."""
     try:
         yield
-    except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError, csv.Error) as error:
+    except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ImportFailed(f"{name}: not readable as {format} ({reason})") from error

@@ -1,41 +1,47 @@
-"""Find and read files with one row per sequence: Parquet, Arrow, JSON and CSV."""
+"""Find and read files with one row per sequence: Parquet and JSON."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import fsspec
+import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
 from ..store import file_system
-from .arrowfiles import RowGroups, arrow_names, arrow_rows, parquet_groups, parquet_names, parquet_rows
-from .rowbatch import RowBatch, explained
-from .textfiles import csv_names, csv_rows, json_names, json_rows
+from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
+from .textfiles import json_names, json_rows
 
 METRICS = "metrics"
-DATASET, SPLITS = "state.json", "dataset_dict.json"
-"""Files that identify a folder written by `save_to_disk` of Hugging Face datasets."""
-_READ = ".parquet, .jsonl, .json, .csv or .arrow"
+_READ = ".parquet, .jsonl or .json"
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """Readers for one file format, which is recognised by the file suffix."""
-
-    suffixes: tuple[str, ...]
-    names: Callable[[fsspec.AbstractFileSystem, str], list[str]]
-    rows: Callable[[fsspec.AbstractFileSystem, str, Collection[str]], Iterator[RowBatch]]
+_PARQUET = (".parquet", ".pq")
+_SUFFIXES = (*_PARQUET, ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 
 
-PARQUET_SUFFIXES = (".parquet", ".pq")
-FORMATS = (
-    Format(PARQUET_SUFFIXES, parquet_names, parquet_rows),
-    Format((".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz"), json_names, json_rows),
-    Format((".csv", ".csv.gz"), csv_names, csv_rows),
-    Format((".arrow", ".feather"), arrow_names, arrow_rows),
-)
+def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
+    """Return a Parquet file's column names, in file order. Raises ImportFailed."""
+    with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
+        return list(pq.read_schema(file).names)
+
+
+def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
+    """Yield the rows of a Parquet file, with the requested columns that exist. Raises ImportFailed."""
+    with explained(name, "Parquet"):
+        size, first = int(filesystem.size(name) or 0), 1
+        with filesystem.open(name, "rb") as file:
+            parquet = pq.ParquetFile(file)
+            present = [column for column in parquet.schema_arrow.names if column in columns]
+            for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present):
+                yield RowBatch(
+                    file=name,
+                    columns={column: batch.column(batch.schema.get_field_index(column)) for column in present},
+                    numbers=range(first, first + batch.num_rows),
+                    num_bytes=size * batch.num_rows // max(parquet.metadata.num_rows, 1),
+                )
+                first += batch.num_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +66,7 @@ class RowFiles:
         files = [name for name in found if name not in metrics]
         if not files:
             raise ImportFailed(f"{url}: holds no {_READ} file; name the folder or the file itself, or a pattern with *")
-        unknown = next((name for name in found if format_of(name) is None), None)
+        unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
             raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if it has such content")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
@@ -71,47 +77,22 @@ class RowFiles:
 
     def names(self) -> dict[str, list[str]]:
         """Return file -> names of the file's columns."""
-        return {name: _known(name).names(self.filesystem, name) for name in self.files}
+        return {
+            name: (parquet_names if name.endswith(_PARQUET) else json_names)(self.filesystem, name)
+            for name in self.files
+        }
 
     def batches(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Yield the rows of all files, with the requested columns that each file has."""
-        for name in self.files:
-            yield from self.rows(name, columns)
-
-    def rows(self, name: str, columns: Collection[str], groups: RowGroups | None = None) -> Iterator[RowBatch]:
-        """Yield the rows of a file, or only those in the given row groups."""
-        if groups is not None:
-            return parquet_rows(self.filesystem, name, columns, groups)
-        return _known(name).rows(self.filesystem, name, columns)
-
-    def groups(self, name: str, most: int) -> list[RowGroups]:
-        """Divide a Parquet file's row groups into consecutive ranges of about `most` bytes.
-
-        Returns an empty list for other files.
-        """
-        return parquet_groups(self.filesystem, name, most) if name.endswith(PARQUET_SUFFIXES) else []
-
-    def num_rows(self, name: str) -> int:
-        """Count the rows in a file. Parquet files state the number of rows; other files are read completely."""
-        if name.endswith(PARQUET_SUFFIXES):
-            return sum(groups.num_rows for groups in self.groups(name, 0))
-        return sum(len(batch.numbers) for batch in self.rows(name, ()))
+        return self._rows(self.files, columns)
 
     def metrics(self, columns: Collection[str]) -> Iterator[RowBatch]:
         """Yield the rows of the metrics files."""
-        for name in self.metrics_files:
-            yield from _known(name).rows(self.filesystem, name, columns)
+        return self._rows(self.metrics_files, columns)
 
-
-def format_of(name: str) -> Format | None:
-    """Return a file's format, determined by the suffix; None if the suffix is unknown."""
-    return next((format for format in FORMATS if name.endswith(format.suffixes)), None)
-
-
-def _known(name: str) -> Format:
-    format = format_of(name)
-    assert format is not None
-    return format
+    def _rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
+        for name in files:
+            yield from (parquet_rows if name.endswith(_PARQUET) else json_rows)(self.filesystem, name, columns)
 
 
 def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequence[str]:
@@ -119,42 +100,10 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
         return sorted(filesystem.glob(path))
     if filesystem.isdir(path):
         names = sorted(str(name) for name in filesystem.ls(path, detail=False))
-        own = {_base(name) for name in names}
-        if SPLITS in own:
-            return _only_split(filesystem, path, url)
-        if DATASET in own:
-            return [*_dataset(filesystem, path, url), *(name for name in names if _stem(name) == METRICS)]
-        return [name for name in names if format_of(name) and not _base(name).startswith(".")]
+        return [name for name in names if name.endswith(_SUFFIXES) and not _base(name).startswith(".")]
     if filesystem.exists(path):
         return [path, *_beside(filesystem, path)]
     raise ImportFailed(f"{url}: not found; name a {_READ} file, or a folder of them")
-
-
-def _dataset(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """List the Arrow files in a folder written by `Dataset.save_to_disk`, in row order."""
-    try:
-        state = json.loads(filesystem.cat_file(f"{path}/{DATASET}"))
-        names = [entry["filename"] for entry in state["_data_files"]]
-    except (ValueError, LookupError, TypeError) as error:
-        raise ImportFailed(f"{url}/{DATASET}: does not list the files of a dataset ({error!r})") from error
-    if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise ImportFailed(f"{url}: its rows are selected by an index; call flatten_indices() and save_to_disk again")
-    strange = next((name for name in names if not isinstance(name, str) or _base(name) != name), None)
-    if strange is not None:
-        raise ImportFailed(f"{url}/{DATASET}: lists {strange!r}, which is not a file name in that folder")
-    return [f"{path}/{name}" for name in names]
-
-
-def _only_split(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> list[str]:
-    """List the files in a folder written by `DatasetDict.save_to_disk`, which must have exactly one split."""
-    try:
-        splits = list(json.loads(filesystem.cat_file(f"{path}/{SPLITS}"))["splits"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise ImportFailed(f"{url}/{SPLITS}: does not list the splits of a dataset ({error!r})") from error
-    if len(splits) != 1 or not isinstance(splits[0], str) or _base(splits[0]) != splits[0]:
-        named = " or ".join(f"{url.rstrip('/')}/{split}" for split in splits)
-        raise ImportFailed(f"{url}: holds {len(splits)} splits; name one of them: {named or 'none found'}")
-    return _dataset(filesystem, f"{path}/{splits[0]}", f"{url.rstrip('/')}/{splits[0]}")
 
 
 def _base(name: str) -> str:

@@ -38,18 +38,12 @@ COLUMNS = {
     "position": ("rollout_position", "partition"),
     "policy_version": ("weight_versions",),
     "finish_reason": ("status",),
-    "kept_offsets": ("rollout_top_p_token_offsets",),
-    "kept_logprobs": ("rollout_top_p_log_probs",),
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
 """Column -> candidate fields in the dump. Columns that do not exist in a trace are used to compute those that do."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
-KEPT_MASS = "rollout/kept_mass"
-"""Pass whose logprobs are the logarithm of the probability mass that top-p keeps at each token."""
-KEPT_TOKENS = "rollout/top_p_kept_tokens"
-"""Metric with the mean number of vocabulary entries that top-p keeps per token."""
 
 
 def dump_parts(folder: DumpFolder) -> list[Part]:
@@ -175,32 +169,6 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
     }
 
 
-def kept_sets(fields: Fields, length: int) -> tuple[float, Values | None] | None:
-    """Return the mean number of vocabulary entries that top-p kept, and the logarithm of their probability mass per token.
-
-    Returns None if the entries were not recorded. The entries kept at token t are offsets[t]:offsets[t + 1]; tokens
-    that were not generated have no entries.
-    """
-    offsets = fields.values("kept_offsets")
-    if offsets is None:
-        return None
-    ends = offsets.values.astype(np.int64)
-    if len(ends) != length + 1 or (len(ends) and ends[0] != 0) or (np.diff(ends) < 0).any():
-        raise ImportFailed(f"{fields.where}: its top-p offsets are not {length + 1} non-decreasing numbers from 0")
-    sizes = np.diff(ends)
-    mean = float(sizes[sizes > 0].mean()) if (sizes > 0).any() else float("nan")
-    logprobs = fields.values("kept_logprobs")
-    if logprobs is None:
-        return mean, None
-    if len(logprobs) != ends[-1]:
-        raise ImportFailed(f"{fields.where}: has {len(logprobs)} logprobs for top-p sets of {ends[-1]} tokens")
-    mass = np.zeros(length, np.float64)
-    filled = np.flatnonzero(sizes)
-    if len(filled):
-        mass[filled] = np.logaddexp.reduceat(logprobs.values.astype(np.float64), ends[:-1][filled])
-    return mean, Values(np.minimum(mass, 0.0), sizes > 0)
-
-
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
     """Return a dump's top-level dict. Raises ImportFailed if the dump is not a dict."""
     if not isinstance(found, dict):
@@ -231,7 +199,6 @@ class StepSamples:
     def __init__(self, step: int):
         self.step = step
         self.cells: dict[str, dict[str, Any]] = {}
-        self._kept: list[float] = []
 
     def add(self, name: str, cells: dict[str, Any]) -> None:
         """Add cells for a sample from one file. Cells that are already set are not overwritten."""
@@ -244,26 +211,13 @@ class StepSamples:
             if known.get(column) is None:
                 known[column] = value
 
-    def add_kept(self, name: str, fields: Fields) -> None:
-        """Add the probability mass and number of vocabulary entries that top-p kept for a sample."""
-        kept = kept_sets(fields, len(self.cells[name]["response_ids"]))
-        if kept is not None:
-            if np.isfinite(kept[0]):
-                self._kept.append(kept[0])
-            if kept[1] is not None:
-                self.cells[name][f"{KEPT_MASS}_logprobs"] = kept[1]
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics to log for the step."""
-        return {KEPT_TOKENS: float(np.mean(self._kept))} if self._kept else {}
-
-    def rows(self, file: str) -> DumpRows:
-        """Return the samples of the step, one row each."""
+    def batches(self, file: str) -> Iterator[RowBatch]:
+        """Yield the samples of the step, one row each."""
         rows = DumpRows(file, "sample")
         for number, (name, cells) in enumerate(self.cells.items(), start=1):
             rows.add(number, seq_id=name, **cells)
-        return rows
+        if len(rows):
+            yield rows.batch()
 
 
 def add_rollout(
@@ -277,13 +231,4 @@ def add_rollout(
         cells = sample_cells(each, samples.step)
         cells["routing"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
         samples.add(name, cells)
-        samples.add_kept(name, each)
     return names
-
-
-def emit(reading: Reading, samples: StepSamples) -> Iterator[RowBatch]:
-    """Yield the rows of a step, and set the step's metrics in `reading`."""
-    if samples.metrics:
-        reading.metrics[samples.step] = samples.metrics
-    if samples.cells:
-        yield samples.rows(reading.part.files[0]).batch()

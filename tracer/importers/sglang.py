@@ -45,7 +45,6 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
-    """Return the logprobs and token ids from a list of (logprob, token id, text)."""
     found = fields.get(column)
     if found is None:
         return None

@@ -84,7 +84,6 @@ def _rows(
 
 
 def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:
-    """Return the tensors of a TrainingInputBatch."""
     state = None
     if isinstance(found, Shell):
         state = (

@@ -17,7 +17,6 @@ from .samples import (
     StepSamples,
     add_rollout,
     dump_parts,
-    emit,
     framework_of,
     named,
     sample_cells,
@@ -41,7 +40,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
             raise ImportFailed(f"{path}: is a train dump of miles; import it with: tim-trace import miles PATH -o RUN")
         else:
             names = add_rollout(reading, samples, record, str(path), budget)
-    yield from emit(reading, samples)
+    yield from samples.batches(reading.part.files[0])
 
 
 def _add_trained(
@@ -69,7 +68,6 @@ def _add_trained(
             reward = rewards[position]
             cells["reward"] = float(reward) if isinstance(reward, (int, float, np.number)) else None
         samples.add(name, cells)
-        samples.add_kept(name, each)
 
 
 def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> None:

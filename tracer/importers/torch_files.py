@@ -6,6 +6,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ import pyarrow as pa
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
 from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, raw_tensor
+from .local_file import whole_content
 from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
-from .remote_file import DumpFile, RemoteFile, whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """First value in a legacy torch.save file; newer releases write zip files."""
@@ -24,13 +25,11 @@ BAD_ZIP = (
     OverflowError, MemoryError,
 )  # fmt: skip
 """Errors that zipfile raises for damaged files."""
-_ENDS_BYTES = 1 << 16
-"""Read-ahead for checking both ends of a file on object storage, bytes."""
 _MAX_INSIDE = 4
 """Maximum nesting depth of files. A pickle may contain another torch.save file as bytes."""
 
 
-def read_pickled(path: DumpFile, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
+def read_pickled(path: Path, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
     """Read a file written by torch.save or pickle.dump. `shells` adds the framework's own classes to the allowlist.
 
     Raises ImportFailed, naming the content that is not plain data.
@@ -43,9 +42,9 @@ def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
-def is_cut(path: DumpFile) -> bool:
+def is_cut(path: Path) -> bool:
     """Return True if a file is empty or is an incomplete zip file: still being written, or truncated."""
-    with path.open("rb", ahead=_ENDS_BYTES) if isinstance(path, RemoteFile) else path.open("rb") as file:
+    with path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
             return not begins

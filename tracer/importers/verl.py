@@ -20,8 +20,8 @@ from .dump import DumpFolder, Part, Reading
 from .dump_rows import padded_columns, routed
 from .fields import Fields
 from .format import Format, first_object, read_rows
+from .local_file import opened
 from .pickles import BYTES, Budget, Known, NotPlain
-from .remote_file import opened
 from .rowbatch import RowBatch
 from .torch_files import read_bytes, tensors_in, unpickled
 

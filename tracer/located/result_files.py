@@ -29,8 +29,6 @@ from ..verified_file import FileCursor
 from ..whole_file import unnamed_file, write_part
 from .results import FORMAT, A, B, Located, LocateQuestion, OperatorError, Patch, ResultHeader, limits, parse_header
 
-UNFINISHED = "-unfinished"
-"""Text contained in the names of files that an interrupted `locate` leaves behind."""
 _AGAIN = "run locate again, or delete the file"
 _HEADER = re.compile(r"[0-9a-f]{16}\.json")
 _OPTIONS: dict[str, Any] = {"compression": "zstd"}
@@ -123,16 +121,6 @@ def _operator_rows(found: Located) -> list[dict[str, Any]]:
 def result_ids(store: Store) -> list[str]:
     """Return the ids of all `locate` results stored in a trace."""
     return [name.removesuffix(".json") for name in store.files(LOCATE) if _HEADER.fullmatch(name)]
-
-
-def unfinished_names(store: Store, question: str) -> list[str]:
-    """Return the files that an interrupted `locate` left in a trace for a question, as paths relative to the trace."""
-    return [f"{LOCATE}/{name}" for name in store.files(LOCATE) if name.startswith(f"{question}{UNFINISHED}")]
-
-
-def unfinished_questions(store: Store) -> list[str]:
-    """Return the ids of all questions for which an interrupted `locate` left files in a trace."""
-    return sorted({name.partition(UNFINISHED)[0] for name in store.files(LOCATE) if UNFINISHED in name})
 
 
 def read_header(store: Store, result: str) -> ResultHeader:

@@ -150,7 +150,7 @@ class Patch:
     """
 
     patch: str
-    """Patched operators: a kind of operator, `layers 0 to 7`, `all operators`, or `routes` for differing expert choices."""
+    """Patched operators: a kind of operator, `all operators`, or `routes` for differing expert choices."""
     taker: str
     """Execution whose operators were replaced, `a` or `b`."""
     num_operators: int

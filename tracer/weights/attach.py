@@ -68,19 +68,7 @@ def attach(
     without transformers; TraceNotFound; TraceExists if the trace is being recorded; StorageError.
     """
     Store(trace).manifest()
-    return attach_model(trace, version, folder, *load_folder(folder, tokenizer), force=force)
-
-
-def attach_model(
-    trace: str | os.PathLike[str],
-    version: int,
-    folder: str | os.PathLike[str],
-    model: Any,
-    of_tokenizer: Any,
-    *,
-    force: bool = False,
-) -> Attached:
-    """Attach a model and tokenizer that `load_folder` returned, as `attach` does."""
+    model, of_tokenizer = load_folder(folder, tokenizer)
     there = _absolute(folder)
     with grown_trace(trace) as building:
         store = Store(trace)
@@ -110,14 +98,6 @@ def attach_model(
         num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
         has_tokenizer=has_tokenizer,
     )
-
-
-def is_attached(trace: str | os.PathLike[str], version: int, folder: str | os.PathLike[str]) -> bool:
-    """Return True if this folder's weights are already attached to a trace under the given version."""
-    store = Store(trace)
-    states = {state.writer: state for state in store.writers()[0]}
-    parts = WeightReader(store, tuple(states.values())).parts.get(version, ())
-    return any(states[part.writer].attached_from == _absolute(folder) for part in parts if part.writer in states)
 
 
 def _absolute(folder: str | os.PathLike[str]) -> str:

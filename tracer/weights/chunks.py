@@ -121,7 +121,6 @@ def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Wo
 
 
 def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
-    """Write a chunk padded with zeros to its full size. Return its size on disk in bytes."""
     if len(part_C) < size:
         part_C = np.concatenate([part_C, np.zeros(size - len(part_C), part_C.dtype)])
     encoded = _CODEC.encode(np.ascontiguousarray(part_C))

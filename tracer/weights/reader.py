@@ -426,7 +426,6 @@ class WeightReader:
 
 
 def _attempt(writer: WriterState | None) -> int:
-    """Return a writer's training attempt; 0 if unknown."""
     return 0 if writer is None or writer.attempt is None else writer.attempt
 
 

@@ -34,6 +34,11 @@ _OF_SEMANTICS = (
     "retokenised",
     "log_base",
     "padded_vocabulary",
+    "penalty",
+    "misplaced",
+    "unrelated",
+    "chunk_boundary",
+    "one_place",
 )
 
 

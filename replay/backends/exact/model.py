@@ -157,16 +157,6 @@ class ExactModel:
             found |= {f"{prefix}.{name}": operator for name, operator in _operators_of(layer)}
         return found
 
-    def windows(self) -> dict[str, int | None]:
-        """Return attention core -> size of its sliding window in tokens; None if the core has no sliding window."""
-        self.prepare()
-        layers = {id(layer): layer.window for layer in self._layers}
-        return {
-            name: layers[id(operator.owner)]
-            for name, operator in self.operators().items()
-            if operator.attribute == "core"
-        }
-
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
         """Return the head; `dtype` is the dtype that logits are first rounded to, or None for the dtype of the
         activations."""

@@ -1,0 +1,457 @@
+"""Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. With these faults, two passes may be comparable and
+the training still wrong.
+
+Shapes: N sequences, S steps.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ...schemas.loss import read_loss
+from ..advice import Advice
+from ..facts.series import by_step
+from ..trace.columns import sequence_columns
+from ..trace.database import Database
+from ..trace.hyperparameters import read_hyperparameters
+from .advantage_rule import BATCH, count_of, mean_of, rule_of
+from .sample import Sample
+
+KINDS = {
+    "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
+    "rewards_constant": ("constant rewards", "every reward is {value:g}: there is nothing to learn from"),
+    "one_row_groups": ("group ids are unique per row", "prompts have {rows_per_prompt:.3g} rows on average, but every row is a group of its own"),
+    "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups hold rows of several prompts, up to {most} in one group"),
+    "prompts_split": ("prompts are split over groups", "rows of every prompt are in {num_groups} groups of a step, each with its own baseline"),
+    "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
+    "advantages_inverted": ("advantages have the wrong sign", "advantages fall as rewards rise: their correlation inside groups is {correlation:.3f}"),
+    "advantages_unrelated": ("advantages do not follow rewards", "advantages and rewards correlate by {correlation:.3f} inside groups (chance: up to {error:.2f})"),
+    "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded they correlate by {correlation:.3f} inside groups"),
+    "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
+    "baseline_unknown": ("group means of the advantages are not 0", "group means scatter by {between:.2f} of the advantages' rms, and no known baseline fits"),
+    "advantages_clipped": ("advantages are clipped", "advantages are cut off at {low:.3g} and {high:.3g} (fit {fit:.4f})"),
+    "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times what rewards minus the group's mean give, normalised or not"),
+    "advantages_extreme": ("extreme advantages", "|advantage| is up to {largest:.4g}; usual is {usual:.3g}, and no baseline or normalisation gives more than {bound:.3g}"),
+    "rewards_unequal": ("equal responses get different rewards", "{num:,} of {num_pairs:,} pairs of equal responses to one prompt differ in reward; moved by {shift} rows, {num_moved:,} do"),
+    "metric_contradicts": ("a logged metric contradicts the rows", "{name} is {logged:.4g} at step {step}, where the rows give {recorded:.4g}"),
+    "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
+    "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token, in the loss but not sampled"),
+    "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} tokens in {num_rows:,} rows, in stretches as from tools, are in the loss but not sampled"),
+}  # fmt: skip
+"""Code -> title, and sentence about the finding's numbers."""
+
+
+Numbers = dict[str, float | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataFinding:
+    """A fault, or a notable property, of a run's data."""
+
+    code: str
+    """A key of KINDS."""
+    share: float
+    """Share of the rows, pairs or steps concerned that is affected, 0 to 1."""
+    since: int | None
+    """First affected step; None if it is the first step."""
+    is_notice: bool
+    """True if a sound run may have this on purpose."""
+    numbers: Numbers = field(default_factory=dict)
+    next: Advice
+    """SQL command that shows the finding."""
+
+    @property
+    def title(self) -> str:
+        return KINDS[self.code][0].format(**self.numbers)
+
+
+def data_text(finding: DataFinding) -> str:
+    """Return a finding as a sentence."""
+    since = "" if finding.since is None else f", from step {finding.since} on"
+    return f"{KINDS[finding.code][1].format(**finding.numbers)} ({finding.share:.0%} affected{since})"
+
+
+def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
+    """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
+    run = _Run(database, sample)
+    checks = (_values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled)
+    found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
+    return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
+
+
+_EXPLAINED_BY = {"advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"}}
+"""Code -> codes that explain it."""
+_LOST = "coalesce(NOT isfinite({}), false)"
+_ROWS = f"""
+SELECT step, response, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, coalesce(advantage, list_avg(list)) AS advantage,
+       coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
+       coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
+       {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
+FROM (
+    SELECT step, row_number() OVER () AS place, hash(prompt_ids, response_ids) AS response, num_response_tokens::DOUBLE AS length, reward, advantage,
+           CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt, {{list}} AS list
+    FROM sequences
+)
+ORDER BY step, place
+"""
+"""Query for one row per sequence. Hashes are 0 where not recorded; `largest` and `is_per_token` are of the tokens in the loss."""
+_COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
+_BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(reward) AS highest, avg(num_response_tokens) AS length, max(abs(advantage)) AS largest FROM {rows} GROUP BY step ORDER BY step"
+_BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
+_BY_ROW = "SELECT step, group_id, seq_id, hash(prompt_ids, response_ids) AS response, reward, advantage FROM {rows} ORDER BY step"
+_EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
+_TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
+_ERRORS = 4.0
+"""Standard errors that chance does not reach, even at one of a thousand steps."""
+_UNLIKELY, _STRETCH = -3.0, 4
+"""Bound on logprob + entropy, nats, and length of a stretch below it: 5 % of sampled tokens are, hence 1 of 10^5 stretches."""
+_IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
+_NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
+_NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
+_REUSES = re.compile(r"(num_iterations|ppo_epochs|num_ppo_epochs|updates_per_batch)$", re.IGNORECASE)
+_ERROR_OF_MEAN = "4 * stddev_pop(value) / sqrt(count(*))"
+_LOGGED = (
+    ("sequences", "reward", _ERROR_OF_MEAN, ("reward", "critic/score/mean", "critic/rewards/mean", "rewards/mean", "reward/mean", "train/reward", "rollout/raw_reward")),
+    ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
+    ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
+)  # fmt: skip
+"""Table, quantity, error if the rows are a sample or weighted, and names under which frameworks log its mean over a step."""
+_MEANS = """
+SELECT step, avg(value) AS mean, {error} AS error
+FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
+"""
+
+
+class _Run:
+    """The data to check: columns of _ROWS as [N] arrays, ordered by step and then as recorded."""
+
+    def __init__(self, database: Database, sample: Sample | None) -> None:
+        columns = sequence_columns(database)
+        tokens = (_COUNTED if columns.mask else "advantages") if columns.advantages else "NULL"
+        with database.following("reading rewards and advantages"):
+            table = database.connection.sql(_ROWS.format(list=f"{tokens}::DOUBLE[]")).to_arrow_table()
+        self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
+        self.rows = {name: table[name].to_numpy() for name in table.column_names}
+        self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
+        self.is_per_token = bool(self.rows["is_per_token"].any())
+        inspected = self.steps if sample is None else np.unique(sample.steps)
+        self.inspected = ", ".join(str(step) for step in inspected)
+
+    def finding(
+        self, code: str, affected: np.ndarray, at: np.ndarray, query: str, numbers: Numbers, *, notice: bool = False
+    ) -> DataFinding:
+        """Build a finding from a mask over rows, pairs or steps, and the index of the step of each."""
+        condition = self.database.step_condition()
+        rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
+        text = re.sub(r'(["$`\\])', r"\\\1", query.format(rows=rows, **numbers))
+        return DataFinding(
+            code=code, share=float(np.mean(affected)), since=self.since(affected, at), is_notice=notice, numbers=numbers,
+            next=Advice(f'tim-trace sql {shlex.quote(self.database.given[0])} "{text}"'),
+        )  # fmt: skip
+
+    def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
+        """Return the step that best divides a run into good and bad steps; for an episode, its first step."""
+        judged, index = np.unique(at, return_inverse=True)
+        is_bad = np.bincount(index, affected) > 0
+        first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
+        if 2 * is_bad[first:].sum() <= is_bad.sum():
+            first = int(is_bad.argmax())
+        return int(self.steps[judged[first]]) if first else None
+
+
+def _values(run: _Run) -> Iterator[DataFinding]:
+    """Detect NaN, constant rewards, and single advantages that no baseline gives."""
+    rows, at = run.rows, run.at
+    for column in ("reward", "advantage"):
+        if (lost := rows[f"lost_{column}"]).any():
+            query = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
+            yield run.finding("not_finite", lost, at, query, {"column": column, "num": int(lost.sum())})
+    rewards = rows["reward"][np.isfinite(rows["reward"])]
+    if len(rewards) >= 30 and np.ptp(rewards) == 0:  # other rewards have a probability below a tenth
+        yield run.finding("rewards_constant", at >= 0, at, _BY_STEP, {"value": float(rewards[0])}, notice=True)
+    # Normalised over n values, one is at most sqrt(n); minus a baseline, at most the range of the rewards.
+    size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(rows["is_per_token"], rows["length"], 1.0)
+    bound = 2 * np.maximum(np.sqrt(np.bincount(at, units)), 2 * np.abs(rewards).max(initial=0.0))[at]
+    medians = [np.median(some) for _, part in _parts(at) if len(some := size[part][size[part] > 0])]
+    usual = float(np.quantile(medians, 0.25)) if medians else 0.0
+    if (extreme := (size > bound) & (size > 50 * usual)).any():
+        numbers: Numbers = {"largest": float(size.max()), "bound": float(bound[extreme].max()), "usual": usual}
+        yield run.finding("advantages_extreme", extreme, at, _BY_STEP, numbers)
+
+
+def _groups(run: _Run) -> Iterator[DataFinding]:
+    known = (run.rows["group"] > 0) & (run.rows["prompt"] > 0)
+    at = run.at[known]
+    if not len(at):
+        return
+    group, prompt = (_numbered(run.rows[name][known], at) for name in ("group", "prompt"))
+    cell = _numbered(group, prompt)
+    is_first = np.zeros(len(at))
+    is_first[np.unique(cell, return_index=True)[1]] = 1
+    prompts, groups = np.bincount(group, is_first)[group], np.bincount(prompt, is_first)[prompt]
+    in_group, repeated = count_of(group), count_of(prompt) > 1
+    if in_group.max() == 1 and repeated.mean() > 0.5:
+        yield run.finding("one_row_groups", repeated, at, _BY_GROUP, {"rows_per_prompt": len(at) / (prompt.max() + 1)})
+        return
+    # Turns of a conversation have prompts of their own. Wrong ids join prompts that repeat, inside or in other groups.
+    all_repeat = mean_of(group, (count_of(cell) > 1).astype(float)) == 1
+    mixed = (prompts > 1) & (all_repeat | (mean_of(group, (groups > 1).astype(float)) == 1))
+    if mixed.any():
+        numbers: Numbers = {"num_groups": len(np.unique(group[mixed])), "most": int(prompts.max())}
+        yield run.finding("groups_mix_prompts", mixed, at, _BY_GROUP, numbers)
+    elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and prompt.max() + 1 > 3 * len(np.unique(at)):
+        # If a few prompts were drawn twice by chance, others would be drawn once.
+        yield run.finding("prompts_split", at >= 0, at, _BY_GROUP, {"num_groups": int(groups[0])}, notice=True)
+
+
+def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """Return [N] indices of labels within steps, in order of first appearance."""
+    key = np.unique(label, return_inverse=True)[1] * (int(at.max()) + 1) + at
+    _, first, index = np.unique(key, return_index=True, return_inverse=True)
+    return np.asarray(np.argsort(np.argsort(first))[index])
+
+
+def _advantages(run: _Run) -> Iterator[DataFinding]:
+    """Compare advantages with rewards step by step, and name the rule of most steps that do not follow the group's mean."""
+    known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
+    r, a, at, has_id = (
+        run.rows["reward"][known],
+        run.rows["advantage"][known],
+        run.at[known],
+        run.rows["group"][known] > 0,
+    )
+    if not len(at):
+        return
+    group = _numbered(run.rows["group"][known], at)
+    is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
+    explain, label, rules = is_grouped and not run.is_per_token, group if is_grouped else at, {}
+    for step, part in _parts(at):
+        rule = rule_of(r[part], a[part], label[part] - label[part].min(), explain=explain)
+        if rule.name != "none":
+            rules[step] = rule
+    names = [rule.name for rule in rules.values()]
+    others = [name for name in names if name not in ("own", "constant", "")]
+    name = max(others, key=others.count, default="")
+    if 2 * others.count(name) < len(others) + names.count(""):
+        name = ""  # a few small steps fit something by chance
+
+    def found(
+        code: str, steps: list[int], numbers: Numbers, *, notice: bool = False, changed: bool = True
+    ) -> DataFinding:
+        """Build a finding; with `changed`, a change during the run is no notice."""
+        judged = at[np.isin(at, [*rules])]
+        built = run.finding(code, np.isin(judged, steps), judged, _BY_GROUP, numbers, notice=notice)
+        return replace(built, is_notice=notice and not (changed and built.since is not None))
+
+    constant = [step for step, rule in rules.items() if rule.name == "constant"]
+    if sum(rules[step].freedom for step in constant) >= 4 and not run.is_per_token:
+        value = float(a[np.isin(at, constant)].mean())
+        yield found("advantages_constant", constant, {"value": value, "num_steps": len(constant)})
+    scaled = {step: rule.factor for step, rule in rules.items() if rule.factor is not None}
+    factors = np.array([*scaled.values()])
+    if 10 * len(scaled) > len(rules) and np.ptp(factors) < 0.1 * np.median(factors):  # groups may differ in scale
+        yield found("advantages_scaled", [*scaled], {"factor": float(np.median(factors))}, notice=True)
+    off = {step: rule for step, rule in rules.items() if rule.name == name}
+    freedom = sum(rule.freedom for rule in off.values())
+    if not freedom:
+        return
+    correlation = sum(rule.correlation * rule.freedom for rule in off.values()) / freedom
+    error, values = _ERRORS / freedom**0.5, a[np.isin(at, [*off])]
+    numbers: Numbers = {
+        key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")
+    }
+    numbers |= {
+        "correlation": correlation,
+        "error": error,
+        "low": float(values.min()),
+        "high": float(values.max()),
+        "explanation": name,
+    }
+    declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
+    if name == "clipped":
+        yield found("advantages_clipped", [*off], numbers, notice=True, changed=False)
+    elif name.startswith("rewards"):
+        yield found("rewards_of_other_rows", [*off], numbers)
+    elif name == BATCH:
+        numbers["explanation"] = _constant(r, a, at, off)
+        baseline = found("baseline", [*off], numbers, notice=not _NAMES_GROUP.search(declared))
+        if baseline.since is not None or not _NAMES_OTHER.search(declared):
+            yield baseline
+    elif name:
+        yield found("baseline", [*off], numbers)
+    elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
+        yield found("advantages_inverted", [*off], numbers)
+    elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
+        yield found("advantages_unrelated", [*off], numbers)
+    elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change in time
+        yield found("baseline_unknown", [*off], numbers, notice=True, changed=False)
+
+
+def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
+    """Yield each step's index with its rows."""
+    steps, firsts = np.unique(at, return_index=True)
+    for step, first, end in zip(steps, firsts, [*firsts[1:], len(at)], strict=True):
+        yield int(step), slice(first, end)
+
+
+def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
+    """Name the constant of the batch that was subtracted from rewards at most of the steps."""
+    names, means = [], [0.0]
+    for step, part in _parts(at):
+        mean, spread = float(r[part].mean()), float(np.std(r[part]))
+        constants = {
+            "the batch's mean": mean,
+            "nothing": 0.0,
+            "the previous step's mean": means[-1],
+            "the running mean": float(np.mean(means[1:] or [0])),
+        }
+        if step in steps:
+            slope, intercept = np.polyfit(r[part], a[part], 1)
+            distances = {name: abs(intercept / slope + constant) for name, constant in constants.items()}
+            best = min(distances, key=distances.__getitem__)
+            names.append(best if distances[best] < 0.01 * spread else BATCH)
+        means.append(mean)
+    return max(names, key=names.count)
+
+
+def _repeated(run: _Run) -> Iterator[DataFinding]:
+    """Detect rewards in other rows: equal responses of a step get equal rewards only once the rows are moved."""
+    at, reward, response = run.at, run.rows["reward"], run.rows["response"]
+    order = np.lexsort((response, at))
+    same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
+    one, two = order[same], order[same + 1]
+    least = 1e-6 * np.abs(reward[np.isfinite(reward)]).max(initial=0.0)
+    differs = np.abs(reward[one] - reward[two]) > least
+    if (num := int(differs.sum())) < 20:  # fewer may become equal by chance
+        return
+    firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
+    moved = {by: reward[firsts + (place - firsts + by) % sizes] for by in (*range(-8, 0), *range(1, 9))}
+    left = {by: int((np.abs(values[one] - values[two]) > least).sum()) for by, values in moved.items()}
+    shift = min(left, key=lambda by: (left[by], abs(by)))
+    if 10 * left[shift] <= num:
+        numbers: Numbers = {"num": num, "num_pairs": len(one), "shift": shift, "num_moved": left[shift]}
+        yield run.finding("rewards_unequal", differs, at[one], _BY_ROW, numbers)
+
+
+def _metrics(run: _Run) -> Iterator[DataFinding]:
+    """Detect logged means that contradict those of the rows."""
+    query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
+    logged = {(name, step): value for name, step, value in run.database.connection.execute(query).fetchall()}
+    known_names = {name for name, _ in logged}
+    for table, column, error, names in _LOGGED:
+        if known_names.isdisjoint(names):
+            continue
+        rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error))
+        steps, mean, errors = rows["step"], rows["mean"], rows["error"]
+        found = []
+        for name, later in ((name, later) for name in names if name in known_names for later in (0, 1, -1)):
+            value = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
+            known = np.isfinite(value)
+            ends, sums = np.flatnonzero(known), np.r_[0.0, np.cumsum(mean)]
+            averaged = mean.copy()  # since the step that was logged before
+            averaged[ends] = np.diff(np.r_[0.0, sums[ends + 1]]) / np.diff(np.r_[0, ends + 1])
+            distance = np.minimum(np.abs(value - mean), np.abs(value - averaged))
+            off = known & (distance > 1e-3 * np.abs(mean).max(initial=1e-9))
+            is_sample = 2 * int(off.sum()) >= int(known.sum())
+            # Logged means that are exact at some steps only, in no order, are of other rows by chance.
+            if is_sample or not off[known][off[known].argmax() :].all():
+                off &= distance > np.maximum(errors, errors.sum() / max(len(errors), 1))
+            if known.sum() > 2:
+                found.append((is_sample, int(off.sum()), abs(later), name, value, off, known))
+        is_sample, num, _, name, value, off, known = min(
+            found, key=lambda entry: entry[:3], default=(True, 0, 0, "", mean, mean, mean)
+        )
+        if num > 2 and (not is_sample or 2 * num > known.sum()):
+            worst = int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
+            numbers: Numbers = {
+                "name": name,
+                "logged": float(value[worst]),
+                "recorded": float(mean[worst]),
+                "step": int(steps[worst]),
+            }
+            at = np.searchsorted(run.steps, steps[known])
+            yield run.finding("metric_contradicts", off[known], at, _BY_STEP, numbers, notice=is_sample)
+
+
+_EQUAL = """
+SELECT a.step, a.iteration > 0 AS is_reused, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num,
+       coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag,
+       any_value(a.contract) AS contract_a, any_value(b.contract) AS contract_b
+FROM scores AS a JOIN scores AS b USING (run, step, seq_id) JOIN sequences AS s USING (run, step, seq_id)
+WHERE a."pass" = $a AND b."pass" = $b AND b.iteration = 0 AND a.step IN ({steps})
+GROUP BY ALL ORDER BY a.step
+"""
+
+
+def _ratios(run: _Run) -> Iterator[DataFinding]:
+    """Detect passes with a ratio of 1 at every token although updates lie between them, or dtypes differ."""
+    execute, loss = run.database.connection.execute, read_loss(run.settings)
+    reuses = any(
+        _REUSES.search(name) and str(value) not in ("0", "1", "0.0", "1.0") for name, value in run.settings.items()
+    )
+    contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
+    for a, b in (("current", "train"), ("train", "rollout")):
+        rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
+        rows = [row for row in rows if row[1]] or rows  # updates precede the later uses of a batch
+        is_equal, num_equal = np.array([row[2] for row in rows], bool), sum(row[2] for row in rows)
+        if 2 * num_equal <= len(rows):
+            continue
+        _, is_reused, _, _, lag, *scored = max((row for row in rows if row[2]), key=lambda row: row[4])
+        dtypes = [set(re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(contract)))) for contract in scored]
+        is_notice = False
+        if lag > 0:
+            reason = f"the weights of {a} are {lag} updates newer"
+        elif is_reused or (reuses and a == "current"):
+            reason = "updates lie between them, as each batch is used several times"
+        elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
+            reason = f"{a} was computed in {', '.join(dtypes[0])}, {b} in {', '.join(dtypes[1])}"
+        elif a == "current" and loss is not None and loss.has_clip and loss.denominator == b:
+            reason, is_notice = "clipping has no effect, which is right only with one update per batch", True
+        else:
+            continue
+        numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[3] for row in rows if row[2]), "reason": reason}
+        at = np.searchsorted(run.steps, [row[0] for row in rows])
+        # A warm-up from a learning rate of 0 leaves the weights of the first step as they are.
+        is_notice |= num_equal < 2
+        yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
+
+
+def _unsampled(run: _Run) -> Iterator[DataFinding]:
+    """Detect tokens in the loss that the engine did not sample: padding after the end token, and stretches from tools."""
+    sample = run.sample
+    sides = {} if sample is None else {side.name: side for side in (sample.a, sample.b)}
+    if sample is None or "rollout" not in sides or not len(sample.tokens):
+        return
+    engine, seq, tokens = sides.pop("rollout"), sample.seq, sample.tokens
+    (other,) = sides.values()
+    entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
+    with np.errstate(invalid="ignore"):
+        unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < _UNLIKELY
+    certain = (engine.logprobs == 0) & (other.logprobs < 0)
+    if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 changes it less
+        certain[:] = False
+    missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
+    odd = missing | (sample.mask & unlikely)
+    differs = tokens != tokens[np.maximum(sample.starts[1:] - 1, 0)][seq]
+    last_other = sample.starts[:-1] - 1
+    np.maximum.at(last_other, seq[differs], np.flatnonzero(differs))
+    repeats_end = np.arange(len(tokens)) > last_other[seq] + 1
+    padding, odd = odd & repeats_end, odd & ~repeats_end
+    stretch = np.cumsum(np.r_[True, (np.diff(odd) != 0) | (np.diff(seq) != 0)]) - 1
+    size = np.bincount(stretch)[stretch]
+    inside = odd & (size >= _STRETCH) & (size < sample.lengths[seq])
+    if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
+        return  # the logprobs of sampled tokens are missing, too
+    for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
+        rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
+        if len(rows) < max(3, 0.05 * sample.num_sequences) or (found is padding and counts.max() < 0.9 * counts.sum()):
+            continue
+        name, step = sample.seq_ids[rows[0]].replace("'", "''"), int(sample.steps[rows[0]])
+        numbers: Numbers = {"num_tokens": int(found.sum()), "num_rows": len(rows), "seq_id": name, "step": step}
+        at = np.searchsorted(run.steps, sample.steps)
+        yield run.finding(code, np.isin(np.arange(len(at)), rows), at, _TOKENS, numbers)

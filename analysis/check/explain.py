@@ -1,0 +1,273 @@
+"""Explain the mismatch: facts first, then the explanation that fits best, again on what it leaves, and at last where the
+rest is and what it depends on. Each token ends as rounding's, a cause's, or nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..advice import NOTHING
+from .faults.computation import find_computation, find_not_repeatable, find_router_flips
+from .faults.copies import find_copied_rows, find_equal
+from .faults.engine_weights import find_engine_weights, weights_agree
+from .faults.grammar import find_grammar
+from .faults.low_precision import find_low_precision
+from .faults.mask import find_unsampled
+from .faults.misplaced import find_misplaced
+from .faults.missing import find_missing
+from .faults.not_logprobs import find_positive
+from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
+from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
+from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
+from .faults.places import BY_TIME, SUBSET, find_place, find_subset
+from .faults.positions import find_onset, find_own_places, find_persistence, find_prefix_cache
+from .faults.row_context import find_exact_rows, find_fading, find_row_context
+from .faults.row_pairing import find_row_pairing
+from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
+from .faults.temperature import find_temperature
+from .faults.truncation import find_one_sided
+from .faults.unexplained import rounding, too_few, unexplained_tokens
+from .faults.unit import find_shared_unit, find_unit
+from .faults.weights import find_adapter, find_declared, find_growth, level
+from .finding import Finding
+from .hypothesis import Hypothesis, owned
+from .likelihood import nobodys
+from .pair_data import PairData
+from .rounding import allowed_noise
+from .structure import not_repeatable
+from .where import Where, places
+
+MIN_LOGPROBS = 30
+"""Minimum number of tokens for the explanations that need statistics: with fewer, the largest d alone contributes a third or
+more of the sum of squares."""
+MIN_GAIN_NATS = 12.0
+"""Minimum evidence for an explanation, nats, beyond the cost of its parameters: chance gives as much once in 100,000 runs."""
+_MAX_ROUNDS = 5
+_MAX_PLACES = 16
+"""Maximum number of places compared by likelihood, those that explain most of the level first."""
+
+_VALUES = (
+    find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_reversed, find_row_pairing, find_misplaced,
+    find_retokenised, find_temperature, find_one_sided, find_penalty, find_token_ids, find_low_precision, find_unrelated,
+    find_growth,
+)  # fmt: skip
+"""Explanations that predict d or its sign token by token."""
+_FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty, find_token_ids)
+"""Explanations by which one side is a function of the other side's distribution."""
+_PLACES = (find_onset, find_prefix_cache, find_row_context, find_place, find_subset)
+"""Explanations that say at which tokens d is large."""
+
+
+def explain(data: PairData) -> list[Finding]:
+    """Return the findings, most probable first; never empty."""
+    engine = find_engine_weights(data)
+    rest = _explain(data, is_known=bool(engine))
+    return [*engine, *(each for each in rest if each.fails or not engine)]
+
+
+def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
+    above = find_positive(data)
+    if above and (units := _best(find_unit(data))):
+        return [units.finding]
+    facts = [each.finding for each in above]
+    if any(finding.share > 0.5 for finding in facts):
+        return facts
+    facts += find_missing(data)
+    data = _without(data, above)
+    for find in (find_grammar, find_shared_constants):
+        owned_by = find(data)
+        facts += [each.finding for each in owned_by]
+        data = _without(data, owned_by)
+    if data.num_kept < MIN_LOGPROBS:
+        equal = [finding for finding in find_equal(data) if not finding.fails]
+        return facts or _gross(data) or equal or [too_few(data, MIN_LOGPROBS)]
+    copied = find_copied_rows(data)
+    if not copied and (equal := find_equal(data)):
+        return [*facts, *(each for each in equal if each.fails or not facts)]
+    found: list[Finding] = list(copied) if is_known else [*copied, *_explained(data)]
+    if not any(finding.fails for finding in (*found, *facts)):
+        found += [each.finding for each in (*find_shared_unit(data), *find_unsampled(data))]
+        if not any(finding.fails for finding in found):
+            found += [each.finding for each in find_sampled_elsewhere(data)]
+    found = sorted(found, key=lambda finding: not finding.fails)
+    cut = bool(found) and found[0].code == "truncation" and any(each.numbers.get("value") == "-inf" for each in facts)
+    ordered = [*found, *facts] if cut or (found and found[0].fails and found[0].weight > 0.5) else [*facts, *found]
+    return ordered or [rounding(data)]
+
+
+def _explained(data: PairData) -> list[Finding]:
+    """Return the explanations of the mismatch, best first, each on what the earlier ones leave."""
+    found: list[Finding] = []
+    behind: str | None = None
+    for _ in range(_MAX_ROUNDS):
+        if data.num_kept < MIN_LOGPROBS or data.rms() == 0.0:
+            break
+        # What the recording declares is asked first.
+        declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
+        if any(each.is_expected for each in declared):
+            return declared
+        where = [place for place in places(data) if _is_told(data, place)]
+        best = _best([*_candidates(data), *_since(data, where), *_places(data, where)])
+        if best is None:
+            return found + (declared or _left(data) if is_excessive(data) else [])
+        finding = best.finding
+        if behind is not None:
+            finding = replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
+        known = {each.code for each in found}
+        found += [each for each in _with_cause(data, replace(best, finding=finding)) if each.code not in known]
+        if best.right is None:
+            data = data.without(best.tokens)
+        else:
+            data, behind = data.corrected(best.tokens, best.right), finding.code
+    return found
+
+
+def _candidates(data: PairData) -> list[Hypothesis]:
+    # A side that does not repeat itself is no fixed function of the other.
+    tried = [find for find in _VALUES if find not in _FIXED] if not_repeatable(data) else _VALUES
+    return [each for find in tried for each in find(data)]
+
+
+def _since(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
+    """Return the explanations of the mismatch from one step on, if it is far larger from there on."""
+    split = next((place for place in where if place.feature == "step" and place.kind == "from"), None)
+    if split is None:
+        return []
+    outside = np.zeros(len(data.keep), bool)
+    outside[np.flatnonzero(data.keep)[~split.inside]] = True
+    step = int(split.values[0])
+    return [
+        replace(
+            each,
+            gain=each.gain - 5.0,
+            finding=replace(each.finding, numbers=each.finding.numbers | {"since_step": step}),
+        )
+        for each in _candidates(data.without(outside))
+    ]
+
+
+def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
+    """Return the explanation with the largest gain, or the simplest one that has half as much: tokens of a row are off
+    together, so that the gain of a longer description is too large."""
+    best = max(found, key=lambda each: each.gain, default=None)
+    if best is None or best.gain <= MIN_GAIN_NATS:
+        return None
+    return min((each for each in found if each.gain >= best.gain / 2), key=lambda each: (each.rank, -each.gain))
+
+
+def _without(data: PairData, found: Sequence[Hypothesis]) -> PairData:
+    for each in found:
+        data = data.without(each.tokens)
+    return data
+
+
+def _parts(data: PairData) -> tuple[str, ...]:
+    return (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b", "prompt_seen_before")
+
+
+def _is_told(data: PairData, place: Where) -> bool:
+    """Return True if a place tells where the mismatch is: outside there is no more than rounding, and inside there is more,
+    or much more than outside, or the place is a part of the run in which rounding has no reason to differ."""
+    allowed = allowed_noise(data)
+    if place.level_outside > allowed / 2:
+        return False
+    inside = level(data.without(owned(data, ~place.inside)))
+    if place.feature in _parts(data):
+        return inside > allowed / 8
+    if is_above(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
+        return True
+    return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5
+
+
+def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
+    found = [each for find in _PLACES for each in find(data, where[:_MAX_PLACES])]
+    found += find_exact_rows(data)
+    return [*found, *find_own_places(data), *find_broken(data)] if is_excessive(data) else found
+
+
+# --- what the rest depends on ----------------------------------------------------------------------------------------------
+
+
+def is_excessive(data: PairData) -> bool:
+    """Return True if more is left than rounding, in the whole or at some tokens."""
+    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()))
+
+
+def is_above(data: PairData) -> bool:
+    """Return True if the level of the whole is more than rounding, by three standard errors of the level."""
+    squares = data.noise[np.isfinite(data.noise)] ** 2
+    if not len(squares):
+        return False
+    error = float(squares.std() / max(squares.mean(), 1e-30)) / (2 * np.sqrt(len(squares)))
+    return bool(level(data) > allowed_noise(data) * (1 + 3 * min(error, 0.5)))
+
+
+def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
+    """Return the finding, and for a part of the run what the mismatch in it depends on; that first if the part is the rest of
+    the run from a step on."""
+    if best.finding.signal == "grows":
+        return [*_part_that_grows(data, best.finding), best.finding]
+    if best.finding.code != SUBSET.code:
+        return [best.finding]
+    inside = data.without(~best.tokens)
+    if not is_excessive(inside):
+        return [best.finding]
+    since = best.finding.since
+    if since is None:
+        return [best.finding, _state(inside)]
+    cause = _state(data)
+    return [replace(cause, numbers=cause.numbers | {"since_step": since}), best.finding]
+
+
+def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
+    """Return where the mismatch is in the steps in which it has grown, if the other tokens of these steps have none."""
+    later = data.without(owned(data, data.sample.steps[data.seq] < int(grown.numbers.get("since") or 0)))
+    where = [place for place in places(later) if _is_told(later, place) and place.feature not in BY_TIME]
+    best = _best([each for find in _PLACES for each in find(later, where[:_MAX_PLACES])])
+    return [] if best is None or best.finding.code in (SUBSET.code, grown.code) else [best.finding]
+
+
+def _left(data: PairData) -> list[Finding]:
+    """Return what is left where nothing predicts it and it is at no particular place."""
+    off = nobodys(data)
+    without = data.without(owned(data, off))
+    if off.mean() > 0.3 or (off.any() and is_above(without)) or not off.any():
+        return [_state(data)]
+    flips = [each.finding for each in find_router_flips(data, off)] or find_fading(data)
+    return flips or find_scattered(data, off) or [unexplained_tokens(data, off, None)]
+
+
+def _state(data: PairData) -> Finding:
+    """Return what a mismatch that is nowhere in particular depends on: a side that does not repeat itself, the updates,
+    neighbouring tokens, token ids, or nothing that can be told apart without a replay."""
+    agree = weights_agree(data)
+    if agree:
+        return find_computation(data, is_equal=True)
+    grown = [each.finding for each in find_growth(data)]
+    if grown:
+        return grown[0]
+    for find in (find_not_repeatable, find_fading, find_persistence):
+        if found := find(data):
+            return found[0]
+    return find_computation(data, is_equal=False)
+
+
+def _expected(data: PairData, finding: Finding) -> Finding:
+    """Return the finding, as an expected one if the recording declares what explains it and its size is that of the
+    declaration."""
+    if finding.signal == "policy_versions":
+        same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
+        fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)
+        return replace(finding, is_expected=bool(fresh_are_fine))
+    if finding.signal == "contract":
+        return replace(finding, is_expected=level(data) <= 4 * allowed_noise(data))
+    return finding
+
+
+def _gross(data: PairData) -> list[Finding]:
+    """Return the finding of tokens that are off by far more than any rounding, for which a few tokens are enough."""
+    if not data.num_kept or not nobodys(data).any():
+        return []
+    return [unexplained_tokens(data, nobodys(data), None)]

@@ -1,0 +1,54 @@
+"""The faults that a check knows, each described in one file."""
+
+from __future__ import annotations
+
+from ..finding import Finding
+from .computation import COMPUTATION, NOT_REPEATABLE, ROUTER_FLIPS
+from .copies import COPIES, EQUAL
+from .grammar import GRAMMAR
+from .low_precision import LOW_PRECISION
+from .mask import MASK
+from .misplaced import MISPLACED
+from .missing import HOLES, LENGTHS
+from .not_logprobs import NOT_LOGPROBS
+from .other_values import UNRELATED
+from .penalty import PENALTY
+from .placeholders import NOT_SAMPLED, PLACEHOLDERS
+from .places import BOUNDARY, ONE_PLACE, SUBSET
+from .positions import CHANGE, ONSET
+from .row_context import ROW_CONTEXT
+from .row_pairing import ROW_PAIRING
+from .shift import RETOKENISED, SHIFT
+from .temperature import TEMPERATURE
+from .truncation import PADDED_VOCABULARY, TRUNCATION
+from .unexplained import ROUNDING, TOO_FEW, UNEXPLAINED
+from .unit import UNIT
+from .weights import WEIGHTS
+
+ALL = (
+    TEMPERATURE, TRUNCATION, PENALTY, GRAMMAR, SHIFT, ROW_PAIRING, MISPLACED, MASK, NOT_SAMPLED, PLACEHOLDERS, HOLES,
+    RETOKENISED, UNIT, NOT_LOGPROBS, UNRELATED, PADDED_VOCABULARY, LENGTHS, COPIES, WEIGHTS, COMPUTATION, NOT_REPEATABLE,
+    ROW_CONTEXT, CHANGE, ONSET, BOUNDARY, ONE_PLACE, SUBSET, LOW_PRECISION, ROUTER_FLIPS, UNEXPLAINED, ROUNDING, EQUAL, TOO_FEW,
+)  # fmt: skip
+
+FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
+"""Fault code -> name of the fault. With any of these faults, differences between the passes do not measure numerical
+error."""
+HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
+"""Code of a fault-free verdict -> name of the verdict."""
+WEIGHT_CAUSES = dict(WEIGHTS.causes)
+"""Code of the reason why weights differ -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
+recording shows the reason."""
+TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
+
+_BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}
+
+
+def evidence_text(finding: Finding) -> str:
+    """Return the evidence for a finding as a sentence with numbers."""
+    text = _BY_SIGNAL[finding.code, finding.signal].sentence(finding)
+    if "since_step" in finding.numbers:
+        text += f"; all of it from step {finding.numbers['since_step']} on; the two agree before"
+    if "behind" in finding.numbers:
+        text += f"; visible only after correcting for: {TITLES[str(finding.numbers['behind'])]}"
+    return f"{text}; expected for the recorded engines, dtypes and versions" if finding.is_expected else text

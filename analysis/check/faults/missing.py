@@ -1,0 +1,138 @@
+"""Tokens that count in the loss but have no finite logprob."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import commands
+from ..finding import Fault, Finding
+from ..pair_data import PairData
+from ..sample import PassSample, Sample
+
+MIN_MISSING_SHARE = 1e-4
+"""Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
+them."""
+
+
+def missing_at(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """Return the phrase that says where logprobs are missing."""
+    if numbers["place"] == "scattered":
+        return {"at": f"scattered over {numbers['num_sequences']:,} sequences"}
+    if numbers["place"] == "whole":
+        return {"at": f"(every token of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences)"}
+    return {"at": f"at the {numbers['place']} of {numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"}
+
+
+_SENTENCES = {
+    "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
+    "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
+    "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens of steps that were not inspected individually",
+}
+_WORDS = {"missing": missing_at, "missing_in_both": missing_at}
+
+LENGTHS = Fault(
+    code="lengths", title="tokens are missing on one side", broken="recording", evidence=_SENTENCES, words=_WORDS
+)
+HOLES = Fault(
+    code="placeholders",
+    title="missing values instead of logprobs",
+    broken="recording",
+    evidence=_SENTENCES,
+    words=_WORDS,
+)
+
+
+def find_missing(data: PairData) -> list[Finding]:
+    """Detect NULL, NaN and infinite logprobs. At the end of a sequence they show that it was cut off, elsewhere that
+    values were lost.
+
+    A NULL counts only if the other pass has a value. NaN and infinities always count, however few, because the logprob
+    of a sampled token is finite. They are also counted in steps that are not inspected individually.
+    """
+    sample = data.sample
+    sides = (sample.a, sample.b)
+    lost_a, lost_b = (~np.isfinite(side.logprobs) for side in sides)
+    both = sample.mask & lost_a & lost_b & ~(sample.a.is_null & sample.b.is_null)
+    found = [
+        finding
+        for side, other, lost in ((*sides, lost_a & ~lost_b), (*sides[::-1], lost_b & ~lost_a), (*sides, both))
+        if (finding := _of_side(data, side, other, sample.mask & lost, in_both=lost is both)) is not None
+    ]
+    not_finite = (lost_a & ~sample.a.is_null) | (lost_b & ~sample.b.is_null)
+    elsewhere = data.sums.num_not_finite - int((sample.mask & not_finite).sum())
+    return [*found, _elsewhere(data, elsewhere)] if elsewhere > 0 else found
+
+
+def _of_side(
+    data: PairData, side: PassSample, other: PassSample, missing: np.ndarray, *, in_both: bool
+) -> Finding | None:
+    sample = data.sample
+    share = missing.sum() / max(sample.mask.sum(), 1)
+    nulls = side.is_null[missing] & (other.is_null[missing] | ~np.array(in_both))
+    if not missing.any() or (nulls.all() and share < MIN_MISSING_SHARE):
+        return None
+    in_tail = float((missing & _tails(missing, sample.starts)).sum() / missing.sum())
+    in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
+    rows = np.unique(sample.seq[missing])
+    cut = missing.sum() >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at an end by chance
+    return (LENGTHS if cut else HOLES).finding(
+        data,
+        "missing_in_both" if in_both else "missing",
+        effect=float("nan"),
+        share=float(share),
+        next=commands.sql(
+            data,
+            "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
+            f"(SELECT step, seq_id, unnest(logprobs) AS logprob FROM scores WHERE \"pass\" = '{side.name}') "
+            "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
+        ),
+        numbers={
+            "side": side.name,
+            "other": other.name,
+            "num_tokens": int(missing.sum()),
+            "num_sequences": len(rows),
+            "of_sequences": sample.num_sequences,
+            "place": _place(sample, missing, in_tail >= in_head) if cut else "scattered",
+            "value": _kind(side.logprobs[missing], nulls),
+        },
+    )
+
+
+def _place(sample: Sample, missing: np.ndarray, at_end: bool) -> str:
+    lost = np.bincount(sample.seq[missing], minlength=sample.num_sequences)
+    counted = np.bincount(sample.seq[sample.mask], minlength=sample.num_sequences)
+    if np.all(lost[lost > 0] == counted[lost > 0]):
+        return "whole"
+    return "end" if at_end else "beginning"
+
+
+def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
+    """Return the kind of missing value: NULL if all are NULL, -inf or infinity if all are, else NaN."""
+    if nulls.all():
+        return "NULL"
+    if np.isneginf(values).all():
+        return "-inf"
+    return "inf" if np.isinf(values).all() else "NaN"
+
+
+def _elsewhere(data: PairData, num: int) -> Finding:
+    """Return the finding for NaN and infinite logprobs in steps that were not inspected individually."""
+    return HOLES.finding(
+        data,
+        "missing_elsewhere",
+        effect=float("nan"),
+        share=float(num / max(data.sums.num_tokens + data.sums.num_not_finite, 1)),
+        next=commands.stats(data, "step"),
+        numbers={"num_tokens": num, **data.names},
+    )
+
+
+def _tails(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Return [N] bool: True where a token and all later tokens in its sequence are flagged."""
+    ends = np.repeat(starts[1:], np.diff(starts))
+    # For each token, the index of the first unflagged token at or after it.
+    following = np.minimum.accumulate(np.where(~flags, np.arange(len(flags)), len(flags))[::-1])[::-1]
+    return np.asarray(flags & (following >= ends))

@@ -1,0 +1,128 @@
+"""Tokens that are off at one place or in one part of the run, whatever the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import commands
+from ..finding import Fault
+from ..hypothesis import Hypothesis, located
+from ..likelihood import explained
+from ..pair_data import PairData
+from ..where import Where, where_text
+
+_TOKENS = (
+    "first_token",
+    "last_token",
+    "from_end",
+    "position",
+    "total_position",
+    "token_id",
+    "token_before",
+    "starts_turn",
+)
+BY_TIME = ("step", "version", "version_a", "version_b", "lag")
+_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0")
+
+
+def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
+    sign = numbers["share_lower"]
+    lower = f", {sign:.0%} of them less likely to {numbers['a']} than to {numbers['b']}" if not 0.3 < sign < 0.7 else ""
+    return {"where": where_text(numbers), "sign_text": lower}
+
+
+_EVIDENCE = {
+    "place": "{num_tokens:,} of {of_tokens:,} tokens are off by {size:.3g} nats on average{sign_text}: {where}; all others by "
+    "{elsewhere:.2g}"
+}
+
+ONE_PLACE = Fault(
+    code="one_place",
+    title="the values at one scheduled place of the sequences are wrong",
+    broken="computation",
+    evidence=_EVIDENCE,
+    words={"place": _place},
+)
+BOUNDARY = Fault(
+    code="chunk_boundary",
+    title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
+    broken="computation",
+    evidence=_EVIDENCE,
+    words={"place": _place},
+)
+SUBSET = Fault(
+    code="subset",
+    title="the mismatch is concentrated in part of the run",
+    broken="engine",
+    evidence={
+        "column": "{num_sequences:,} of {of_sequences:,} sequences (with {column} {values}) have {ratio:.3g} times the mismatch "
+        "of the others (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
+    },
+)
+
+
+def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
+    """Detect that the tokens that are off stand at one kind of place."""
+    found = []
+    for place in places:
+        if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase")):
+            if place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10):
+                continue
+            fault = BOUNDARY
+        elif place.feature in _TOKENS and place.inside.mean() < 0.5 and not _is_onset(place):
+            fault = ONE_PLACE
+        else:
+            continue
+        if len(place.values) > 4 or (place.feature == "from_end" and (place.kind != "before" or place.values[0] > 4)):
+            continue
+        finding = fault.finding(
+            data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
+            numbers={
+                **place.numbers, **data.names, "num_tokens": int(place.inside.sum()), "of_tokens": data.num_kept,
+                "size": float(np.mean(np.abs(data.d[place.inside]))),
+                "elsewhere": float(np.mean(np.abs(data.d[~place.inside]))),
+                "share_lower": float(np.mean(data.d[place.inside] < 0)),
+            },
+        )  # fmt: skip
+        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values), place.rank))
+    return found
+
+
+def _is_onset(place: Where) -> bool:
+    return place.feature in ("position", "total_position") and place.kind != "one_of" and place.values[0] >= 2
+
+
+def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
+    """Detect an engine, rank, policy version, setting, prompt or range of steps in which the mismatch is concentrated."""
+    found = []
+    for place in places:
+        rows = np.unique(data.seq[place.inside])
+        by_time = place.feature in BY_TIME
+        known = by_time or place.feature in _ROW_SETTINGS or place.feature in data.sample.settings
+        known |= place.feature.startswith(("writer", "contract", "finish_reason", "group_id"))
+        if not known or len(place.values) > 20:
+            continue
+        steps = data.sample.steps
+        since = _since(place, steps, rows) if by_time else None
+        finding = SUBSET.finding(
+            data, "column", place.inside, weight=explained(data, place.inside), next=commands.by_column(data, place.feature),
+            numbers={
+                "column": place.feature, "values": place.values_text, "ratio": place.ratio, "num_sequences": len(rows),
+                "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside), "since": since,
+                "last_before": None if since is None else int(steps[steps < since].max()),
+            },
+        )  # fmt: skip
+        preferred = -2.0 if place.feature == "step" else 0.0
+        found.append(located(data, finding, place.inside, preferred + 10.0 * len(place.values), max(place.rank, 1)))
+    return found
+
+
+def _since(place: Where, steps: np.ndarray, rows: np.ndarray) -> int | None:
+    """Return the first step with sequences in `rows` if these are all sequences from that step on; None otherwise."""
+    marked = np.zeros(len(steps), bool)
+    marked[rows] = True
+    first = int(steps[marked].min())
+    return first if first > steps.min() and np.all(marked[steps >= first]) and not marked[steps < first].any() else None

@@ -1,0 +1,116 @@
+"""Rows that are computed in another context than alone: padding that is attended to, packed rows that see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...advice import Advice
+from .. import commands
+from ..finding import Fault, Finding, Number
+from ..hypothesis import Hypothesis, located
+from ..likelihood import explained
+from ..pair_data import PairData
+from ..rounding import token_scale
+from ..structure import along_movement, error_structure, exact_rows, fades, growth, repeats
+from ..where import Where, where_text
+from .weights import some_behind
+
+_PADDING = ("pad_left", "shorter_prompt", "shorter_total", "prompt_length")
+_PACKING = ("forward_row", "not_first_of")
+
+ROW_CONTEXT = Fault(
+    code="row_context",
+    title="rows are computed in another context: padding is attended to, or packed rows see each other",
+    broken="computation",
+    evidence={
+        "rows_run_together": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {ratio:.3g} times the mismatch of "
+        "the others (rms {effect:.2g} vs {rms_elsewhere:.2g} nats), from the first step on",
+        "fades": "the mismatch falls along the response, to {left:.2g} times that of its first third ({score:.1f} standard errors), from "
+        "the first step on: the two sides read other prompts, or attend to them differently",
+        "some_rows_exact": "{exact:.0%} of the sequences are at the level of rounding and the others off by {level:.2g} nats of "
+        "a logit, from the first step on: weights do not differ row by row, but padding and packing do{repeat_text}",
+    },
+    words={
+        "rows_run_together": lambda n: {"where": where_text(n)},
+        "some_rows_exact": lambda n: {
+            "repeat_text": f"; {n['unsteady']} gives the same prefix other values in another row"
+            if n["unsteady"]
+            else ""
+        },
+    },
+    causes={
+        "prompt": "the two sides read other prompts (BOS, template, truncation, a wrong cache), or attend to them differently",
+        "turns": "later turns are read in another context: the template drops or rewrites earlier turns",
+        "padding": "padding is attended to, or positions count it: rows with padding are off",
+        "packing": "rows of a pack see each other: only the first of each pack is right",
+    },
+)
+
+
+def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
+    """Detect that rows with padding, or all but the first of a pack, are off."""
+    found = []
+    for place in places:
+        cause = _cause(place)
+        if cause is None and place.feature in ("position", "total_position") and place.kind == "before":
+            # What is wrong at the first tokens from the first step on is their context.
+            cause = "prompt" if place.values[0] >= 2 and growth(data).ratio < 2.5 else None
+        if cause is None or place.kind == "one_of":
+            continue
+        finding = ROW_CONTEXT.finding(
+            data, "rows_run_together", place.inside, weight=explained(data, place.inside), next=_replay(data, is_padding=cause == "padding"),
+            numbers={
+                **place.numbers, **data.names, "cause": cause,
+                "ratio": place.ratio, "num_sequences": len(np.unique(data.seq[place.inside])),
+                "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside),
+            },
+        )  # fmt: skip
+        found.append(located(data, finding, place.inside, 3.0, place.rank))
+    return found
+
+
+def _cause(place: Where) -> str | None:
+    if place.feature == "later_turn":
+        return "turns"
+    if place.feature == "prompt_length" and place.kind == "from":
+        return "prompt"
+    if place.feature.startswith(_PADDING):
+        return "padding"
+    return "packing" if place.feature.startswith(_PACKING) else None
+
+
+def find_fading(data: PairData) -> list[Finding]:
+    """Detect that the mismatch is largest at the first tokens and fades along the response."""
+    fall, score = fades(data)
+    if fall < np.log(2) or score < 6:
+        return []
+    numbers: dict[str, Number] = {**data.names, "cause": "prompt", "left": float(np.exp(-fall)), "score": score}
+    return [ROW_CONTEXT.finding(data, "fades", weight=0.7, next=commands.query(data, "by-position"), numbers=numbers)]
+
+
+def find_exact_rows(data: PairData) -> list[Hypothesis]:
+    """Detect that some rows are exact and others are not, from the first step on, where nothing recorded tells them apart."""
+    exact, rows = exact_rows(data)
+    if not 0.05 < exact < 0.95 or growth(data).ratio > 5 or error_structure(data).persistence < 0.2:
+        return []
+    twins = repeats(data)
+    unsteady = "a" if twins.a > 3 * twins.b and twins.a > twins.d / 4 else "b" if twins.b > 3 * twins.a else ""
+    inside = np.isin(data.seq, rows)
+    if abs(along_movement(data)) > 2.5:
+        return [located(data, some_behind(data, exact, inside), inside, np.log(2) * len(np.unique(data.seq)), 2)]
+    finding = ROW_CONTEXT.finding(
+        data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
+        numbers={
+            **data.names, "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / token_scale(data)[inside])),
+            "unsteady": data.names[unsteady] if unsteady else None,
+        },
+    )  # fmt: skip
+    # Each row costs a choice between the two kinds.
+    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)), 2)]
+
+
+def _replay(data: PairData, is_padding: bool) -> Advice:
+    arms = "--arm padding=left --arm padding=right" if is_padding else "--arm padding=packed --arm padding=right"
+    return commands.arms(data, arms)

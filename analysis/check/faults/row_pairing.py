@@ -1,0 +1,157 @@
+"""Rows whose values belong to another sequence.
+
+Shapes: S sequences (rows), R rows in a batch of them, T tokens in the longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import commands
+from ..finding import Fault
+from ..hypothesis import Hypothesis, predicting
+from ..pair_data import PairData, once
+from ..rows import CAP_NATS, MIN_OFF_NATS, Grid, grid_of, row_means, token_values
+
+PAIRED_SHARE = 0.15
+"""Maximum share of a row's difference that may remain when it is compared with another row instead. The correct row leaves
+only rounding, a chance match a third."""
+_MAX_PAIRED_ROWS = 64
+_CHANCE_TRIALS = 4
+
+
+def _pairs(numbers: Mapping[str, Any]) -> dict[str, str]:
+    partners = {
+        key.removeprefix("belongs_to/"): value for key, value in numbers.items() if key.startswith("belongs_to/")
+    }
+    first = ", ".join(f"{row} with {partner}" for row, partner in list(partners.items())[:4])
+    return {"pairs": first + (", ..." if numbers["num_sequences"] > 4 else "")}
+
+
+ROW_PAIRING = Fault(
+    code="row_pairing",
+    title="rows of the two sides belong to different sequences",
+    broken="recording",
+    evidence={
+        "other_rows": "{num_sequences:,} of {of_sequences:,} mismatched rows match {side} of another row of the same or a "
+        "neighbouring step: {pairs}"
+    },
+    words={"other_rows": _pairs},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """Rows for which the values in pass b belong to another row."""
+
+    rows: np.ndarray
+    """[S] index of the row whose values in pass b match pass a of each row; -1 if a row matches itself or no other
+    row."""
+    own: np.ndarray
+    """[S] mean |d|, capped at CAP_NATS per token, of each row with its own values, nats; NaN for rows without
+    values."""
+    tried: int
+    """Number of mismatched rows for which a partner was searched."""
+
+
+def find_row_pairing(data: PairData) -> list[Hypothesis]:
+    """Detect rows whose values in one pass match the other pass's values for a different row."""
+    partners = partners_of(data)
+    if partners is None:
+        return []
+    found = np.flatnonzero(partners.rows >= 0)
+    names = data.sample.seq_ids
+    tokens = np.isin(data.seq, found)
+    finding = ROW_PAIRING.finding(
+        data,
+        "other_rows",
+        tokens,
+        weight=len(found) / max(partners.tried, 1),
+        next=commands.row(data, int(found[0])),
+        numbers={
+            "side": data.sample.b.name,
+            "num_sequences": len(found),
+            "of_sequences": partners.tried,
+            **{f"belongs_to/{names[i]}": names[partners.rows[i]] for i in found[:20]},
+        },
+    )
+    values = grid_of(data).b.copy()
+    values[found] = values[partners.rows[found]]
+    cost = len(found) * np.log(max(len(names), 2))
+    return [predicting(data, finding, data.a - token_values(data, values), cost, tokens, is_right=True)]
+
+
+@once
+def partners_of(data: PairData) -> Partners | None:
+    """Return the partners of misplaced rows; None if there are no more such rows than expected by chance."""
+    grid = grid_of(data)
+    own = row_means(grid.cost())
+    partner = np.full(len(own), -1)
+    tried = 0
+    steps = np.unique(data.sample.steps)
+    rows_of = [np.flatnonzero((data.sample.steps == step) & np.isfinite(own)) for step in steps]
+    for off, candidates in _tried(own, rows_of):
+        tried += len(off)
+        if len(off) and len(candidates) > 1:
+            _match(grid, own, off, candidates, partner)
+    found = np.flatnonzero(partner >= 0)
+    distinct = len(np.unique(partner[found]))
+    if len(found) < 2 or distinct < 0.6 * len(found) or len(found) < 0.2 * tried:
+        return None
+    by_chance = _by_chance(grid, own, rows_of)
+    if len(found) < 2 * by_chance or len(found) < by_chance + 3.0 * np.sqrt(by_chance):
+        return None
+    return Partners(partner, own, tried)
+
+
+def _tried(own: np.ndarray, rows_of: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield, for each step, its mismatched rows and their candidate partners: all rows in that step and in the
+    neighbouring ones."""
+    for place, rows in enumerate(rows_of):
+        beside = [*rows_of[max(place - 1, 0) : place], *rows_of[place + 1 : place + 2]]
+        yield rows[own[rows] > MIN_OFF_NATS][:_MAX_PAIRED_ROWS], np.concatenate([rows, *beside])
+
+
+def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
+    """Return the number of rows for which a partner is found by chance, i.e. among rows whose values are randomly
+    permuted."""
+    draw = np.random.default_rng(0)
+    found = 0
+    for off, candidates in _tried(own, rows_of):
+        if not len(off) or len(candidates) < 2:
+            continue
+        for _ in range(_CHANCE_TRIALS):
+            mixed = _mixed(grid.b[candidates], draw)
+            found += sum(_partner(grid.a[row], own[row], mixed) is not None for row in off)
+    return found / _CHANCE_TRIALS
+
+
+def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
+    """Return [R, T] the values with the finite ones in each row permuted and the missing ones left in place."""
+    mixed = values.copy()
+    there = np.isfinite(mixed)
+    mixed[there] = draw.permutation(mixed[there])
+    return mixed
+
+
+def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partner: np.ndarray) -> None:
+    """Set `partner` for each mismatched row that clearly matches the pass b values of another row."""
+    b = grid.b[rows]
+    for row in off:
+        best = _partner(grid.a[row], own[row], b)
+        if best is not None and rows[best] != row:
+            partner[row] = rows[best]
+
+
+def _partner(a: np.ndarray, own: float, b: np.ndarray) -> int | None:
+    """Return the index of the row in `b` that best matches `a`, [T]; None if none clearly matches."""
+    off_by = np.minimum(np.abs(a - b), CAP_NATS)
+    enough = np.isfinite(off_by).sum(axis=1) >= min(4, np.isfinite(a).sum())
+    costs = np.where(enough, row_means(off_by), np.inf)
+    costs = np.where(np.isnan(costs), np.inf, costs)
+    best = int(costs.argmin())
+    return best if costs[best] < PAIRED_SHARE * own else None

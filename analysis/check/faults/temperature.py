@@ -1,0 +1,231 @@
+"""A temperature applied to the logits in one pass only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...advice import Advice
+from .. import commands
+from ..finding import Fault
+from ..hypothesis import Hypothesis, predicting
+from ..pair_data import PairData, declared
+from ..rounding import context_pairs, value_rounding
+
+MIN_R2 = 0.6
+"""Minimum share of the mismatch that one factor on the logits must explain, read from either side. Other faults that
+sharpen a distribution leave far more scatter, and those that make tokens unlikely show in one side alone."""
+MIN_SHIFT = 0.004
+"""Minimum |log T| for a temperature T to be reported: rounding to bfloat16 changes the scale of logits by less."""
+MAX_TEMPERATURE = 20.0
+"""Largest fitted value accepted as a temperature."""
+_MIN_TOKENS = 30
+_MODEL_ERROR = 0.05
+"""Error of a fitted log T, relative to log T. The fits assume that log-odds scale linearly, which is exact for two
+possible tokens and approximate for more."""
+
+
+def _recorded(numbers: Mapping[str, Any]) -> dict[str, str]:
+    names = {
+        "recorded_a": f"{numbers['a']}'s contract",
+        "recorded_b": f"{numbers['b']}'s contract",
+        "recorded_sampling": "sampling",
+    }
+    parts = [f"{name} {numbers[key]:g}" for key, name in names.items() if key in numbers]
+    if "logprobs_mode" in numbers:
+        parts.append(f"logprobs_mode {numbers['logprobs_mode']}")
+    return {"recorded_text": f"; recorded: {', '.join(parts)}" if parts else ""}
+
+
+TEMPERATURE = Fault(
+    code="temperature",
+    title="temperature on one side only",
+    broken="recording",
+    evidence={
+        "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
+        "accounts for {r2:.0%} of the mismatch{recorded_text}"
+    },
+    words={"scaled_logits": _recorded},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleFit:
+    """Fit of logits_b = scale * logits_a."""
+
+    scale: float
+    """1 / temperature of b relative to a."""
+    r2: float
+    """Share of the sum of d^2 explained by the scale, read from the side that explains less."""
+    score: float
+    """Distance between the scale and 1, in standard errors."""
+    lowest: float
+    highest: float
+    """`lowest` to `highest` is the range of the scale over both readings, each widened by two standard errors."""
+    residual: np.ndarray
+    """[K] what the scale leaves of d, nats; NaN where it says nothing."""
+
+
+def find_temperature(data: PairData) -> list[Hypothesis]:
+    """Detect that one pass's logits are the other's times a factor. The factor is fitted to logprob + entropy where entropies
+    are recorded, else to the log-odds."""
+    found: list[Hypothesis] = []
+    off = np.abs(data.d) > 4 * value_rounding(data)
+    lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
+    if not 0.02 < lower < 0.98:
+        return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
+    for fit in (_by_entropy(data), _by_odds(data)):
+        if fit is not None and is_temperature(fit) and not _contradicted(data, fit.scale):
+            wider = float(np.exp(abs(np.log(fit.scale)) * max((1 - fit.r2) / 2, _MODEL_ERROR)))
+            temperature = 1 / fit.scale
+            finding = TEMPERATURE.finding(
+                data, "scaled_logits", weight=fit.r2, next=_confirming(data, temperature),
+                numbers={
+                    "temperature": temperature, "least": 1 / (fit.highest * wider),
+                    "largest": wider / max(fit.lowest, 1 / MAX_TEMPERATURE), "r2": fit.r2, "standard_errors": fit.score,
+                    **data.names, **_declared(data),
+                },
+            )  # fmt: skip
+            hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
+            # A recorded temperature is asked first.
+            named = fit.lowest / wider < 1 / _to_try(data, temperature) < fit.highest * wider
+            is_recorded = (
+                named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
+            )
+            found.append(replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis)
+    return found
+
+
+def is_temperature(fit: ScaleFit) -> bool:
+    """Return True if the fitted scale is far from 1, significantly so, and explains enough of d."""
+    return abs(np.log(fit.scale)) >= MIN_SHIFT and fit.score >= 6 and fit.r2 >= MIN_R2
+
+
+def _contradicted(data: PairData, scale: float) -> bool:
+    """Return True if pairs of tokens in one context rule a factor out: there the differences of the two passes' logprobs
+    have a ratio of exactly the factor."""
+    first, second = context_pairs(data)
+    one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
+    told = (np.abs(one) > 0.5) & (np.abs(one) < 15)
+    if told.sum() < 12:
+        return False
+    left = np.abs(two[told] - scale * one[told])
+    return bool(np.median(left / np.abs(scale * one[told])) > 0.15)
+
+
+def _by_entropy(data: PairData) -> ScaleFit | None:
+    """Fit the scale from the entropy. Scaling logits by s changes a logprob by
+    (s - 1)(logprob + entropy) - (s - 1)^2 varentropy / 2 + ..."""
+    for side in "ab":
+        recorded = getattr(data.sample, side).entropy
+        if recorded is not None:
+            break
+    else:
+        return None
+    entropy = recorded[data.keep]
+    own, other = (data.a, data.b) if side == "a" else (data.b, data.a)
+    there = np.isfinite(entropy) & (np.abs(own + entropy) < 20)
+    if there.sum() < _MIN_TOKENS:
+        return None
+    d = (other - own)[there]
+    fits = [_regressed(d, (values + entropy)[there]) for values in (own, other)]
+    # d = (s - 1) u on the side with the entropy, and d = (s - 1) / s u' on the other.
+    slope, error = fits[0][0], fits[0][1]
+    back = fits[1][0]
+    scales = [1 + slope - 2 * error, 1 + slope, math.exp(min(slope + 2 * error, 50.0))]
+    if back < 1:
+        scales.append(1 / (1 - back))
+    if min(scales) <= 0:
+        return None
+    low, scale, high = min(scales), scales[1], max(scales)
+    if side == "b":  # a = scale * b
+        low, scale, high = 1 / high, 1 / scale, 1 / low
+    if not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
+        return None
+    worse = min(fits, key=lambda each: each[2])
+    residual = np.full(data.num_kept, np.nan)
+    residual[there] = worse[3]
+    return ScaleFit(scale, worse[2], abs(slope) / max(error, 1e-12), low, high, residual)
+
+
+def _regressed(d: np.ndarray, u: np.ndarray) -> tuple[float, float, float, np.ndarray]:
+    """Return the slope of d on u beside a square and a constant, its standard error, the share of the sum of d^2 explained,
+    and what is left of d, without its largest hundredth in all but the last."""
+    keep = np.abs(d) <= np.quantile(np.abs(d), 0.99) + 1e-12
+    x = np.stack([u, u**2, np.ones(len(u))], axis=1)
+    solution, *_ = np.linalg.lstsq(x[keep], d[keep], rcond=None)
+    left = d - x @ solution
+    inside = left[keep]
+    error = float(np.sqrt(inside @ inside / keep.sum() * np.linalg.inv(x[keep].T @ x[keep] + 1e-12 * np.eye(3))[0, 0]))
+    return float(solution[0]), error, 1 - float(inside @ inside) / max(float(d[keep] @ d[keep]), 1e-30), left
+
+
+def _by_odds(data: PairData) -> ScaleFit | None:
+    """Fit the scale as the slope of the log-odds in pass b against those in pass a. With two possible tokens, the slope
+    is the scale s; with k equally likely alternatives, the line is shifted by (s - 1) log k."""
+    odds_a, odds_b = (_log_odds(x) for x in (data.a, data.b))
+    there = np.isfinite(odds_a) & np.isfinite(odds_b) & (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
+    if there.sum() < _MIN_TOKENS:
+        return None
+    x, y = odds_a[there], odds_b[there]
+    off = y - x
+    keep = np.abs(off - np.median(off)) <= np.quantile(np.abs(off - np.median(off)), 0.98) + 1e-12
+    x, y, off = x[keep] - x[keep].mean(), y[keep] - y[keep].mean(), off[keep]
+    xx, yy, xy = float(x @ x), float(y @ y), float(x @ y)
+    if xy <= 0 or xx <= 0:
+        return None
+    low, high = sorted((xy / xx, yy / xy))
+    # Noise on one axis flattens the slope, so the true slope is between the regressions of b on a and of a on b.
+    scale = low if low > 1 else high if high < 1 else 1.0
+    error = np.sqrt(max(yy - xy * xy / xx, 0.0) / max(xx, 1e-30) / len(x))
+    off = off - off.mean()
+    left = [y - scale * x, (y / scale - x) * (1 if scale == 1.0 else (scale - 1) / (1 - 1 / scale))]
+    explained = 1 - max(float(each @ each) for each in left) / max(float(off @ off), 1e-30)
+    residual = np.full(data.num_kept, np.nan)
+    at = np.flatnonzero(there)[keep]
+    residual[at] = left[0] * data.rest[at]
+    score = float(abs(scale - 1) / max(error, 1e-12))
+    return ScaleFit(float(scale), explained, score, float(low - 2 * error), float(high + 2 * error), residual)
+
+
+def _log_odds(logprobs: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(logprobs - np.log(-np.expm1(np.minimum(logprobs, 0.0))))
+
+
+def _declared(data: PairData) -> dict[str, float | str]:
+    """Return the recorded temperatures, under the keys `recorded_a`, `recorded_b` and `recorded_sampling`, and
+    `logprobs_mode`."""
+    settings = data.sample.settings["temperature"]
+    named = {
+        "recorded_a": declared(data.contract("a"), "temperature"),
+        "recorded_b": declared(data.contract("b"), "sampling", "temperature"),
+        "recorded_sampling": float(np.nanmedian(settings)) if np.isfinite(settings).any() else None,
+    }
+    found: dict[str, float | str] = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+    mode = declared(data.contract("b"), "logprobs_mode")
+    return found | ({"logprobs_mode": str(mode)} if mode else {})
+
+
+def _confirming(data: PairData, temperature: float) -> Advice:
+    """Return a command that replays at the temperature; if the trace has no weights, a query for the scale of the
+    log-odds per step."""
+    if data.has_weights:
+        return commands.replay(data, f"--temperature {_to_try(data, temperature):.3g}", "temperature")
+    odds = "ln(exp({0}) / (1 - exp({0})))"
+    return commands.sql(
+        data,
+        f"SELECT step, regr_slope({odds.format('logprob_a')}, {odds.format('logprob_b')}) AS temperature_b "
+        "FROM {pair} WHERE mask AND logprob_a < -0.001 AND logprob_b < -0.001 GROUP BY step ORDER BY step",
+    )
+
+
+def _to_try(data: PairData, fitted: float) -> float:
+    """Return the recorded temperature if the fitted one is near it, else the fitted one."""
+    settings = data.sample.settings["temperature"]
+    recorded = float(np.nanmedian(settings)) if np.isfinite(settings).any() else fitted
+    return recorded if abs(np.log(recorded / fitted)) < 0.3 else fitted

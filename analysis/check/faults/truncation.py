@@ -1,0 +1,169 @@
+"""Probability mass missing in one pass: cut off by top-p, top-k or min-p, or assigned to vocabulary padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from .. import commands
+from ..finding import Fault, Finding
+from ..hypothesis import Hypothesis, of_signs
+from ..pair_data import PairData
+from ..rounding import allowed_noise, token_scale
+
+TRUNCATION = Fault(
+    code="truncation",
+    title="top-p, top-k or min-p renormalised on one side only",
+    broken="recording",
+    evidence={
+        "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, {kept_mass:.4g} of "
+        "{other}'s probability mass on average and at least {least_mass:.3g}{recorded_text}"
+    },
+    words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
+)
+PADDED_VOCABULARY = Fault(
+    code="padded_vocabulary",
+    title="one side's softmax covers more tokens: padding of the vocabulary, forbidden tokens, or a shard that the other lacks",
+    broken="computation",
+    evidence={
+        "lost_mass": "{side} is never above {other}: {lost_mass:.3g} of its probability goes to ids that {other} leaves out: head "
+        "rows beyond the tokenizer's length, tokens that {other} forbids, or a shard of the vocabulary that it lacks"
+    },
+)
+MIN_ONE_SIDED = 0.6
+"""Minimum |mean d| / mean |d| for a mismatch to count as one-sided: the ratio is 1 if all d have one sign, 0 if they cancel
+out."""
+MAX_MINOR_SHARE = 0.05
+"""Maximum share of the larger differences that may have the opposite sign; for rounding it is one half."""
+
+
+def find_one_sided(data: PairData) -> list[Hypothesis]:
+    """Detect that nearly all of the larger differences have the same sign. The mean of exp(-|d|) over sampled tokens is
+    then the probability mass that both passes share.
+
+    A filter of tokens keeps what is likely: it raises an unlikely token by as much as a likely one. Where unlikely tokens are
+    off by far more, one side computes them wrongly instead.
+    """
+    size = np.abs(data.d)
+    if len(size) < 20 or not size.any():
+        return []
+    squares = size * size
+    negative = float(squares[data.d < 0].sum() / squares.sum())
+    minor = size[data.d > 0] if negative > 0.5 else size[data.d < 0]
+    # Differences from rounding have both signs; differences larger than rounding must have only one.
+    large = size > 2 * (float(np.quantile(minor, 0.95)) if len(minor) else 0.0)
+    wrong = float(np.mean((data.d[large] > 0) == (negative > 0.5))) if large.any() else 1.0
+    clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
+    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite direction.
+    lean = abs(float(data.d.mean())) / float(size.mean())
+    if lean < (MIN_ONE_SIDED if clear else 0.7):
+        return []
+    # Lost mass moves every token one way; the few others are rounding. Any wrong computation moves some by nats the other way.
+    other = (data.d > 0) if negative > 0.5 else (data.d < 0)
+    most = 3 * allowed_noise(data) * token_scale(data)
+    if np.sum(size[other] > most[other]) > 0.02 * other.sum() or _grows_with_surprise(data):
+        return []
+    raised, lowered = ("b", "a") if negative > 0.5 else ("a", "b")
+    mass = np.minimum(np.exp(data.d if negative > 0.5 else -data.d), 1.0)
+    score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
+    if score < (4 if clear else 8):
+        return []
+    of = _truncation if _is_cut(data, raised) else _padding
+    sign = np.full(data.num_kept, -1.0 if negative > 0.5 else 1.0)
+    found = of_signs(data, of(data, raised, lowered, mass), sign, 4.0, np.ones(data.num_kept, bool))
+    # A recorded filter is asked first.
+    return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
+
+
+def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
+    """Return True if the recording names a filter, and its top-p, if it has one, keeps as much mass as the tokens show."""
+    if not recorded_filter(data) or data.names[raised] == "train":
+        return False
+    kept = data.sample.settings["top_p"]
+    kept = kept[np.isfinite(kept)]
+    least = float(kept.min()) if len(kept) else 1.0
+    if least >= 1.0:
+        return True
+    return float(np.mean(size > -np.log(least) + 3 * allowed_noise(data))) < 0.01
+
+
+def _grows_with_surprise(data: PairData) -> bool:
+    """Return True if |d| grows with the surprise of the token by more than a lost mass can, which is the same for every token
+    of a context."""
+    surprise = -np.maximum(data.a, data.b)
+    order = np.argsort(surprise, kind="stable")
+    likely, unlikely = np.array_split(order, 4)[1], np.array_split(order, 4)[3]
+    size = np.abs(data.d)
+    return bool(np.median(size[unlikely]) > max(3.0, 20 * float(np.median(size[likely]))))
+
+
+def recorded_filter(data: PairData) -> str:
+    """Return the recorded top-p, top-k and min-p that leave out tokens, as text; empty if there are none."""
+    said = []
+    for name in ("top_p", "top_k", "min_p"):
+        values = data.sample.settings[name]
+        cuts = values[(values < 1) if name == "top_p" else (values > 0)]
+        if len(cuts):
+            said.append(f"{name} {float(np.median(cuts)):g}")
+    return ", ".join(said)
+
+
+def _is_cut(data: PairData, raised: str) -> bool:
+    """Return True if tokens were cut off, False if padding rows were added to the vocabulary.
+
+    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only the
+    kept tokens. If the distribution has a flat tail, every nucleus has the same mass; a token alone in its nucleus has
+    logprob 0.
+    """
+    if recorded_filter(data):
+        return True
+    sides = {"a": data.sample.a, "b": data.sample.b}
+    cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
+    if np.any(cut_off & data.sample.mask):
+        return True  # the other pass sampled a token that this pass cut off
+    if raised == "a" or _is_neutral(data):
+        return False
+    if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > 0.01:
+        return True
+    vocabulary = int(data.sample.tokens.max()) + 1
+    missing = -np.expm1(np.minimum(data.d, 0.0))
+    constant = np.subtract(*np.quantile(missing, [0.9, 0.1])) < 0.02 * np.median(missing)
+    return bool(constant or np.mean(np.exp(-data.b)) < 0.6 * vocabulary)
+
+
+def _is_neutral(data: PairData) -> bool:
+    """Return True if the recorded sampling settings rule out truncation."""
+    settings = data.sample.settings
+    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+    return all(bool(np.all(settings[name] == value)) for name, value in neutral.items())
+
+
+def _truncation(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
+    return TRUNCATION.finding(
+        data,
+        "kept_mass",
+        mass < 1 - 1e-6,
+        next=commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
+        numbers={
+            "side": data.names[raised],
+            "other": data.names[lowered],
+            "kept_mass": float(mass.mean()),
+            "least_mass": float(mass.min()),
+            "recorded": recorded_filter(data),
+        },
+    )
+
+
+def _padding(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
+    return PADDED_VOCABULARY.finding(
+        data,
+        "lost_mass",
+        mass < 1 - 1e-6,
+        next=commands.sql(
+            data,
+            f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if lowered == 'a' else '>'} 0 "
+            "GROUP BY step ORDER BY step",
+        ),
+        numbers={"side": data.names[lowered], "other": data.names[raised], "lost_mass": float(1 - mass.mean())},
+    )

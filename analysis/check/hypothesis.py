@@ -1,0 +1,80 @@
+"""An explanation of some tokens' mismatch, and what it leaves of d."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .finding import Finding
+from .likelihood import apart, gain
+from .pair_data import PairData
+from .rounding import value_rounding
+
+CLAIM_NATS = 8.0
+"""Cost, nats, of naming a cause at all: one in 3,000 is named by chance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """An explanation with the tokens that it owns if it is accepted."""
+
+    finding: Finding
+    tokens: np.ndarray
+    """[N] bool: the tokens that it explains."""
+    gain: float
+    """By how many nats d is more likely under the explanation than without one."""
+    rank: int = 0
+    """Length of the description: 0 for a cause or one property of tokens, 1 for a threshold, 2 for a set of values."""
+    right: np.ndarray | None = None
+    """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
+
+
+def predicting(
+    data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray, *, is_right: bool = False
+) -> Hypothesis:
+    """Return an explanation that predicts d up to a residual, [K] nats, at the tokens, [K] bool, and leaves the others as
+    they are. `cost` is that of its parameters, nats. `is_right` says that the residual is what d would be without the
+    fault, so that it can be judged again."""
+    left = np.where(tokens & np.isfinite(residual), residual, data.d)
+    right = None
+    if is_right:
+        right = np.full(len(data.keep), np.nan)
+        right[data.keep] = np.where(tokens, residual, data.d)
+    return Hypothesis(
+        finding=finding, tokens=owned(data, tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right
+    )  # fmt: skip
+
+
+def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float, tokens: np.ndarray) -> Hypothesis:
+    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, and not its size. Rounding has either sign half of
+    the time; a share p of right signs among n tokens is worth n (log 2 - H(p)) nats."""
+    asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0) & tokens
+    num = int(asked.sum())
+    right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
+    entropy = -right * np.log(right) - (1 - right) * np.log(1 - right)
+    worth = num * (np.log(2) - entropy) if right > 0.5 else 0.0
+    return Hypothesis(finding=finding, tokens=owned(data, tokens), gain=float(worth) - cost - CLAIM_NATS)
+
+
+def owned(data: PairData, tokens: np.ndarray) -> np.ndarray:
+    """Return [N] bool for [K] bool."""
+    out = np.zeros(len(data.keep), bool)
+    out[np.flatnonzero(data.keep)[tokens]] = True
+    return out
+
+
+def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float, rank: int = 0) -> Hypothesis:
+    """Return an explanation that says at which tokens, [K] bool, d is off, and not by how much: its gain is that of a level
+    of mismatch of its own there."""
+    return Hypothesis(
+        finding=finding, tokens=owned(data, tokens), gain=apart(data, tokens, ~tokens) - cost - CLAIM_NATS
+    )
+
+
+def by_step(data: PairData, finding: Finding) -> Hypothesis:
+    """Return an explanation of all tokens by a size of the mismatch that differs by step."""
+    steps = data.sample.steps[data.seq]
+    worth = apart(data, *(steps == step for step in np.unique(steps)))
+    cost = 3.0 * len(np.unique(steps)) + CLAIM_NATS
+    return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=worth - cost, rank=1)

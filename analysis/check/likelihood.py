@@ -1,0 +1,139 @@
+"""How well an explanation fits: the likelihood of what it leaves of d, if that is rounding and a share is unexplained.
+
+Shapes: K kept tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lgamma, log, pi, sqrt
+
+import numpy as np
+
+from .pair_data import PairData, once
+from .rounding import FLOOR_NATS, allowed_noise, token_scale, value_rounding
+
+FALSE_SHARE = 1e-3
+"""Expected share of wrong ones among the tokens that are called off (Benjamini and Hochberg, 1995)."""
+DEGREES = 3.0
+"""Degrees of freedom of the Student t distribution of rounding errors in units of their scale: healthy runs of small and
+large models have tails at most as heavy."""
+MAX_SCORED_TOKENS = 20_000
+"""Maximum number of tokens on which explanations are compared; rows are taken whole, evenly over the sample."""
+_CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Rounding and unexplained errors fitted to residuals."""
+
+    sigma: float
+    """Scale of the rounding error of a logit, nats."""
+    unexplained: float
+    """Share of the tokens with an unexplained error, 0 to 1."""
+    width: float
+    """Mean size of the unexplained errors, nats."""
+    log_likelihood: float
+    """Of all residuals, nats."""
+    off: np.ndarray
+    """[K] probability that a token's error is unexplained."""
+
+
+def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
+    """Fit a mixture of rounding (Student t, scale sigma times `scale`, at least `values`) and unexplained errors (Laplace)
+    to residuals, [K] nats; sigma is at most `most` nats."""
+    size = np.abs(residual)
+    if not len(size):
+        return Fit(FLOOR_NATS, 0.0, 1.0, 0.0, np.zeros(0))
+    noise = size / scale
+    sigma = float(np.clip(1.3 * np.median(noise), FLOOR_NATS, most))
+    width = max(float(np.mean(size)), sigma)
+    unexplained = 0.05
+    off = np.zeros(len(size))
+    for _ in range(_ROUNDS):
+        spread = np.hypot(sigma * scale, values)
+        weighted = (size / spread) ** 2
+        inside = np.log1p(-unexplained) + _CONSTANT - np.log(spread) - (DEGREES + 1) / 2 * np.log1p(weighted / DEGREES)
+        outside = np.log(unexplained) - np.log(2 * width) - size / width
+        total = np.logaddexp(inside, outside)
+        off = np.exp(outside - total)
+        unexplained = float(np.clip(off.mean(), 1e-6, 0.999))
+        width = max(float(np.sum(off * size) / max(off.sum(), 1e-9)), sigma, FLOOR_NATS)
+        weight = (1 - off) * (DEGREES + 1) / (DEGREES + weighted)
+        sigma = float(np.clip(sqrt(np.sum(weight * noise**2) / max(np.sum(1 - off), 1e-9)), FLOOR_NATS, most))
+    return Fit(sigma, unexplained, width, float(total.sum()), off)
+
+
+@once
+def scored(data: PairData) -> np.ndarray:
+    """Return [K] bool: the tokens on which explanations are compared."""
+    rows = np.unique(data.seq)
+    every = -(-data.num_kept // MAX_SCORED_TOKENS)
+    return np.isin(data.seq, rows[:: max(every, 1)]) if every > 1 else np.ones(data.num_kept, bool)
+
+
+@once
+def unexplained(data: PairData) -> Fit:
+    """Return the fit of d itself, as if nothing explained it."""
+    return _fit(data, data.d)
+
+
+def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
+    """Return by how many nats the residuals, [K], are more likely than d, after subtracting the cost of describing the
+    explanation."""
+    return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
+
+
+def _fit(data: PairData, residual: np.ndarray) -> Fit:
+    chosen = scored(data)
+    return fit(residual[chosen], token_scale(data)[chosen], value_rounding(data)[chosen], allowed_noise(data))
+
+
+@once
+def levels(data: PairData) -> np.ndarray:
+    """Return [K] the logarithm of the logit error that would explain d, first raised by a quarter of its median."""
+    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
+    return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
+
+
+def apart(data: PairData, *parts: np.ndarray) -> float:
+    """Return the gain in log likelihood, nats, if each part of the tokens, [K] bool, has its own rounding and its own share and
+    size of unexplained errors."""
+    chosen = scored(data)
+    scale, values, most = token_scale(data), value_rounding(data), allowed_noise(data)
+    within = [part & chosen for part in parts]
+    own = [fit(data.d[part], scale[part], values[part], most).log_likelihood for part in within if part.any()]
+    return sum(own) - unexplained(data).log_likelihood if len(own) > 1 else 0.0
+
+
+def explained(data: PairData, inside: np.ndarray) -> float:
+    """Return the share of the variance of the level that dividing the tokens into inside, [K] bool, and outside explains."""
+    num = int(inside.sum())
+    if not 0 < num < len(inside):
+        return 0.0
+    level = levels(data) - levels(data).mean()
+    part = float(level[inside].sum())
+    return part**2 * (1 / num + 1 / (len(inside) - num)) / max(float(level @ level), 1e-30)
+
+
+@once
+def nobodys(data: PairData) -> np.ndarray:
+    """Return [K] bool: the tokens whose d is more than rounding gives, with at most FALSE_SHARE of them wrong.
+
+    Rounding errors of a logit follow a t distribution with four degrees of freedom, whose scale is that of the run, at
+    least a quarter of what the dtypes allow.
+    """
+    allowed = allowed_noise(data)
+    sigma = float(np.clip(unexplained(data).sigma, allowed / 4, allowed))
+    size = np.abs(data.d) / np.hypot(sigma * token_scale(data), 2 * value_rounding(data))
+    chance = _beyond(size)
+    order = np.sort(chance)
+    passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
+    return chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
+
+
+def _beyond(size: np.ndarray) -> np.ndarray:
+    """Return the probability that |t| with four degrees of freedom exceeds a size."""
+    u = size / np.sqrt(4 + size**2)
+    return np.asarray(np.maximum(1 - u * (1.5 - 0.5 * u**2), 12 / np.maximum(size, 1) ** 4 * (size > 50)))

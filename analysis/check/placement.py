@@ -1,0 +1,106 @@
+"""Find where values that stand at the wrong tokens belong: windows of one pass that fit the other pass elsewhere.
+
+Shapes: N tokens, W windows of WIDTH consecutive tokens of one sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .pair_data import PairData, once
+from .rounding import allowed_noise
+
+WIDTH = 6
+"""Number of consecutive tokens compared at once: fewer fit by chance, more miss short blocks."""
+MAX_WINDOWS = 4_000
+"""Maximum number of misplaced windows searched."""
+MIN_ROW_TOKENS = 4
+_CHANCE_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the values of pass b belong."""
+
+    source: np.ndarray
+    """[K] index among the kept tokens of the one whose pass a value fits a token's pass b value; -1 if none was found."""
+    num_segments: int
+    """Number of runs of tokens with the same displacement."""
+    offsets: np.ndarray
+    """[K] displacement in tokens within the row; 0 where there is no source or it is in another row."""
+    other_row: np.ndarray
+    """[K] bool: True where the source is in another row."""
+
+
+@once
+def placement(data: PairData) -> Placement | None:
+    """Search the whole sample for the tokens to which misplaced values belong; None if too few are found."""
+    from scipy.spatial import cKDTree  # only a mismatch that nothing simpler explains needs it
+
+    start = _window_starts(data)
+    if len(start) < 20:
+        return None
+    span = np.arange(WIDTH)
+    windows_a, windows_b = data.a[start[:, None] + span], data.b[start[:, None] + span]
+    own = np.mean(np.minimum(np.abs(windows_a - windows_b), 3.0), axis=1)
+    tolerance = max(2 * allowed_noise(data) / 2, 0.02)
+    informative = (np.std(windows_b, axis=1) > 10 * tolerance) & (own > 5 * tolerance)
+    wanted = np.flatnonzero(informative)
+    if len(wanted) < 10:
+        return None
+    wanted = wanted[:: -(-len(wanted) // MAX_WINDOWS)]
+    tree = cKDTree(windows_a)
+    distance, nearest = tree.query(windows_b[wanted], p=1)
+    draw = np.random.default_rng(_CHANCE_SEED)
+    mixed = draw.permuted(windows_b[wanted], axis=1)
+    by_chance = tree.query(mixed, p=1)[0]
+    limit = min(float(np.quantile(by_chance, 0.02)), WIDTH * own[wanted].mean() / 4)
+    fits = distance < limit
+    if fits.sum() < 10 or fits.mean() < 0.1 or fits.mean() < 4 * np.mean(by_chance < limit):
+        return None
+    return _extended(data, start[wanted[fits]], start[nearest[fits]])
+
+
+def _window_starts(data: PairData) -> np.ndarray:
+    """Return the index of each kept token that begins WIDTH consecutive kept tokens of its sequence."""
+    at = np.arange(max(data.num_kept - WIDTH + 1, 0))
+    last = at + WIDTH - 1
+    same = (data.seq[at] == data.seq[last]) & (data.position[last] - data.position[at] == WIDTH - 1)
+    return np.asarray(at[same])
+
+
+def _extended(data: PairData, targets: np.ndarray, sources: np.ndarray) -> Placement:
+    """Extend each fit over its window, and on as long as the values fit."""
+    source = np.full(data.num_kept, -1)
+    best = np.full(data.num_kept, np.inf)
+    for shift in range(WIDTH):
+        at, come = targets + shift, sources + shift
+        cost = np.abs(data.b[at] - data.a[come])
+        better = cost < best[at]
+        source[at[better]], best[at[better]] = come[better], cost[better]
+    moved = source - np.arange(data.num_kept)
+    for step in (1, -1):  # fill gaps between and beside the windows that were searched
+        for _ in range(64):
+            at = np.flatnonzero(source < 0)
+            beside = at - step
+            ok = (beside >= 0) & (beside < data.num_kept)
+            at, beside = at[ok], beside[ok]
+            ok = (source[beside] >= 0) & (data.seq[at] == data.seq[beside])
+            at, beside = at[ok], beside[ok]
+            come = source[beside] + step
+            ok = (come >= 0) & (come < data.num_kept)
+            at, beside, come = at[ok], beside[ok], come[ok]
+            ok = data.seq[come] == data.seq[source[beside]]
+            ok &= np.abs(data.b[at] - data.a[come]) < np.abs(data.d[at]) + 1e-12
+            if not ok.any():
+                break
+            source[at[ok]] = come[ok]
+    there = source >= 0
+    other = np.zeros(data.num_kept, bool)
+    other[there] = data.seq[source[there]] != data.seq[there]
+    offsets = np.where(there & ~other, source - np.arange(data.num_kept), 0)
+    moved = np.where(there, source - np.arange(data.num_kept), 0)
+    change = np.concatenate([[True], (moved[1:] != moved[:-1]) | (data.seq[1:] != data.seq[:-1])])
+    return Placement(source, int((change & (moved != 0)).sum()), offsets, other)

@@ -1,0 +1,190 @@
+"""What rounding alone does to a logprob: the dtypes of both passes, and the scale of d that they allow per token.
+
+Shapes: K kept tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...schemas.contract import Contract, engine_dtype
+from .pair_data import PairData, declared, once
+
+HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "tf32": 0.012, "float32": 4e-3, "float64": 4e-3}
+"""dtype -> maximum rms error of a logit from rounding, nats: twice the rms measured between trainer and engine for models
+with 0.5 to 8 billion parameters (0.031 to 0.045 in bfloat16, 0.005 in float16, 0.0019 to 0.0022 in float32).
+TensorFloat-32 has as many mantissa bits as float16."""
+HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
+"""dtype -> number of significant bits; float8 is e4m3."""
+SHARPENED = 8.0
+"""Factor on the allowed noise for a policy with a mean 1 - p below 0.2: its logits differ by tens of nats, and rounding
+is proportional to the logits."""
+SMALL_MODELS = 2.0
+"""Factor on the allowed noise for any other policy: kernels, long sequences and small models exceed HEALTHY_NOISE by up to
+that much."""
+FLOOR_NATS = 1e-5
+"""Smallest scale of d that is judged, nats: float32 logprobs below 16 nats have errors of 1e-6."""
+_GRID_STEPS = {"bfloat16": 2.0**7, "float16": 2.0**12}
+"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16)."""
+_GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
+"""dtype -> maximum distance of a logit difference from the grid, in steps: four times the error of a float32 logprob."""
+_TEMPERATURES = tuple(round(0.3 + 0.01 * step, 2) for step in range(121))
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """dtypes of one pass: declared by its contract, and inferred from its values; None where unknown."""
+
+    declared: str | None
+    logits: str | None
+    """dtype to which the logits were rounded."""
+    values: str | None
+    """dtype to which the logprobs themselves were rounded."""
+    has_tf32: bool = False
+    """True if the contract allows TensorFloat-32 in float32 matrix products."""
+
+    @property
+    def coarsest(self) -> str | None:
+        """Coarsest dtype declared or inferred; None if unknown. Logits in float32 alone do not show it, because the
+        layers before the head may be coarser."""
+        seen = [self.declared] if self.declared else []
+        seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
+        seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP]
+        return max(seen, key=lambda dtype: HEALTHY_NOISE.get(dtype, 0.0)) if seen else None
+
+
+@once
+def precisions(data: PairData) -> tuple[Precision, Precision]:
+    """Return the precision of pass a and of pass b."""
+    a, b = (
+        Precision(dtype_of(contract), grid, value_precision(values), _has_tf32(contract))
+        for contract, grid, values in zip(
+            (data.contract("a"), data.contract("b")), _logit_precision(data), (data.a, data.b), strict=True
+        )
+    )
+    return a, b
+
+
+def dtype_of(contract: Contract) -> str | None:
+    """Return the torch name of the dtype in which a pass was computed; None if the contract does not name one."""
+    if (dtype := engine_dtype(contract)) is not None:
+        return dtype
+    if (built := declared(contract, "model", "built_in")) is not None:
+        return str(built)
+    autocast = str(declared(contract, "torch", "autocast_dtype") or "None").removeprefix("torch.")
+    if autocast != "None":
+        return autocast
+    dtypes = declared(contract, "model", "dtypes")
+    if isinstance(dtypes, dict) and dtypes:
+        return str(max(dtypes, key=lambda name: dtypes[name]))
+    dtype = declared(contract, "dtype")
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def value_precision(logprobs: np.ndarray) -> str | None:
+    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or as many
+    `decimals`; None if too few are informative."""
+    telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
+    if len(np.unique(telling)) < 8:
+        return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
+    bits = telling.view(np.uint32)
+    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
+        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
+            return dtype
+    for decimals in range(5):
+        scaled = telling * 10.0**decimals
+        if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
+            return f"{decimals} decimals"
+    return "float32"
+
+
+@once
+def allowed_noise(data: PairData) -> float:
+    """Return the largest rms error of a logit that rounding explains, nats."""
+    known = [side.coarsest for side in precisions(data) if side.coarsest in HEALTHY_NOISE]
+    largest = max((HEALTHY_NOISE[dtype] for dtype in known if dtype), default=HEALTHY_NOISE["bfloat16"])
+    is_sharp = bool(data.num_kept) and data.rest.mean() < 0.2
+    return largest * (SHARPENED if is_sharp else SMALL_MODELS)
+
+
+@once
+def value_rounding(data: PairData) -> np.ndarray:
+    """Return [K] the error in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
+    half = np.zeros(data.num_kept)
+    for side, values in zip(precisions(data), (data.a, data.b), strict=True):
+        if side.values is not None and is_coarse(side.values):
+            half += half_ulp(values, side.values)
+    return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
+
+
+def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return half a unit in the last place of each value, [K], in the dtype, or of its last decimal."""
+    if dtype not in HALF_ULP:
+        return np.full(len(values), 0.5 * 10.0 ** -int(dtype.split()[0]))
+    _, exponent = np.frexp(values)
+    return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[dtype] - 1))
+
+
+def is_coarse(dtype: str | None) -> bool:
+    """Return True if a dtype of values is coarser than float32."""
+    return dtype is not None and dtype != "float32"
+
+
+@once
+def token_scale(data: PairData) -> np.ndarray:
+    """Return [K] the factor by which an error of a logit reaches the logprob: 1 - p, p the larger of both sides'
+    probabilities (arXiv 2512.23087), at least 1e-3."""
+    return np.asarray(np.maximum(data.rest, 1e-3))
+
+
+def _has_tf32(contract: Contract) -> bool:
+    return bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
+
+
+def _logit_precision(data: PairData) -> tuple[str | None, str | None]:
+    """Return the dtype to which the logits in each pass were rounded; None if too few pairs of tokens share a context.
+
+    In one context the logprobs of two tokens differ by as much as their logits. Logits above 1 in bfloat16 are multiples
+    of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the spacing.
+    """
+    first, second = context_pairs(data)
+    recorded = data.sample.settings["temperature"]
+    temperatures = {1.0} | ({float(np.nanmedian(recorded))} if np.isfinite(recorded).any() else set(_TEMPERATURES))
+    found = [_grid_of(values[first] - values[second], sorted(temperatures)) for values in (data.a, data.b)]
+    return found[0], found[1]
+
+
+def _grid_of(difference: np.ndarray, temperatures: list[float]) -> str | None:
+    # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.
+    difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
+    if len(difference) < 6:
+        return None
+    for dtype, steps in _GRID_STEPS.items():
+        by_chance = 2 * _GRID_TOLERANCE[dtype]
+        for temperature in {1.0, *temperatures}:
+            scaled = difference * temperature * steps
+            share = float(np.mean(np.abs(scaled - np.round(scaled)) < _GRID_TOLERANCE[dtype]))
+            if share > 0.35 and len(temperatures) * _chance(share, by_chance, len(difference)) < 1e-6:
+                return dtype
+    return "float32"
+
+
+def _chance(share: float, by_chance: float, num: int) -> float:
+    """Return the Chernoff bound on the probability that at least `share` of `num` differences are on a grid by chance."""
+    share = min(share, 1 - 1e-9)
+    divergence = share * np.log(share / by_chance) + (1 - share) * np.log((1 - share) / (1 - by_chance))
+    return float(np.exp(-num * divergence))
+
+
+@once
+def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of pairs of kept tokens with different ids in the same context and step."""
+    keys = data.sample.prefix_keys[data.keep]
+    steps = data.sample.steps[data.seq]
+    tokens = data.sample.tokens[data.keep]
+    order = np.lexsort((tokens, keys, steps))
+    one, two = order[:-1], order[1:]
+    pair = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (tokens[one] != tokens[two])
+    return one[pair], two[pair]

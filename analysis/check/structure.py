@@ -1,0 +1,281 @@
+"""What the mismatch depends on: repeated contexts, updates, rows, the distribution that sampled.
+
+Shapes: K kept tokens in S sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..statistics.correlations import pearson
+from .pair_data import PairData, once
+from .rounding import allowed_noise, token_scale, value_rounding
+
+MIN_REPEATS = 20
+"""Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
+whether a side repeats itself."""
+_LAGS = (1, 2, 4)
+"""Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
+sequence rarely falls between the two tokens compared."""
+SAMPLED_SCORE = 6.0
+"""Distance between 0 and the mean of logprob + entropy, in standard errors over sequences, beyond which the tokens were
+not sampled from a side's distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class Repeats:
+    """How far a side's values for the same token after the same prefix lie apart within a step."""
+
+    num: int
+    """Number of tokens with an earlier twin."""
+    a: float
+    """Rms difference of pass a, as an error of the logit, nats."""
+    b: float
+    """Rms difference of pass b, as an error of the logit, nats."""
+    d: float
+    """Rms of d at these tokens, as an error of the logit, nats."""
+
+
+@once
+def repeats(data: PairData) -> Repeats:
+    """Compare each token with the one before it that has the same prefix and id in the same step."""
+    keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
+    order = np.lexsort((data.seq, keys, steps))
+    one, two = order[:-1], order[1:]
+    twin = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (data.rest[one] > 0.05)
+    one, two = one[twin], two[twin]
+    if len(one) < MIN_REPEATS:
+        return Repeats(len(one), 0.0, 0.0, 0.0)
+    scale = token_scale(data)[one]
+
+    def rms(values: np.ndarray) -> float:
+        return float(np.sqrt(np.mean((values / scale) ** 2) / 2))
+
+    d = float(np.sqrt(np.mean((data.d[one] / scale) ** 2)))
+    return Repeats(len(one), rms(data.a[one] - data.a[two]), rms(data.b[one] - data.b[two]), d)
+
+
+def not_repeatable(data: PairData) -> str | None:
+    """Return the side that does not repeat itself, `a` or `b`, where that accounts for the mismatch; None otherwise."""
+    found = repeats(data)
+    if found.num < MIN_REPEATS:
+        return None
+    for side, own, other in (("a", found.a, found.b), ("b", found.b, found.a)):
+        if own > allowed_noise(data) / 2 and own > 3 * other and own > found.d / 3:
+            return side
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Size of the mismatch at the first step compared with later ones."""
+
+    first: float
+    """Median logit error at the first step, nats."""
+    later: float
+    """Largest median logit error of a later step, nats."""
+    since: int | None
+    """First step after which the error is above the midpoint between `first` and `later`, in logarithms."""
+
+    @property
+    def ratio(self) -> float:
+        return self.later / max(self.first, 1e-9)
+
+
+@once
+def growth(data: PairData) -> Growth:
+    """Return how the mismatch grows over the steps."""
+    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
+    steps = data.sample.steps[data.seq]
+    known = np.unique(steps)
+    level = np.array([np.median(noise[steps == step]) for step in known])
+    if len(known) < 2:
+        return Growth(float(level[0]) if len(level) else 0.0, 0.0, None)
+    middle = np.sqrt(max(level[0], 1e-9) * max(level[1:].max(), 1e-9))
+    above = np.flatnonzero(level > middle)
+    return Growth(float(level[0]), float(level[1:].max()), int(known[above[0]]) if len(above) else None)
+
+
+@once
+def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
+    """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind
+    has at least five times the mismatch, more than a quarter of what rounding allows, and the sequences of that other kind; 0
+    and none if they do not."""
+    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
+    order = np.lexsort((noise, data.seq))
+    rows, starts, num = np.unique(data.seq[order], return_index=True, return_counts=True)
+    middle, rows = noise[order][starts + num // 2][num >= 4], rows[num >= 4]
+    order = np.argsort(middle, kind="stable")
+    middle, rows = middle[order], rows[order]
+    if len(middle) < 20:
+        return 0.0, rows[:0]
+    logs = np.log(middle + 1e-6)
+    first = np.arange(1, len(logs))
+    sums = np.cumsum(logs - logs.mean())[:-1]
+    between = sums**2 * (1 / first + 1 / (len(logs) - first))
+    at = int(np.argmax(between)) + 1
+    low, high = float(np.median(middle[:at])), float(np.median(middle[at:]))
+    is_parted = between.max() > 0.6 * float(np.sum((logs - logs.mean()) ** 2)) and high > 5 * low
+    if not is_parted or high < allowed_noise(data) / 4 or low > allowed_noise(data) / 2:
+        return 0.0, rows[:0]
+    return at / len(middle), rows[at:]
+
+
+def fades(data: PairData, inside: np.ndarray | None = None) -> tuple[float, float]:
+    """Return the log ratio between the mismatch in the first third of each sequence and that in the last third, averaged over
+    the sequences inside, [K] bool, and this mean in standard errors. The effect of another prompt or of a cached one fades
+    along the response; that of different weights does not."""
+    level = data.level_beyond_tokens
+    there = np.isfinite(level) if inside is None else np.isfinite(level) & inside
+    place = data.position / np.maximum(data.sample.lengths[data.seq], 1)
+    means = []
+    for part in (there & (place < 1 / 3), there & (place >= 2 / 3)):
+        count = np.bincount(data.seq[part], minlength=data.sample.num_sequences)
+        total = np.bincount(data.seq[part], level[part], data.sample.num_sequences)
+        means.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    falls = (means[0] - means[1])[np.isfinite(means[0] - means[1])]
+    if len(falls) < 2:
+        return 0.0, 0.0
+    return float(falls.mean()), float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12))
+
+
+def sampled_score(data: PairData, side: str) -> float:
+    """Return the mean of logprob + entropy of a side in standard errors over sequences: near 0 if the tokens were sampled
+    from that side's distribution. 0 if the side has no entropies."""
+    entropy = getattr(data.sample, side).entropy
+    if entropy is None:
+        return 0.0
+    values = getattr(data, side) + entropy[data.keep]
+    there = np.isfinite(values)
+    if there.sum() < 30:
+        return 0.0
+    total = np.bincount(data.seq[there], values[there], minlength=data.sample.num_sequences)
+    error = np.sqrt(np.sum(total**2))
+    return float(total.sum() / max(error, 1e-9))
+
+
+def sampled_mean(data: PairData, side: str) -> float:
+    """Return the mean of logprob + entropy of a side, nats; NaN if it has no entropies."""
+    entropy = getattr(data.sample, side).entropy
+    return float("nan") if entropy is None else float(np.nanmean(getattr(data, side) + entropy[data.keep]))
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStructure:
+    """Statistics of log(|d| / (1 - p)), after subtracting its means per token id and per step; 0 if there are too few
+    tokens."""
+
+    persistence: float
+    """Mean autocorrelation at lags of 1, 2 and 4 tokens. It is high if the mismatch changes inside sequences."""
+    sequence_score: float
+    """Distance between the share of the variance that is between sequences and the share expected by chance, in
+    standard deviations."""
+    persistence_within: float = 1.0
+    """`persistence` after subtracting each sequence's mean. It is 0 if whole sequences are affected."""
+
+    def changes_inside(self, *, is_excessive: bool) -> bool:
+        """Return True if |d| is similar at neighbouring tokens but differs between sequences.
+
+        The threshold for similarity is higher if the mismatch is no larger than rounding (`is_excessive` is False).
+        """
+        least = 0.07 if is_excessive else 0.12
+        if self.persistence_within < least and self.sequence_score > 100:
+            return False
+        return self.persistence >= least and self.sequence_score >= 4
+
+
+@once
+def error_structure(data: PairData) -> ErrorStructure:
+    """Measure the structure of a mismatch over the kept tokens."""
+    level = data.level_beyond_tokens
+    known = np.isfinite(level)
+    if known.sum() < 2 * max(_LAGS):
+        return ErrorStructure(0.0, 0.0)
+    _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
+    num = int(step.max()) + 1  # includes final steps without any token that has a finite level
+    mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
+    level = level - mean[step]
+    count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
+    own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
+    # Subtracting a sequence's mean over n tokens lowers the correlation between its tokens by 1 / n.
+    lowered = float(1 / np.average(count, weights=count))
+    within = _persistence(level - own[data.seq], known, data.seq) + lowered
+    score = variance_between(level[known], data.seq[known])[1]
+    return ErrorStructure(_persistence(level, known, data.seq), score, within)
+
+
+def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float:
+    """Return the autocorrelation of `level`, [K], within sequences, averaged over _LAGS."""
+    lags = []
+    for lag in _LAGS:
+        same = (seq[lag:] == seq[:-lag]) & known[lag:] & known[:-lag]
+        lags.append(pearson(level[lag:][same], level[:-lag][same]))
+    return float(np.mean(np.nan_to_num(lags)))
+
+
+@once
+def token_effect(data: PairData) -> tuple[float, float]:
+    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and the distance of that share
+    from 0 in standard deviations under pure noise. Both are 0 if there are too few tokens. The largest 1 % of the
+    values are clipped.
+    """
+    known = np.isfinite(data.noise)
+    signed = (data.d / np.maximum(data.rest, 1e-9))[known]
+    tokens = data.sample.tokens[data.keep][known]
+    # Sequences in a group can share a prefix; its repeated tokens are not independent evidence.
+    distinct = np.unique(np.stack([tokens, signed]), axis=1)
+    tokens, signed = distinct[0].astype(np.int64), distinct[1]
+    num, groups = len(signed), len(np.unique(tokens))
+    if num < max(400, groups + 10):
+        return 0.0, 0.0
+    cut = float(np.quantile(np.abs(signed), 0.99))
+    return variance_between(np.clip(signed, -cut, cut), tokens)
+
+
+def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
+    """Return the adjusted share of the variance of `values`, [K], explained by `group`, [K], and the distance of that
+    share from 0 in standard deviations under pure noise. Both are 0 if there is a single group or only one value per
+    group."""
+    _, place = np.unique(group, return_inverse=True)
+    count = np.bincount(place).astype(float)
+    num, groups = len(values), len(count)
+    if groups < 2 or num <= groups:
+        return 0.0, 0.0
+    means = np.bincount(place, values) / count
+    centred = values - values.mean()
+    total = float(centred @ centred)
+    explained = float(np.sum(count * (means - values.mean()) ** 2))
+    if total <= 0:
+        return 0.0, 0.0
+    ratio = (explained / (groups - 1)) / max((total - explained) / (num - groups), 1e-30)
+    adjusted = 1 - ((total - explained) / (num - groups)) / (total / (num - 1))
+    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
+
+
+def along_movement(data: PairData) -> float:
+    """Return the alignment between d and the change in pass a over the steps, in standard errors; 0 for fewer than
+    three steps.
+
+    For each token bigram, the mean of d is multiplied by the trend over the steps of its logprob in pass a. The product
+    is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind pass b.
+    Standard errors are computed over sequences. The dependence of d on the size of the logprob is removed first.
+    """
+    sample = data.sample
+    steps = sample.steps[data.seq].astype(float)
+    if len(np.unique(steps)) < 3 or not data.num_kept:
+        return 0.0
+    tokens = sample.tokens.astype(np.int64)
+    before = np.concatenate([[-1], tokens[:-1]])
+    before[sample.starts[:-1][sample.lengths > 0]] = -1
+    _, place = np.unique((tokens * (tokens.max() + 2) + before)[data.keep], return_inverse=True)
+    count = np.bincount(place)
+    d = np.clip(data.d, *np.array([-3.0, 3.0]) * data.rms())
+    bins = np.digitize(data.a, np.quantile(data.a, np.linspace(0, 1, 11)[1:-1]))
+    d = d - (np.bincount(bins, d) / np.maximum(np.bincount(bins), 1))[bins]
+    mean_d = np.bincount(place, d) / (count + 3.0)
+    moved = np.clip(data.a - (np.bincount(place, data.a) / count)[place], -3, 3)
+    since = steps - (np.bincount(place, steps) / count)[place]
+    products = np.bincount(data.seq, mean_d[place] * since * moved)
+    return float(products.sum() / max(np.sqrt(np.sum(products**2)), 1e-30))

@@ -1,0 +1,353 @@
+"""Where a mismatch is: the shortest description of the tokens that are off.
+
+Every description divides the tokens by one feature: a setting of their sequence, a position, a token id. It is worth what
+the two parts' own levels of mismatch explain more than a common one, in nats, less the cost of naming it.
+
+Shapes: K kept tokens in S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from .pair_data import PairData
+from .rounding import token_scale, value_rounding
+from .sample import Sample
+
+Kind = Literal["one_of", "from", "before", "is"]
+
+MIN_RATIO = 3.0
+"""Minimum ratio between the mean mismatch of the two parts. In healthy runs it varies by less than a factor of 2 between
+lengths, prompts or positions."""
+MIN_GAIN_NATS = 20.0
+"""Minimum evidence for a description, nats: chance reaches 10 with the number of descriptions tried."""
+MIN_PART_UNITS = 4
+"""Minimum number of sequences, or tokens, on both sides of a threshold."""
+MAX_COVERED = 0.95
+"""Maximum share of the tokens that a set of values may cover: a mismatch of nearly all tokens is not concentrated."""
+_MOST_PERIOD = 64
+_MICRO_BATCHES = (2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """One description of the tokens that are off."""
+
+    feature: str
+    """Name of the feature: a key in text.FEATURES."""
+    kind: Kind
+    """`from` or `before` a value, `one_of` some values, or `is` for a yes-or-no feature."""
+    values: tuple[Any, ...]
+    """The threshold, or the values of the feature; empty for `is`."""
+    inside: np.ndarray
+    """[K] bool: the tokens described."""
+    gain: float
+    """Evidence for the description, nats."""
+    ratio: float
+    """Mean mismatch inside, in units of that outside."""
+    level_outside: float
+    """Median logit error outside, nats."""
+
+    @property
+    def rank(self) -> int:
+        """Length of the description: 0 for a property of tokens or rows, 1 for a threshold, 2 for a set of values."""
+        if self.kind == "one_of":
+            return 2 if len(self.values) > 1 else 0
+        is_property = (
+            self.kind == "is"
+            or self.values == (True,)
+            or self.feature.startswith(("pad_left", "forward_row", "prompt_seen"))
+        )
+        return 0 if is_property else 1
+
+    @property
+    def values_text(self) -> str:
+        """The values, the first five of them, as text."""
+        shown = [f"{each:g}" if isinstance(each, float) else str(each)[:16] for each in self.values[:5]]
+        return ", ".join(shown) + (", ..." if len(self.values) > 5 else "")
+
+    @property
+    def numbers(self) -> dict[str, str]:
+        """The description as the codes and numbers of a finding."""
+        return {"feature": self.feature, "kind": self.kind, "values": self.values_text}
+
+
+FEATURES = {
+    "first_token": "the first token of the response",
+    "last_token": "the last token of the response",
+    "from_end": "the distance from the end of the response in tokens",
+    "position": "the position in the response",
+    "total_position": "the position in prompt and response",
+    "token_id": "the token id",
+    "token_before": "the id of the token before",
+    "token_repeated": "tokens that occurred before in the row",
+    "later_turn": "the second turn of a conversation or a later one",
+    "starts_turn": "the first token after masked ones",
+    "step": "the step",
+    "version": "the policy version that sampled",
+    "lag": "the number of updates between the two sides",
+    "row": "the place of the row in its step",
+    "group_id": "the prompt's group",
+    "prompt_seen_before": "prompts that occurred at an earlier step",
+    "reward_above_0": "a reward above 0",
+    "advantage_above_0": "an advantage above 0",
+    "finish_reason": "the finish reason",
+    "response_length": "the response's length in tokens",
+    "prompt_length": "the prompt's length in tokens",
+    "total_length": "the length of prompt and response in tokens",
+    "shorter_prompt_of_step": "a prompt shorter than the longest of the step",
+    "shorter_total_of_step": "a row shorter than the longest of the step",
+}
+"""Name of a feature -> phrase; those with a number in their name are in `where_text`."""
+
+
+def where_text(numbers: Mapping[str, Any]) -> str:
+    """Return a description as a phrase, e.g. `all at the first token of the response`."""
+    feature, kind, values = str(numbers["feature"]), str(numbers["kind"]), numbers["values"]
+    name, _, last = feature.rpartition("_")
+    if name in ("first_of_chunk", "last_of_chunk"):
+        return f"all at the {name.split('_')[0]} token of a chunk, where prompt and response are cut into {last} equal ones"
+    if name == "not_first_of":
+        return f"all in rows that are not the first of each {last}"
+    if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
+        return f"all in rows whose {name.split('_')[1]} is shorter than the longest of each {last} rows"
+    if name in ("phase", "phase_total"):
+        counted = "prompt and response" if name == "phase_total" else "the response"
+        return f"all where the position in {counted}, divided by {last}, leaves {values}"
+    side = f" of side {last}" if last in ("a", "b") else ""
+    phrase = FEATURES.get(feature, FEATURES.get(name, name if side else feature).replace("_", " ") + side)
+    if kind == "is":
+        return f"all at {phrase}"
+    relation = {"from": "is at least", "before": "is below"}.get(kind, "is one of" if "," in str(values) else "is")
+    if kind == "before" and not values:
+        return f"none at {phrase}"
+    return f"all where {phrase} {relation} {values}"
+
+
+def places(data: PairData) -> list[Where]:
+    """Return the descriptions of where the mismatch is large that evidence supports, best first."""
+    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
+    level = np.log(noise + np.median(noise) / 4)
+    num = np.bincount(data.seq, minlength=data.sample.num_sequences)
+    mean = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1)
+    rows = np.flatnonzero(num)
+    found = [
+        *(_split(data, noise, name, values[rows], mean[rows], rows) for name, values in sequence_columns(data.sample).items()),
+        *(_split(data, noise, name, values, level, None) for name, values in token_columns(data).items()),
+    ]  # fmt: skip
+    return sorted((each for each in found if each is not None), key=lambda each: -each.gain)
+
+
+def _split(
+    data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
+) -> Where | None:
+    """Return the best division by a feature. `values` and `level` are those of the sequences `rows`, or of the kept tokens
+    if that is None."""
+    there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
+    if values.dtype.kind == "O":
+        there, values = np.array([value is not None for value in values]), values.astype(str)
+    known, place = np.unique(values[there], return_inverse=True)
+    if len(known) < 2:
+        return None
+    best = _best(np.bincount(place).astype(float), np.bincount(place, level[there]), level[there], known, name)
+    if best is None:
+        return None
+    gain, kind, chosen = best
+    is_range = kind == "one_of" and values.dtype.kind in "if" and not name.startswith(("phase", "token"))
+    if is_range and len(chosen) > 2 and len(chosen) > 0.8 * (chosen.max() - chosen.min() + 1):
+        kind, chosen = "from", np.arange(chosen.min(), chosen.max() + 1)
+    marked = np.zeros(len(values), bool)
+    marked[np.flatnonzero(there)[np.isin(place, chosen)]] = True
+    inside = marked if rows is None else np.isin(data.seq, rows[marked])
+    if inside.all() or not inside.any() or (kind == "one_of" and inside.mean() > MAX_COVERED):
+        return None
+    outside = ~inside
+    typical = np.minimum(noise, np.quantile(noise, 0.995))
+    ratio = float(np.exp(level[there][np.isin(place, chosen)].mean() - level[there][~np.isin(place, chosen)].mean()))
+    ratio = max(ratio, float(typical[inside].mean() / max(float(typical[outside].mean()), 1e-12)))
+    if gain < MIN_GAIN_NATS or ratio < MIN_RATIO:
+        return None
+    shown = tuple(known[i].item() for i in chosen)
+    edge = {"from": shown[:1], "before": (known[min(int(chosen.max()) + 1, len(known) - 1)].item(),), "is": ()}
+    return Where(
+        feature=name, kind=kind, values=edge.get(kind, shown), inside=inside, gain=gain, ratio=ratio,
+        level_outside=float(np.median(noise[outside])),
+    )  # fmt: skip
+
+
+def _best(
+    counts: np.ndarray, sums: np.ndarray, level: np.ndarray, known: np.ndarray, name: str
+) -> tuple[float, Kind, np.ndarray] | None:
+    """Return the gain, the kind and the indices of the values of the best division; None if there is none.
+
+    `counts` and `sums`, [V], are of the units with each of the V values; `level` are those of all units.
+    """
+    total, num = float(np.sum((level - level.mean()) ** 2)), len(level)
+    sums = sums - counts * level.mean()
+
+    def gains(inside: np.ndarray, part: np.ndarray) -> np.ndarray:
+        between = part**2 / inside + part**2 / np.maximum(num - inside, 1e-9)
+        return np.asarray(-num / 2 * np.log(np.maximum(1 - between / max(total, 1e-30), 1e-12)))
+
+    options: list[tuple[float, Kind, np.ndarray]] = []
+    if known.dtype == bool:
+        chosen = 1 if sums[1] / counts[1] > sums[0] / counts[0] else 0
+        kind: Kind = "is" if chosen else "before"
+        options.append((float(gains(counts[1:], sums[1:])[0]) - 1, kind, np.array([chosen])))
+    elif known.dtype.kind in "if" and not name.startswith(("phase", "token")):
+        before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
+        worth = gains(before, part) - np.log(len(known))
+        worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf
+        at = int(np.argmax(worth))
+        up = part[at] < 0
+        chosen_values = np.arange(at + 1, len(known)) if up else np.arange(at + 1)
+        options.append((float(worth[at]), "from" if up else "before", chosen_values))
+    if known.dtype != bool and len(known) <= num / 2:
+        order = np.argsort(-(sums / counts), kind="stable")
+        inside, part = np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]
+        size = np.arange(1, len(known))
+        # Naming m of n values costs the logarithm of the number of ways to choose them.
+        worth = gains(inside, part) - size * (np.log(len(known) / size) + 1) - np.log(len(known))
+        at = int(np.argmax(worth))
+        options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
+    return max(options, key=lambda option: option[0], default=None)
+
+
+def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
+    """Return the features of sequences: name -> [S] values."""
+    order = recorded_order(sample)
+    lengths = sample.prompt_lengths
+    total = lengths + sample.lengths
+    columns: dict[str, Any] = {
+        **{f"writer_{side}": _texts(getattr(sample, side).writers) for side in "ab"},
+        **{f"contract_{side}": _texts(getattr(sample, side).contracts) for side in "ab"},
+        **{f"version_{side}": _known(getattr(sample, side).versions) for side in "ab"},
+        "version": _known(sample.versions),
+        "lag": _known(sample.a.versions - sample.b.versions),
+        **sample.settings,
+        "prompt_seen_before": seen_before(sample),
+        "group_id": _texts(sample.group_ids),
+        "finish_reason": _texts(sample.finish_reasons),
+        "reward_above_0": _sign(sample.outcomes["reward"]),
+        "advantage_above_0": _sign(sample.outcomes["advantage"]),
+        "response_length": sample.lengths.astype(float),
+        "prompt_length": lengths.astype(float),
+        "total_length": total.astype(float),
+        "step": sample.steps.astype(float),
+        "row": order.astype(float),
+    }
+    for side in "ab":
+        own = getattr(sample, side)
+        columns[f"forward_row_{side}"] = own.forward_row
+        columns[f"pad_left_{side}"] = own.pad_left
+    for size in _MICRO_BATCHES:
+        batch = sample.steps * 1_000_000 + order // size
+        columns[f"not_first_of_{size}"] = _flag(order % size > 0)
+        columns[f"shorter_prompt_of_{size}"] = _flag(lengths < _largest(lengths, batch))
+        columns[f"shorter_total_of_{size}"] = _flag(total < _largest(total, batch))
+    columns["shorter_prompt_of_step"] = _flag(lengths < _largest(lengths, sample.steps))
+    columns["shorter_total_of_step"] = _flag(total < _largest(total, sample.steps))
+    return columns
+
+
+def token_columns(data: PairData) -> dict[str, np.ndarray]:
+    """Return the features of the kept tokens: name -> [K] values."""
+    sample = data.sample
+    position = data.position
+    total = position + sample.prompt_lengths[data.seq]
+    from_end = sample.lengths[data.seq] - 1 - position
+    ids = sample.tokens[data.keep]
+    before = np.where(position > 0, np.concatenate([[-1], sample.tokens[:-1]])[data.keep], -1)
+    counted = np.concatenate([[True], sample.mask[:-1]])[data.keep]
+    columns: dict[str, np.ndarray] = {
+        "first_token": position == 0,
+        "last_token": from_end == 0,
+        "position": position.astype(float),
+        "total_position": total.astype(float),
+        "from_end": from_end.astype(float),
+        "token_id": ids.astype(float),
+        "token_before": before.astype(float),
+        "token_repeated": repeated_in_row(data),
+        "later_turn": later_turn(sample)[data.keep],
+        "starts_turn": (position > 0) & ~counted,
+    }
+    for parts in (2, 4, 8, 16):
+        chunk = -(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts)
+        columns[f"first_of_chunk_{parts}"] = total % np.maximum(chunk, 1) == 0
+        columns[f"last_of_chunk_{parts}"] = ((total + 1) % np.maximum(chunk, 1) == 0) & (from_end > 0)
+    for period in (2, 4, 8, 16, 32, _MOST_PERIOD):
+        columns[f"phase_{period}"] = (position % period).astype(float)
+        columns[f"phase_total_{period}"] = (total % period).astype(float)
+    return columns
+
+
+def later_turn(sample: Sample) -> np.ndarray:
+    """Return [N] bool: True after masked tokens that follow counted ones, i.e. in the second turn and later ones."""
+    out = np.zeros(len(sample.tokens), bool)
+    for first, last in zip(sample.starts[:-1], sample.starts[1:], strict=True):
+        counted = np.cumsum(sample.mask[first:last]) > 0
+        out[first:last] = np.cumsum(counted & ~sample.mask[first:last]) > 0
+    return out
+
+
+def recorded_order(sample: Sample) -> np.ndarray:
+    """Return [S] the place of each sequence among those of its step, in the order in which their ids count."""
+    order = np.zeros(sample.num_sequences, np.int64)
+    keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
+    for step in np.unique(sample.steps):
+        rows = np.flatnonzero(sample.steps == step)
+        order[rows[np.argsort(keys[rows], kind="stable")]] = np.arange(len(rows))
+    return order
+
+
+def repeated_in_row(data: PairData, *, prompt: bool = True) -> np.ndarray:
+    """Return [K] bool: True where the token occurs earlier in its response, or in its prompt unless `prompt` is False."""
+    sample = data.sample
+    out = np.zeros(len(sample.tokens), bool)
+    for row in range(sample.num_sequences):
+        seen = set(sample.prompts[row] or ()) if prompt else set()
+        for at in range(sample.starts[row], sample.starts[row + 1]):
+            token = int(sample.tokens[at])
+            out[at] = token in seen
+            seen.add(token)
+    return np.asarray(out[data.keep])
+
+
+def seen_before(sample: Sample) -> np.ndarray:
+    """Return [S] 1 where a sequence's prompt also occurred at an earlier step, 0 where not; NaN if unknown."""
+    first: dict[tuple[int, ...], int] = {}
+    out = np.full(sample.num_sequences, np.nan)
+    for row, (prompt, step) in enumerate(zip(sample.prompts, sample.steps.tolist(), strict=True)):
+        if prompt is not None:
+            out[row] = first.setdefault(tuple(prompt), step) < step
+    return out
+
+
+def _largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
+    _, place = np.unique(batch, return_inverse=True)
+    out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
+    np.maximum.at(out, place, values)
+    return np.asarray(out[place])
+
+
+def _flag(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, bool)
+
+
+def _sign(values: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(values), (values > 0).astype(float), np.nan)
+
+
+def _texts(values: list[str | None]) -> np.ndarray:
+    out = np.empty(len(values), object)
+    out[:] = values
+    return out
+
+
+def _known(values: np.ma.MaskedArray) -> np.ndarray:
+    unknown = np.broadcast_to(np.asarray(values.mask, bool), values.shape)
+    return np.where(unknown, np.nan, np.asarray(values.data, float))

@@ -1,0 +1,45 @@
+-- Baseline of the advantages: how they follow from the rewards of their groups, one row per step.
+-- Unit: rms of advantage minus candidate, in the advantage's unit; correlations.
+-- Needs: advantages, rewards and groups of at least two.
+-- Source: GRPO, (reward - mean) / (std + 1e-4) over a group (arXiv 2402.03300), or without std (arXiv 2503.20783).
+-- Meaning: one candidate with an error near 0 is the rule of the run; the first step at which it stops holding is the onset.
+--   error_previous or error_next near 0: the baseline of the neighbouring group in order of recording. A low corr_in_group:
+--   rewards of other rows. A large rms_group_mean: a baseline of something larger than the group. No error near 0: another rule.
+WITH grouped AS (
+    SELECT run, step, group_id, advantage AS given, reward,
+           min(row(len(seq_id), seq_id)) OVER of_group AS first_id,  -- as recorded: 9 comes before 10
+           count(*) OVER of_group AS num_rows,
+           avg(reward) OVER of_group AS mean,
+           stddev_samp(reward) OVER of_group AS std,
+           stddev_pop(reward) OVER of_group AS std_pop,
+           avg(advantage) OVER of_group AS mean_given,
+           avg(reward) OVER (PARTITION BY run, step) AS step_mean,
+           stddev_samp(reward) OVER (PARTITION BY run, step) AS step_std
+    FROM (
+        SELECT run, step, seq_id, group_id, reward, coalesce(advantage, list_avg(advantages)) AS advantage
+        FROM sequences
+        WHERE group_id IS NOT NULL
+    )
+    WHERE isfinite(reward) AND isfinite(advantage)
+    WINDOW of_group AS (PARTITION BY run, step, group_id)
+), means AS (
+    SELECT run, step, group_id, lag(mean) OVER in_step AS previous, lead(mean) OVER in_step AS next
+    FROM (SELECT DISTINCT run, step, group_id, first_id, mean FROM grouped)
+    WINDOW in_step AS (PARTITION BY run, step ORDER BY first_id)
+)
+SELECT run, step,
+       count(*) AS num_sequences,
+       avg(num_rows) AS rows_per_group,
+       corr(reward - mean, given) AS corr_in_group,
+       sqrt(avg(mean_given ** 2)) AS rms_group_mean,
+       sqrt(avg((given - (reward - mean) / (std + 1e-4)) ** 2)) AS error_std,
+       sqrt(avg((given - (reward - mean) / (std_pop + 1e-4)) ** 2)) AS error_std_pop,
+       sqrt(avg((given - (reward - mean)) ** 2)) AS error_mean,
+       sqrt(avg((given - (reward - previous) / (std + 1e-4)) ** 2) FILTER (std > 0)) AS error_previous,
+       sqrt(avg((given - (reward - next) / (std + 1e-4)) ** 2) FILTER (std > 0)) AS error_next,
+       sqrt(avg((given - (reward - step_mean) / (step_std + 1e-4)) ** 2)) AS error_step
+FROM grouped
+JOIN means USING (run, step, group_id)
+WHERE num_rows > 1
+GROUP BY run, step
+ORDER BY run, step;

@@ -1,0 +1,390 @@
+"""Data faults that are planted in real traces, and sound runs of the usual advantage estimators."""
+
+import shlex
+
+import numpy as np
+import pytest
+from bigrams import FP32, VLLM_BF16, VLLM_FP32, in_float32, moved, sample, table
+from builders import tim_trace
+from shared import rest_slow
+from tim_trace.analysis.check.data_checks import KINDS, data_findings, data_text
+from tim_trace.analysis.check.sample import read_sample
+from tim_trace.analysis.views import open_database
+from tim_trace.schemas.loss import Loss
+from tim_trace.tracer.recorder import Recorder
+
+GROUPS, IN_GROUP, STEPS = 8, 8, 8
+END = 1
+GROUP = np.repeat(np.arange(GROUPS), IN_GROUP)
+START = GROUP * IN_GROUP
+
+
+def centred(values, group=GROUP):
+    return values - (np.bincount(group, values) / np.bincount(group))[group]
+
+
+def spread(values, group=GROUP, ddof=1):
+    n = np.bincount(group)
+    return np.sqrt(np.bincount(group, centred(values, group) ** 2) / (n - ddof))[group]
+
+
+def grpo(reward, group=GROUP, ddof=1, eps=1e-4):
+    return centred(reward, group) / (spread(reward, group, ddof) + eps)
+
+
+def binary(step, number, draw):
+    """Passes by group-wise difficulty."""
+    return (draw.random(len(GROUP)) < draw.uniform(0.2, 0.8, GROUPS)[GROUP]).astype(float)
+
+
+def graded(step, number, draw):
+    """A function of prompt and response."""
+    return np.array(
+        [np.mean(row % 3 == 0) + prompt[0] / 200 for prompt, row in zip(step.prompts, step.responses, strict=True)]
+    )
+
+
+def write(
+    path, advantage=lambda reward, number: grpo(reward), *, reward=binary, recorded=lambda reward, number: reward, steps=STEPS,
+    groups=lambda step, number: step.groups, columns=lambda step, number: {}, metrics=lambda step, reward, number: {}, passes=None,
+    hyperparameters=None, loss=None, contracts=None, entropy=True, longest=12,
+):  # fmt: skip
+    with Recorder(path) as recorder:
+        for name, contract in (contracts or {}).items():
+            recorder.add_contract(name, contract)
+        if hyperparameters:
+            recorder.add_hyperparameters(hyperparameters)
+        if loss:
+            recorder.add_loss(loss)
+        for number in range(1, steps + 1):
+            step, draw = (
+                sample(table(), 100 + number, groups=GROUPS, in_group=IN_GROUP, longest=longest),
+                np.random.default_rng(number),
+            )
+            truth = reward(step, number, draw)
+            given = {
+                "prompt_ids": [row.tolist() for row in step.prompts], "response_ids": [row.tolist() for row in step.responses],
+                "group_ids": groups(step, number), "reward": recorded(truth, number), "advantage": advantage(truth, number), "policy_version": number - 1,
+            } | columns(step, number)  # fmt: skip
+            batch = recorder.add_sequences(step=number, **given)
+            if passes is not None:
+                passes(recorder, batch, step, number)
+            else:
+                recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+                recorder.add_scores(
+                    "train", batch, logprobs=step.scored(), entropy=step.entropies() if entropy else None
+                )
+            recorder.add_metrics(number, metrics(step, np.asarray(given["reward"]), number))
+    return path
+
+
+def findings(path, steps="all", sampled=True):
+    database = open_database(path) if steps == "all" else open_database(path, steps)
+    return data_findings(database, read_sample(database, ("train", "rollout"), []) if sampled else None)
+
+
+def per_token(reward, number):
+    """GAE with a critic that is right on average."""
+    draw = np.random.default_rng(number)
+    rows = sample(table(), 100 + number, groups=GROUPS, in_group=IN_GROUP, longest=12).responses
+    return [(r - 0.5 + draw.normal(0, 0.4, len(row))).astype(np.float32) for r, row in zip(reward, rows, strict=True)]
+
+
+def several(reward, number):
+    """Two rewards that are normalised on their own and added; the sum is recorded."""
+    other = np.random.default_rng(50 + number).normal(size=len(reward))
+    return grpo(reward) + 0.3 * grpo(other)
+
+
+def maxrl(reward, number):
+    means = (np.bincount(GROUP, reward) / np.bincount(GROUP))[GROUP]
+    return centred(reward) / np.maximum(means, 0.01)
+
+
+def whitened(values):
+    return (values - values.mean()) / (values.std() + 1e-8)
+
+
+def some_rows(step, number):
+    """Some rows have no reward, nor a part in their group's mean."""
+    draw = np.random.default_rng(number)
+    reward = np.where(draw.random(len(GROUP)) < 0.1, np.nan, draw.normal(GROUP, 1.0))
+    means = np.array([np.nanmean(part) for part in reward.reshape(GROUPS, IN_GROUP)])[GROUP]
+    return {
+        name: [None if np.isnan(x) else x for x in values]
+        for name, values in (("reward", reward), ("advantage", reward - means))
+    }
+
+
+def rising(step, number, draw):
+    """Better by the step."""
+    return number / 10 + np.linspace(0, 0.1, len(GROUP))
+
+
+SOUND = {
+    "grpo": {},
+    "grpo of graded rewards": {"reward": graded},
+    "grpo with the other standard deviation": {"advantage": lambda r, n: grpo(r, ddof=0, eps=1e-6)},
+    "dr. grpo": {"advantage": lambda r, n: centred(r)},
+    "rloo": {"advantage": lambda r, n: centred(r) * IN_GROUP / (IN_GROUP - 1), "reward": graded},
+    "group mean, batch scale": {"advantage": lambda r, n: whitened(centred(r)), "reward": graded},
+    "reinforce++": {"advantage": lambda r, n: whitened(r), "hyperparameters": {"algorithm.adv_estimator": "reinforce_plus_plus"}},
+    "reinforce++ without groups": {"advantage": lambda r, n: whitened(r), "groups": lambda step, n: None},
+    "reinforce without a baseline": {"advantage": lambda r, n: r, "groups": lambda step, n: None},
+    "critic": {"advantage": per_token},
+    "critic that knows nothing": {"advantage": lambda r, n: [np.full(len(x), v) for x, v in zip(per_token(r, n), r, strict=True)], "groups": lambda step, n: None},
+    "several rewards": {"advantage": several},
+    "maxrl": {"advantage": maxrl},
+    "float32": {"advantage": lambda r, n: grpo(r.astype(np.float32)).astype(np.float32), "reward": graded},
+    "solved": {"reward": lambda step, n, draw: binary(step, n, draw) if n < 4 else np.ones(len(GROUP)), "metrics": lambda step, r, n: {"reward": r.mean()}},
+    "metrics": {"metrics": lambda step, r, n: {"reward": r.mean(), "completion_length": np.mean([len(x) for x in step.responses]), "entropy": np.concatenate(step.entropies()).mean()}},
+"rows without a reward": {"columns": some_rows},
+    "groups of several sizes": {"groups": lambda step, n: [f"{g % 6}" for g in GROUP], "advantage": lambda r, n: grpo(r, GROUP % 6), "columns": lambda step, n: {"prompt_ids": None}},
+    "turns with prompts of their own": {"columns": lambda step, n: {"prompt_ids": [[*prompt.tolist(), row] for row, prompt in enumerate(step.prompts)]}},
+    "one prompt": {"columns": lambda step, n: {"prompt_ids": [[5, 6]] * len(GROUP)}},
+"metrics of every third step": {"steps": 12, "reward": rising, "metrics": lambda step, r, n: {"reward": np.mean([rising(step, n - k, None).mean() for k in range(3)])} if n % 3 == 0 else {}},
+    "metrics of more rows": {"metrics": lambda step, r, n: {"reward": r.mean() + np.random.default_rng(n).normal() * r.std() / 8}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", rest_slow(SOUND, 6))
+def test_a_sound_run_gives_nothing(tmp_path, kind):
+    found = findings(write(tmp_path / "run", **SOUND[kind]))
+    assert [data_text(finding) for finding in found] == []
+
+
+def roll(by):
+    return lambda r, n: np.roll(r, by)
+
+
+def in_groups(r, n):
+    """Each group's rewards in another order."""
+    draw = np.random.default_rng(90 + n)
+    return np.concatenate([draw.permutation(part) for part in r.reshape(GROUPS, IN_GROUP)])
+
+
+def since(step, changed, before=grpo):
+    return lambda r, n: changed(r) if n >= step else before(r)
+
+
+def strided(r):
+    return grpo(r, np.arange(len(r)) % GROUPS)
+
+
+def previous(r):
+    means = np.bincount(GROUP, r) / IN_GROUP
+    return (r - np.roll(means, 1)[GROUP]) / spread(r).clip(0.1)
+
+
+FAULTS = {
+    "one group a row": ("one_row_groups", None, {"groups": lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))], "advantage": lambda r, n: r}),
+    "interleaved group ids": ("groups_mix_prompts", None, {"groups": lambda step, n: [str(row % GROUPS) for row in range(len(GROUP))], "advantage": lambda r, n: strided(r)}),
+    "ids of two ranks": ("groups_mix_prompts", None, {"groups": lambda step, n: [str(g % 4) for g in GROUP], "advantage": lambda r, n: grpo(r, GROUP % 4)}),
+    "prompts in two groups": ("prompts_split", None, {"groups": lambda step, n: [str(row // 4) for row in range(len(GROUP))], "advantage": lambda r, n: grpo(r, np.arange(len(GROUP)) // 4)}),
+    "whole batch": ("baseline", None, {"advantage": lambda r, n: (r - r.mean()) / (r.std() + 1e-4)}),
+    "whole batch, declared as grpo": ("baseline", None, {"advantage": lambda r, n: (r - r.mean()) / (r.std() + 1e-4), "hyperparameters": {"adv_estimator": "grpo"}}),
+    "no baseline": ("baseline", None, {"advantage": lambda r, n: r}),
+    "whole batch from 5": ("baseline", 5, {"advantage": since(5, whitened)}),
+    "interleaved": ("baseline", None, {"advantage": lambda r, n: strided(r)}),
+    "interleaved from 4": ("baseline", 4, {"advantage": since(4, strided)}),
+    "previous group from 4": ("baseline", 4, {"advantage": since(4, previous)}),
+    "previous group": ("baseline", None, {"advantage": lambda r, n: r - np.roll(np.bincount(GROUP, r) / IN_GROUP, 1)[GROUP], "reward": graded}),
+    "rewards of other rows": ("rewards_of_other_rows", None, {"recorded": in_groups}),
+    "rewards of the next row": ("rewards_of_other_rows", None, {"recorded": roll(1), "reward": graded}),
+    "rewards of the next row from 5": ("rewards_of_other_rows", 5, {"recorded": lambda r, n: np.roll(r, 1) if n >= 5 else r}),
+    "noise": ("advantages_unrelated", None, {"advantage": lambda r, n: np.random.default_rng(n).normal(size=len(r))}),
+    "noise from 3": ("advantages_unrelated", 3, {"advantage": since(3, lambda r: np.random.default_rng(len(r)).normal(size=len(r)))}),
+    "sign": ("advantages_inverted", None, {"advantage": lambda r, n: -grpo(r)}),
+    "sign from 6": ("advantages_inverted", 6, {"advantage": since(6, lambda r: -grpo(r)), "reward": graded}),
+    "zero": ("advantages_constant", None, {"advantage": lambda r, n: np.zeros(len(r))}),
+    "zero from 6": ("advantages_constant", 6, {"advantage": since(6, lambda r: 0 * r)}),
+    "scale": ("advantages_scaled", None, {"advantage": lambda r, n: 10 * grpo(r)}),
+    "scale from 5": ("advantages_scaled", 5, {"advantage": since(5, lambda r: 30 * grpo(r)), "reward": graded}),
+    "clipped": ("advantages_clipped", None, {"advantage": lambda r, n: np.clip(grpo(r), -0.5, 1.5), "reward": graded}),
+    "extreme from 6": ("advantages_extreme", 6, {"advantage": since(6, lambda r: np.where(np.arange(len(r)) == 3, 4000.0, grpo(r)))}),
+    "nan rewards": ("not_finite", 7, {"recorded": lambda r, n: np.where((np.arange(len(r)) == 3) & (n > 6), np.nan, r)}),
+    "constant rewards": ("rewards_constant", None, {"reward": lambda step, n, draw: np.zeros(len(GROUP))}),
+    "logged reward": ("metric_contradicts", 6, {"metrics": lambda step, r, n: {"reward": r.mean() + (n > 5) * 0.2}}),
+    "logged length": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"completion_length": 40.0 + n}}),
+    "logged entropy": ("metric_contradicts", None, {"metrics": lambda step, r, n: {"entropy": 7.0 + n / 10}}),
+}  # fmt: skip
+NOTICES = (
+    "whole batch",
+    "no baseline",
+    "prompts in two groups",
+    "scale",
+    "clipped",
+    "constant rewards",
+    "logged length",
+    "logged entropy",
+)
+
+
+@pytest.mark.parametrize("kind", rest_slow(FAULTS, 8))
+def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
+    code, step, given = FAULTS[kind]
+    found = findings(write(tmp_path / "run", **given))
+    assert [(finding.code, finding.since, finding.is_notice) for finding in found][:1] == [
+        (code, step, kind in NOTICES)
+    ], [data_text(x) for x in found]
+    assert 0 < found[0].share <= 1
+    assert "{" not in data_text(found[0]) + found[0].title
+
+
+EXPLAINED = {
+    "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
+    "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EXPLAINED)
+def test_the_baseline_or_order_that_fits_best_is_named(tmp_path, kind):
+    (found, *_) = findings(write(tmp_path / "run", **FAULTS[kind][2]))
+    assert found.numbers["explanation"] == EXPLAINED[kind]
+
+
+def test_rewards_in_other_rows_show_in_equal_responses(tmp_path):
+    few = {"longest": 4, "reward": graded, "steps": 12}
+    assert findings(write(tmp_path / "sound", **few)) == ()
+    recorded = write(tmp_path / "moved", lambda r, n: grpo(np.roll(r, 3)), recorded=roll(3), **few)
+    (found,) = findings(recorded)
+    assert found.code == "rewards_unequal"
+    assert (found.numbers["shift"], found.numbers["num_moved"]) == (3, 0)
+
+
+def test_a_random_reward_is_not_in_other_rows(tmp_path):
+    assert findings(write(tmp_path / "run", longest=4, steps=12)) == ()
+
+
+def scored(current, train=in_float32, *, versions=(None, None), uses=1):
+    """Record passes; `current` once or several times."""
+
+    def record(recorder, batch, step, number):
+        recorder.add_scores("rollout", batch, logprobs=step.scored())
+        recorder.add_scores("train", batch, logprobs=train(step, number), policy_version=versions[0] and number)
+        for use in range(uses):
+            recorder.add_scores(
+                "current",
+                batch,
+                logprobs=current(step, number + use),
+                policy_version=versions[1] and number + versions[1],
+            )
+
+    return record
+
+
+def updated(step, number):
+    return step.scored(moved(step.logits, number, 0.02))
+
+
+RATIOS = {
+    "one update per batch": (scored(in_float32), {}, []),
+    "one update per batch, clipped loss": (scored(in_float32), {"loss": Loss(kind="ppo_clip")}, [("current", True)]),
+    "another forward": (scored(updated), {"loss": Loss(kind="ppo_clip")}, []),
+    "several uses, as they should be": (scored(updated, uses=2), {}, []),
+    "several uses": (scored(in_float32, uses=2), {}, [("current", False)]),
+    "newer weights": (scored(in_float32, versions=(1, 2)), {}, [("current", False)]),
+    "declared iterations": (scored(in_float32), {"hyperparameters": {"num_iterations": 4}}, [("current", False)]),
+    "train copies rollout at newer weights": (scored(updated, lambda step, n: step.scored(), versions=(1, None)), {}, [("train", False)]),
+    "train copies rollout in another dtype": (scored(updated, lambda step, n: step.scored()), {"contracts": {"train": FP32, "rollout": VLLM_BF16}}, [("train", False)]),
+    "exact engine": (scored(updated, lambda step, n: step.scored()), {"contracts": {"train": FP32, "rollout": VLLM_FP32}}, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", rest_slow(RATIOS, 5))
+def test_a_ratio_of_one_is_a_fault_where_updates_or_dtypes_lie_between(tmp_path, kind):
+    passes, given, expected = RATIOS[kind]
+    found = findings(write(tmp_path / "run", passes=passes, **given))
+    assert [(finding.numbers["a"], finding.is_notice) for finding in found] == expected, [data_text(x) for x in found]
+
+
+def extended(rows, more, fill=0.0):
+    return [np.concatenate([row, np.full(len(tail), fill)]) for row, tail in zip(rows, more, strict=True)]
+
+
+def padded(fill, masked=False, num=None):
+    """Responses that go on with their end token: to the longest of the step, or by `num` tokens."""
+
+    def tails(step):
+        longest = max(map(len, step.responses)) + 1
+        return [np.full(num or longest - len(row), END) for row in step.responses]
+
+    return joined(lambda step: [np.append(row[:-1], END) for row in step.responses], tails, fill, masked)
+
+
+def tools(fill, masked=False):
+    """Responses with tool output at their end, in three of four rows."""
+
+    def tails(step):
+        draw = np.random.default_rng(len(step.responses[0]))
+        return [draw.integers(20, 60, 0 if row % 4 == 0 else 9) for row in range(len(step.responses))]
+
+    return joined(lambda step: step.responses, tails, fill, masked)
+
+
+def joined(heads, tails, fill, masked):
+    def columns(step, number):
+        step.tails = tails(step)
+        step.responses = [np.concatenate(parts).astype(int) for parts in zip(heads(step), step.tails, strict=True)]
+        mask = [
+            np.arange(len(row)) < len(row) - len(tail) for row, tail in zip(step.responses, step.tails, strict=True)
+        ]
+        return {"response_ids": [row.tolist() for row in step.responses]} | ({"response_mask": mask} if masked else {})
+
+    def passes(recorder, batch, step, number):
+        sampled = [row[: len(row) - len(tail)] for row, tail in zip(in_float32(step, number), step.tails, strict=True)]
+        recorder.add_scores(
+            "rollout", batch, logprobs=in_float32(step, number) if fill is None else extended(sampled, step.tails, fill)
+        )
+        recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+
+    return {"columns": columns, "passes": passes}
+
+
+UNSAMPLED = {
+    "padding": (padded(0.0), ["padding_counts"]), "two end tokens": (padded(0.0, num=2), ["padding_counts"]),
+    "padding without logprobs": (padded(np.nan), ["padding_counts"]), "masked padding": (padded(0.0, masked=True), []),
+    "tools": (tools(0.0), ["unsampled_count"]), "tools without logprobs": (tools(np.nan), ["unsampled_count"]),
+    "tools with the engine's logprobs": (tools(None), ["unsampled_count"]), "masked tools": (tools(0.0, masked=True), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", rest_slow(UNSAMPLED, 4))
+def test_tokens_in_the_loss_that_were_not_sampled(tmp_path, kind):
+    given, expected = UNSAMPLED[kind]
+    found = findings(write(tmp_path / "run", **given))
+    assert [finding.code for finding in found] == expected, [data_text(x) for x in found]
+
+
+@pytest.mark.parametrize("kind", ["nan rewards", "whole batch", "scale", "constant rewards"])
+def test_the_command_of_a_finding_runs(tmp_path, kind):
+    runs_command(findings(write(tmp_path / "a $run", **FAULTS[kind][2]))[0])
+
+
+def test_the_commands_of_passes_and_tokens_run(tmp_path):
+    passes, given, _ = RATIOS["several uses"]
+    runs_command(findings(write(tmp_path / "passes", passes=passes, **given))[0])
+    runs_command(findings(write(tmp_path / "tokens", **padded(0.0)))[0])
+
+
+def runs_command(finding):
+    done = tim_trace(*shlex.split(finding.next.command)[1:])
+    assert done.code == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_only_the_selected_steps_are_judged(tmp_path):
+    path = write(tmp_path / "run", since(5, whitened))
+    assert findings(path, "1:4") == ()
+    (found,) = findings(path, "3:8", sampled=False)
+    assert (found.code, found.since) == ("baseline", 5)
+    assert "step" in found.next.command
+    runs_command(found)
+
+
+def test_titles_and_sentences_have_all_their_numbers(tmp_path):
+    for kind in ("whole batch", "clipped", "extreme from 6", "logged reward"):
+        (found,) = findings(write(tmp_path / kind, **FAULTS[kind][2]))
+        assert found.code in KINDS
+        assert found.title
+        assert data_text(found).endswith("affected)" if found.since is None else f"from step {found.since} on)")
