@@ -307,14 +307,15 @@ def recorded_order(sample: Sample) -> np.ndarray:
 def repeated_in_row(data: PairData, *, prompt: bool = True) -> np.ndarray:
     """Return [K] bool: True where the token occurs earlier in its response, or in its prompt unless `prompt` is False."""
     sample = data.sample
-    out = np.zeros(len(sample.tokens), bool)
-    for row in range(sample.num_sequences):
-        seen = set(sample.prompts[row] or ()) if prompt else set()
-        for at in range(sample.starts[row], sample.starts[row + 1]):
-            token = int(sample.tokens[at])
-            out[at] = token in seen
-            seen.add(token)
-    return np.asarray(out[data.keep])
+    rows, tokens = sample.seq, sample.tokens.astype(np.int64)
+    if prompt:
+        given = [np.asarray(each or (), np.int64) for each in sample.prompts]
+        rows = np.concatenate([np.repeat(np.arange(len(given)), [len(each) for each in given]), rows])
+        tokens = np.concatenate([*given, tokens])
+    keys = rows * (int(tokens.max(initial=0)) + 1) + tokens
+    _, first, place = np.unique(keys, return_index=True, return_inverse=True)
+    repeated = first[place] != np.arange(len(keys))
+    return np.asarray(repeated[len(keys) - len(sample.tokens) :][data.keep])
 
 
 def seen_before(sample: Sample) -> np.ndarray:

@@ -91,7 +91,7 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     # Without a copy, rows that are equal as a whole come with rows that are mostly equal.
     mostly = int(np.sum(share[np.unique(data.seq[telling_others])] > 0.5))
     expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied].max()
-    few = copied.sum() < 2 and telling[copied].max() < 16  # one short row may be equal by luck of its context
+    few = copied.sum() < 3 and telling[copied].max() < 16  # a short row may be equal by luck of its context
     if few or expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:
         return []
     return [

@@ -40,7 +40,7 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
     runs = unlikely_runs(np.maximum(data.a, data.b) + entropy, data.seq, data.position)
     rows = np.unique(data.seq[runs])
     present = len(np.unique(data.seq))
-    if len(rows) < max(3, 0.05 * present):
+    if len(rows) < max(4, 0.05 * present):
         return []
     likely = np.maximum(data.a, data.b)
     finding = MASK.finding(
