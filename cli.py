@@ -512,9 +512,8 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @_example("tim-trace verify runs/demo")
 @main.command()
 @click.argument("trace", metavar="RUN")
-@_ray
 @_prints()
-def verify(trace: str, ray: str | None, form: _Form) -> None:
+def verify(trace: str, form: _Form) -> None:
     """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
 
     The exit code is 2 if something is damaged or missing. Other commands verify only what they read.
@@ -524,8 +523,7 @@ def verify(trace: str, ray: str | None, form: _Form) -> None:
     from .analysis import verify as read_all
     from .analysis.verify import verification_text
 
-    with _library_output_held_back() if ray else nullcontext():
-        found = read_all(trace, ray=ray, progress=_progress)
+    found = read_all(trace, progress=_progress)
     form.answer(
         json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
         text=lambda width: verification_text(found, width),
@@ -800,11 +798,10 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @_prints()
 def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
-    """Say how a run changed: when each series changed, which changed first, and which series lead.
+    """Say how a run changed: when each series changed, and which changed first.
 
     Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
-    which each jumps or breaks its slope, with intervals; correlations over lags; whether responses surged, and when the
-    length-decay schedule of arXiv 2602.01826 would have acted; how fast k3 compounds; the entropy law.
+    which each jumps or breaks its slope, with intervals; and how fast k3 compounds.
     """
     from .analysis import dynamics as look
     from .analysis.dynamics.text import dynamics_json, dynamics_text, series_rows
@@ -876,7 +873,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@_by("side", "arm", "probability", "position", help="What a row of --csv stands for.")
+@_by("side", "arm", help="What a row of --csv stands for.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
@@ -964,7 +961,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Store the result in the trace, for sql, report and diagnose; replaces an earlier one with the same options.",
+    help="Store the result in the trace, for sql and diagnose; replaces an earlier one with the same options.",
 )  # fmt: skip
 @_by("kind", "operator", "layer", "patch", help="What a row of --csv stands for.")
 @_prints()
@@ -1007,10 +1004,6 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--engine", is_flag=True,
     help="Compare the engine's weights with the trainer's: when each tensor was last sent, and whether the two agree.",
 )  # fmt: skip
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]),
-    help="Round the weights to this dtype, as an engine of that dtype loads them.",
-)  # fmt: skip
 @click.option("--verify", is_flag=True, help="Reconstruct every version and verify its hashes.")
 @_weights_from
 @click.option(
@@ -1026,7 +1019,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @click.option("-v", "--verbose", is_flag=True, help="With --engine: list tensors that agree, too.")
 @_prints()
 def weights(
-    trace: str, by: str, engine: bool, dtype: str | None, verify: bool, weights_from: str | None,
+    trace: str, by: str, engine: bool, verify: bool, weights_from: str | None,
     exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, verbose: bool,
     form: _Form,
 ) -> None:  # fmt: skip
@@ -1037,7 +1030,7 @@ def weights(
     from .analysis import attach, export
     from .analysis import weights as versions
     from .analysis.engine_weights_text import engine_weights_text
-    from .analysis.weights import OK, engine_dtype
+    from .analysis.weights import OK
 
     if attached is None and (tokenizer is not None or force):
         raise click.UsageError("--tokenizer and --force go with --attach")
@@ -1052,13 +1045,11 @@ def weights(
         return
     if exported is not None:
         with _library_output_held_back():
-            folder = export(trace, *exported, dtype=dtype, weights_from=weights_from)
+            folder = export(trace, *exported, weights_from=weights_from)
         _tell(f"wrote version {exported[0]} to {folder}")
         return
     with _library_output_held_back():
-        rows = versions(
-            trace, by=by, engine=engine, dtype=dtype, verify=verify, weights_from=weights_from, progress=_progress
-        )
+        rows = versions(trace, by=by, engine=engine, verify=verify, weights_from=weights_from, progress=_progress)
     if engine:
         of = "module" if by == "module" else "tensor"
         form.answer(
@@ -1068,8 +1059,6 @@ def weights(
         )
         return
     form.table(rows, "weights")
-    if dtype is None and (held := engine_dtype(trace)) is not None:
-        _tell(f"the engine held them as {held}; to see what changed there: tim-trace weights {trace} --dtype {held}")
     if any(row.get("verified", OK) != OK for row in rows.dicts()):
         raise click.exceptions.Exit(2)
 
@@ -1172,7 +1161,10 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @main.command("export")
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--to", required=True, type=click.Choice(["parquet", "jsonl", "tensorboard", "wandb"]), help="File format to write."
+    "--to",
+    required=True,
+    type=click.Choice(["parquet", "tensorboard", "wandb"]),
+    help="File format to write.",
 )
 @click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
 @_pair
@@ -1181,7 +1173,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
-    parquet and jsonl: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
+    parquet: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
     reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
     """
     from .analysis import export_run

@@ -52,15 +52,6 @@ class Correction:
     token_low: float = 0.0
     """Minimum ratio at any token for a sequence to be kept."""
 
-    @property
-    def has_bounds(self) -> bool:
-        """Return True if the published bounds for a truncated sequence ratio apply to the rule."""
-        neutral = Correction(
-            name=self.name, rule=self.rule, bound_on=self.bound_on, kept=self.kept,
-            level="sequence", high=self.high, truncates=True,
-        )  # fmt: skip
-        return self == neutral
-
 
 def published(
     a: str = "train",
@@ -113,13 +104,9 @@ def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correcti
     """Define the correction macros for some rules. `zones` is a query that returns zones already read."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
-    values: list[dict[str, Any]] = [
-        {"place": place, **asdict(rule), "has_bounds": rule.has_bounds} for place, rule in enumerate(rules)
-    ]
+    values: list[dict[str, Any]] = [{"place": place, **asdict(rule)} for place, rule in enumerate(rules)]
     connection.register("rules", pa.Table.from_pylist(values))
-    connection.execute(
-        f"CREATE OR REPLACE TABLE correction_rules AS SELECT place, {', '.join(columns)}, has_bounds FROM rules"
-    )
+    connection.execute(f"CREATE OR REPLACE TABLE correction_rules AS SELECT place, {', '.join(columns)} FROM rules")
     connection.unregister("rules")
     register(connection, token_bounds(rules))
     connection.execute(sql_file("corrections").format(sequence_class=_sequence_class(rules)))

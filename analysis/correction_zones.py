@@ -17,8 +17,8 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from .sql.types import struct_fields, struct_sql
 from .statistics.estimators import Array
+from .trace.macros import struct_fields, struct_sql
 from .trace.pair_sums import expm1_minus
 from .trace.ragged import Tokens, blocks, tokens_of
 

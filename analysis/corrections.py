@@ -60,7 +60,6 @@ def corrections(
       E_a[f] - E_b[w f] = E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper bound
       on the variance of one weighted sample. Per token or sequence; NULL at a level whose ratio does not determine the
       weight.
-    - bias_bound, variance_bound: 2 (1 + chi2) / C and C^2 of a truncated sequence ratio (same source).
 
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
 

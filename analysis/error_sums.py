@@ -4,27 +4,20 @@ With t, r and f the logprobs from trainer, engine and replay: e_t = t - f, e_r =
 on where its tokens are read,
 and steps are added in order, so results are reproducible.
 
-Shapes: N tokens in a step, G groups, B bins.
+Shapes: N tokens in a step, G groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from math import fsum
-from operator import add
 
 import numpy as np
 
 from ..schemas.passes import ROLLOUT, TRAIN
-from .statistics.correlations import CoMoments
 from .statistics.intervals import numbered
 
-PROBABILITIES = (0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9, 1.0)
-"""Bin edges for the token's probability in the replay."""
-POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-"""Bin edges for the token's position in the response."""
 GAP, REMOVED = "gap", "removed"
 """Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, the part of d^2 removed if the replay replaces the trainer.
 Columns TRAIN and
@@ -58,12 +51,6 @@ class ErrorSums:
     square_d: float
     spacing: float
     """Sum over tokens of the spacing between float32 values at the replay's logprob, nats."""
-    moments: CoMoments
-    """Moments of e_t and e_r."""
-    by_probability: np.ndarray
-    """[4, B] token counts, and sums of d^2, e_t^2 and e_r^2."""
-    by_position: np.ndarray
-    """[4, B] token counts, and sums of d^2, e_t^2 and e_r^2."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
@@ -87,9 +74,6 @@ class ErrorSums:
             sides={TRAIN: SideSums.of(error_t), ROLLOUT: SideSums.of(error_r)},
             square_d=float(squares[0].sum()),
             spacing=float(np.abs(np.spacing(tokens["replayed"].astype(np.float32))).sum(dtype=np.float64)),
-            moments=CoMoments.of(error_t, error_r),
-            by_probability=_binned(np.exp(tokens["replayed"]), PROBABILITIES, squares),
-            by_position=_binned(tokens["position"], POSITIONS, squares),
         )  # fmt: skip
 
 
@@ -103,9 +87,6 @@ def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
         sides={name: _joined_side([part.sides[name] for part in parts]) for name in (TRAIN, ROLLOUT)},
         square_d=fsum(part.square_d for part in parts),
         spacing=fsum(part.spacing for part in parts),
-        moments=reduce(add, (part.moments for part in parts)),
-        by_probability=reduce(np.add, (part.by_probability for part in parts)),
-        by_position=reduce(np.add, (part.by_position for part in parts)),
     )
 
 
@@ -115,10 +96,3 @@ def _joined_side(parts: Sequence[SideSums]) -> SideSums:
         abs_error=fsum(part.abs_error for part in parts),
         square=fsum(part.square for part in parts),
     )
-
-
-def _binned(values_N: np.ndarray, edges: Sequence[float], squares: Sequence[np.ndarray]) -> np.ndarray:
-    """Return [4, B] token counts and sums per bin."""
-    num = len(edges) - 1
-    bins_N = np.clip(np.searchsorted(edges, values_N, side="right") - 1, 0, num - 1)
-    return np.stack([np.bincount(bins_N, weights, num).astype(np.float64) for weights in (None, *squares)])

@@ -50,7 +50,7 @@ def locate(
     which then also runs once in float64, where rounding hides nothing.
 
     With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier answer to the same
-    question; the views `operators` and `patches` and the report read it from there. `not_kept` is the reason if it
+    question; the views `operators` and `patches` and `diagnose` read it from there. `not_kept` is the reason if it
     could not be stored. Without `keep` nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.

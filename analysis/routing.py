@@ -15,9 +15,8 @@ import pyarrow as pa
 from ..schemas.errors import InvalidQuery
 from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
-from .sql.types import struct_fields, struct_sql
 from .trace.database import Database, macro_file
-from .trace.macros import sql_file
+from .trace.macros import sql_file, struct_fields, struct_sql
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")

@@ -9,10 +9,9 @@ from ..schemas.errors import InvalidOption, NothingToCompare, option
 from ..schemas.steps import ALL_STEPS
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
-from .distributions.summary import has_captured, summary
-from .frameworks.framework import Framework
+from .distributions.function import has_captured, summary
+from .frameworks.framework import Framework, read_once
 from .frameworks.registry import framework_of, refuse_options
-from .frameworks.sequence_rows import read_once
 from .rows import Rows
 from .trace.database import Database
 from .trace.macros import quoted_pair

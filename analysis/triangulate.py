@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from math import sqrt
+from math import fsum, nan, sqrt
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from ..schemas.results import Result
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
-from .error_sums import GAP, POSITIONS, PROBABILITIES, REMOVED, ErrorSums, joined
+from .error_sums import GAP, REMOVED, ErrorSums, joined
 from .rows import Rows
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
@@ -90,8 +90,6 @@ class Triangulation(Result):
     not_held: str | None
     """Code for why the replayed steps did not reproduce the recorded bits, as in `ReplayedStep`; None if they did, or if the
     replay already existed."""
-    by_probability: Rows
-    by_position: Rows
     arms: Rows
     """One row per arm: its mismatch with the rollout when it replaces the trainer, and the share of mean d^2 this removes."""
 
@@ -213,7 +211,7 @@ def _num_different(database: Database, steps: list[int]) -> int:
 def _tokens(database: Database, name: str, steps: list[int]) -> Mapping[str, np.ndarray]:
     """Return [N] columns of the tokens scored by trainer, engine and one replay, in the same order for every replay."""
     query = f"""
-        SELECT step, hash(seq_id) AS sequence, position, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
+        SELECT step, hash(seq_id) AS sequence, logprob_a AS train, logprob_b AS rollout, logprob_c AS replayed,
             {unit("s")} AS unit
         FROM triangle('{TRAIN}', '{ROLLOUT}', {quoted(name)}) JOIN sequences AS s USING (run, step, seq_id)
         WHERE step IN ({_list(steps)})
@@ -239,11 +237,9 @@ def _measured(
         gap_rms=sqrt(own.square_d / own.num_tokens),
         resolution=own.spacing / own.num_tokens / 4,
         sides=tuple(_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)),
-        correlation=own.moments.correlation,
+        correlation=_correlation(own),
         identity_held=held,
         not_held=not_held,
-        by_probability=_split("probability", own.by_probability, PROBABILITIES, own.square_d),
-        by_position=_split("position", own.by_position, POSITIONS, own.square_d),
         arms=Rows(
             ("arm", "gap_rms", "share_removed", "share_low", "share_high"),
             [_arm(name, sums) for name, sums in errors.items() if name != reference],
@@ -258,6 +254,16 @@ def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInter
         name=name, mean=own.error / num, mean_abs=own.abs_error / num, rms=sqrt(own.square / num),
         share=share, share_low=low, share_high=high,
     )  # fmt: skip
+
+
+def _correlation(sums: ErrorSums) -> float:
+    """Return Pearson's correlation of the two errors; NaN if one is constant."""
+    trainer, engine, num = sums.sides[TRAIN], sums.sides[ROLLOUT], sums.num_tokens
+    common = trainer.square - fsum(sums.groups[TRAIN]) - trainer.error * engine.error / num
+    spreads = [side.square - side.error * side.error / num for side in (trainer, engine)]
+    if any(spread <= 1e-12 * side.square for spread, side in zip(spreads, (trainer, engine), strict=True)):
+        return nan
+    return max(min(common / sqrt(spreads[0] * spreads[1]), 1.0), -1.0)
 
 
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
@@ -279,17 +285,6 @@ def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, 
 
 def _share(name: str, totals: Totals) -> Array:
     return totals[name] / totals[GAP]
-
-
-def _split(name: str, binned: np.ndarray, edges: Sequence[float], square_d: float) -> Rows:
-    rows = []
-    for index in np.flatnonzero(binned[0]).tolist():
-        num, *squares = binned[:, index].tolist()
-        rows.append((
-            f"{edges[index]:g} to {edges[index + 1]:g}", int(num), *(sqrt(square / num) for square in squares),
-            squares[0] / square_d if square_d else None,
-        ))  # fmt: skip
-    return Rows((name, "num_tokens", "gap_rms", "train_rms", "rollout_rms", "share_of_gap"), rows)
 
 
 def _list(steps: Sequence[int]) -> str:

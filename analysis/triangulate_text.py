@@ -30,7 +30,8 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         "\n".join(f"{name:<11}  {value}" for name, value in facts),
         to_text(triangulation_rows(found), width),
     ]
-    parts += [to_text(rows, width) for rows in (found.arms, found.by_probability, found.by_position) if len(rows)]
+    if len(found.arms):
+        parts.append(to_text(found.arms, width))
     return "\n\n".join(parts)
 
 
@@ -51,11 +52,6 @@ def sentence(found: Triangulation) -> str:
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
-    """Return one row per side, per arm, or per bin of the reference's probability or of the token's position."""
+    """Return one row per side or per arm."""
     sides = table(found.sides)
-    return {
-        "side": Rows(("side", *sides.columns[1:]), sides.rows),
-        "arm": found.arms,
-        "probability": found.by_probability,
-        "position": found.by_position,
-    }[by]
+    return found.arms if by == "arm" else Rows(("side", *sides.columns[1:]), sides.rows)

@@ -24,9 +24,7 @@ from ..tracer.verified_file import FileCursor, VerifiedFile
 from ..tracer.weights.reader import WeightReader
 from ..tracer.weights.source import open_weights
 from .rows import Rows, printable, to_text
-from .trace.database import Database, cached
 from .trace.source import Source, open_source
-from .trace.spread import UNITS, spread
 from .views import open_database
 
 COLUMNS = ("folder", "num_files", "num_bytes", "num_checked", "num_damaged")
@@ -54,16 +52,15 @@ class Verification(Result):
         return not self.damaged
 
 
-def verify(trace: str | os.PathLike[str], *, ray: str | None = None, progress: Progress = no_progress) -> Verification:
+def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:
     """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
 
-    Other verbs check only the data they read. With `ray`, an address or `local`, files, groups and versions are divided among
-    the actors of a Ray cluster. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened.
+    Other verbs check only the data they read. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened.
     """
     source = open_source(os.fspath(trace))
     found = _Verifier(source)
     with progress("verifying", found.num_bytes) as advance:
-        for num_bytes in found.run(ray):
+        for num_bytes in found.run():
             advance(num_bytes)
     return Verification(
         trace=os.fspath(trace),
@@ -115,24 +112,15 @@ class _Verifier:
         """Return the bytes to read in the large folders."""
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
-    def run(self, ray: str | None) -> Iterator[int]:
+    def run(self) -> Iterator[int]:
         """Read everything; yield the bytes of each part once it is read."""
-        entries = list(self.parts())
-        parts = [entry for entry in entries if isinstance(entry, _Part)]
-        if ray is None:
-            found: Iterator[list[str]] = (self.damage_of(part) for part in parts)
-        else:
-            found = spread(open_database(self.source, ray=ray), _damages, _units(parts))
-        for entry in entries:
+        for entry in self.parts():
             if isinstance(entry, str):
                 self.damaged.append(entry)
             else:
-                self._note(entry, next(found))
-                yield entry.num_bytes
+                yield self._read(entry)
         self._ask_for_groups()
-        for part in self._results():
-            self._note(part, self.damage_of(part))
-            yield part.num_bytes
+        yield from map(self._read, self._results())
 
     def parts(self) -> Iterator[_Part | str]:
         """Yield the parts to read, except the results of `locate`; for an unreadable part, a sentence on the damage."""
@@ -158,22 +146,19 @@ class _Verifier:
         yield from self._groups()
         yield from self._weights()
 
-    def damage_of(self, part: _Part) -> list[str]:
-        """Read a part; return its damage, one sentence each."""
+    def _read(self, part: _Part) -> int:
+        """Read a part, note its damage, and return its bytes."""
+        damage: list[str] = []
         try:
             part.read()
         except TimTraceError as error:
-            found = str(error)
+            damage = [str(error), *part.of_parts()]
         except Exception as error:  # libraries raise anything on damaged bytes
-            found = f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy"
-        else:
-            return []
-        return [found, *part.of_parts()]
-
-    def _note(self, part: _Part, damage: list[str]) -> None:
+            damage = [f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy", *part.of_parts()]
         added = (1, part.num_bytes, part.is_checked, bool(damage))
         self.counts[part.folder] = [count + more for count, more in zip(self.counts[part.folder], added, strict=True)]
         self.damaged += damage
+        return part.num_bytes
 
     def _file(self, folder: str, relative: str, file: VerifiedFile) -> _Part | str:
         record = self._records.get(relative)
@@ -301,38 +286,6 @@ class _Verifier:
             for name in self.store.files(LOCATE)
             if f"{LOCATE}/{name}" not in seen
         ]
-
-
-_Names = list[tuple[str, str]]
-"""(folder, name) of parts."""
-
-
-def _units(parts: list[_Part]) -> list[_Names]:
-    """Group neighbouring parts into one unit per actor, since a version of the weights builds on earlier ones."""
-    most = max(sum(part.num_bytes for part in parts) // UNITS, 1)
-    units: list[_Names] = []
-    num_bytes = most
-    for part in parts:
-        if num_bytes >= most:
-            units.append([])
-            num_bytes = 0
-        units[-1].append((part.folder, part.name))
-        num_bytes += part.num_bytes
-    return units
-
-
-def _damages(database: Database, names: _Names) -> Iterator[list[str]]:
-    """Yield a list of damage descriptions for each part in `names`."""
-    verifier, parts = _parts_of(database)
-    for name in names:
-        yield verifier.damage_of(parts[name])
-
-
-@cached
-def _parts_of(database: Database) -> tuple[_Verifier, dict[tuple[str, str], _Part]]:
-    verifier = _Verifier(database.sources[0])
-    parts = (part for part in verifier.parts() if isinstance(part, _Part))
-    return verifier, {(part.folder, part.name): part for part in parts}
 
 
 def _steps(file: VerifiedFile) -> tuple[int, int]:

@@ -54,7 +54,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
     results of `locate`. Table macros, where d = logprob(a) - logprob(b) in nats: `pair(a, b)`, `pair_sequences(a, b)`,
     `pair_steps(a, b)` and `pair_runs(a, b)`; `pair_distributions(a, b)`, with one row per response token whose
     distribution both passes captured, and `pair_distribution_sequences(a, b)`, `_steps` and `_runs`; `pair_routing(a, b)`
-    and related macros if router choices were recorded; `objective_tokens(train, rollout, now, ...)`, `objective_steps` and
+    and related macros if router choices were recorded; `objective_tokens(train, rollout, now, ...)` and
     `loss_shares(now, ...)` for the effect of the mismatch on a loss. Each has a column `run`. `like` names frameworks whose
     macros are defined as well, such as `verl_runs(a, b)`. For a trace that is still being written, the connection shows the
     rows recorded so far.

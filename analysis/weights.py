@@ -7,22 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..replay.arms import DTYPES
 from ..replay.backends import adapters
-from ..schemas import contract as contracts
-from ..schemas.errors import DamagedTrace, InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
-from ..schemas.layout import PASSES, TOKENIZER, is_tokenizer
+from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
+from ..schemas.layout import TOKENIZER, is_tokenizer
 from ..schemas.modules import module_of
-from ..schemas.passes import ROLLOUT
 from ..schemas.weights import ITEM_BYTES, WeightVersion
-from ..tracer.contracts import read_contract
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, config_of, write_folder
 from ..tracer.weights.reader import SUPPLIES, Tensor, WeightReader
 from ..tracer.weights.source import open_weights
 from .engine_weights import engine_weights
-from .rounded_weights import changes, rounded, torch_name
 from .rows import Rows
 
 OK = "ok"
@@ -35,7 +30,6 @@ def weights(
     *,
     by: str = "version",
     engine: bool = False,
-    dtype: str | None = None,
     verify: bool = False,
     weights_from: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
@@ -51,22 +45,15 @@ def weights(
     started to sample, the version at which it last received the tensor, the latest version whose bits it has, whether they
     agree, at how many versions they differed, and why: a code of WEIGHT_CAUSES.
 
-    With `dtype` (fp32, bf16 or fp16), elements, bytes and shares are those of the rounded weights, as an engine of that dtype
-    loads them from a trainer with higher precision. `weights_from` is the folder of the run's checkpoints, for a trace without
-    weights.
+    `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 
     Raises WeightsMissing if there are no weights, TraceNotFound, NewerTrace.
     """
     if by not in ("version", "module"):
         raise InvalidOption(f"got {by!r}; use version or module", option="by")
-    if dtype is not None and by == "module":
-        raise InvalidOption(f"requires {option('by', 'version')}", option="dtype")
     if engine:
-        if dtype is not None or verify:
-            raise InvalidOption(
-                f"excludes {option('dtype')} and {option('verify')}, which apply to the trainer's weights",
-                option="engine",
-            )
+        if verify:
+            raise InvalidOption(f"excludes {option('verify')}, which applies to the trainer's weights", option="engine")
         return engine_weights(trace, by="module" if by == "module" else "tensor")
     reader = _open(trace, weights_from)
     if isinstance(reader, CheckpointReader):
@@ -77,27 +64,7 @@ def weights(
         rows = _of_checkpoints(reader)
     else:
         rows = _by_version(reader) if by == "version" else _by_module(reader)
-    if dtype is not None:
-        rows = _rounded(rows, reader, torch_name(dtype), progress)
     return _verified(rows, reader, progress) if verify and by == "version" else rows
-
-
-def engine_dtype(trace: str | os.PathLike[str]) -> str | None:
-    """Return the engine's dtype of the weights, as a value of `--dtype`, if it differs from the trainer's."""
-    store = Store(trace)
-    reader = open_weights(store)
-    if not isinstance(reader, WeightReader) or not reader.parts:
-        return None
-    stored = {tensor.dtype for part in next(iter(reader.parts.values())) for tensor in reader.layout(part).tensors}
-    short = {long: name for name, long in DTYPES.items() if name != "tf32"}
-    for name in store.files(f"{PASSES}/{ROLLOUT}"):
-        try:
-            engine = contracts.engine_dtype(read_contract(store, ROLLOUT, name.removesuffix(".json")))
-        except DamagedTrace:  # reported by the verbs that read it
-            continue
-        if engine in short and engine not in stored:
-            return short[engine]
-    return None
 
 
 def export(
@@ -105,10 +72,9 @@ def export(
     version: int,
     folder: str | os.PathLike[str],
     *,
-    dtype: str | None = None,
     weights_from: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a version's weights, rounded to `dtype` if given, as a folder that transformers' `from_pretrained` loads.
+    """Write a version's weights as a folder that transformers' `from_pretrained` loads.
 
     A model with adapters is written as the base model plus a folder per adapter for peft's `PeftModel.from_pretrained`.
 
@@ -119,8 +85,6 @@ def export(
     """
     store = Store(trace)
     tensors = _open(trace, weights_from).load(version)
-    if dtype is not None:
-        tensors = rounded(tensors, torch_name(dtype))
     model = next((state.model for state in store.writers()[0] if state.model.get("config")), None)
     if model is None:
         raise WeightsMissing(f"{trace}: has no model config, so its weights cannot be exported")
@@ -215,16 +179,6 @@ def _of_checkpoints(reader: CheckpointReader) -> Rows:
         stored = sum(path.stat().st_size for path in reader.folders[version].glob("*.safetensors"))
         rows.append((version, "checkpoint", 1, elements, num_bytes, stored, None, None))
     return Rows(VERSION_COLUMNS, rows)
-
-
-def _rounded(rows: Rows, reader: WeightReader | CheckpointReader, dtype: str, progress: Progress) -> Rows:
-    found = []
-    with progress(f"rounding weights to {dtype}", len(rows)) as advance:
-        for row, (_, elements, num_bytes, share) in zip(rows.dicts(), changes(reader, dtype), strict=True):
-            values = row | {"num_elements": elements, "num_bytes": num_bytes, "share_changed": share}
-            found.append(tuple(values.values()))
-            advance(1)
-    return Rows(rows.columns, found)
 
 
 def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Progress) -> Rows:

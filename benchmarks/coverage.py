@@ -25,19 +25,17 @@ from dataclasses import dataclass
 
 import numpy as np
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
-from tim_trace.analysis.dynamics.laws import growths
+from tim_trace.analysis.dynamics.motion import growths
 from tim_trace.analysis.error_sums import GAP
 from tim_trace.analysis.facts.changes import LEAST_SD, change_points
 from tim_trace.analysis.facts.fall import Outcome, find_fall
 from tim_trace.analysis.facts.series import Series
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
 from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
-from tim_trace.analysis.objective.concentration import Carried
 from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals_of, values_of
 from tim_trace.analysis.objective.objective import estimates
 from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH
-from tim_trace.analysis.objective.sequence_sums import COLUMNS, sequence_sums
-from tim_trace.analysis.objective.sums import LossRows, SequenceSums
+from tim_trace.analysis.objective.sums import COLUMNS, LossRows, SequenceSums, sequence_sums
 from tim_trace.analysis.objective.sums import shares as loss_shares
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife, parts_of
@@ -178,14 +176,13 @@ class Numbers:
         run = self.run
         logprobs = {"train": run.logprobs["train"], "rollout": run.logprobs["rollout"], "now": run.logprobs["current"]}
         tokens = Tokens(logprobs=logprobs, advantage_N=run.advantage_N, lengths_N=run.lengths_N)
-        parts = [sequence_sums(LOSS, tokens.cut(rows, span))[0] for rows, span, _ in blocks(run.lengths_N)]
+        parts = [sequence_sums(LOSS, tokens.cut(rows, span)) for rows, span, _ in blocks(run.lengths_N)]
         columns = np.concatenate(parts, axis=1)
         none_N = np.zeros(len(run.lengths_N), np.int64)
         rows = LossRows(update_R=none_N, num_tokens_R=run.lengths_N, micro_batch_R=none_N.astype(np.uint64))
         return SequenceSums(
             unit_N=run.unit_N, updates=[(1, 0)], update_N=none_N, share_N=loss_shares(LOSS, rows),
             num_rows_U=rows.num_rows_U, micro_batches_known=False, columns=dict(zip(COLUMNS, columns, strict=True)),
-            carried=Carried(),
         )  # fmt: skip
 
     def own(self):

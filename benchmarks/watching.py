@@ -6,7 +6,7 @@ from pathlib import Path
 from comparison import Comparison, ratios, seconds
 from likeness import bare_pass
 from steps import make_step, record
-from tim_trace.analysis.watch.watcher import Watcher
+from tim_trace.analysis.watch.watch import Watcher
 from tim_trace.tracer.recorder import Recorder
 
 NUM_STEPS = 10

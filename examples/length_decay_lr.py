@@ -3,8 +3,7 @@
     scheduler = LengthDecayLR(optimizer)
     scheduler.step(mean_response_length)  # after optimizer.step()
 
-Once responses surge it halves the learning rate every 1.8 surge steps, down to a tenth. `tim-trace dynamics` runs the
-same detector over a recorded run and reports the steps at which the schedule would have acted.
+Once responses surge it halves the learning rate every 1.8 surge steps, down to a tenth.
 """
 
 from collections import deque

@@ -90,7 +90,7 @@ NAMED = [
     "worst-tokens",
     "by-prompt",
     "unique-responses",
-    "objective-bias",
+    "staleness",
     "entropy",
 ]
 FRAMEWORKS = ["verl", "trl", "slime", "nemo-rl", "prime-rl", "openrlhf"]
@@ -121,7 +121,6 @@ def draw_verb(draw, base):
         (25 * weights, lambda: ["weights", RUN]),
         (8 * weights, lambda: ["weights", RUN, "--by", "module"]),
         (25 * weights, lambda: ["weights", RUN, "--verify"]),
-        (8 * weights, lambda: ["weights", RUN, "--dtype", "bf16"]),
         (12 * weights, lambda: ["weights", RUN, "--export", str(draw.randrange(4)), "../exported"]),
         (40 * dense, lambda: ["sql", RUN, draw.choice(DENSE_QUERIES)]),
         (8 * dense, lambda: ["stats", RUN, "--by", "layer", "--pair", "train:train"]),

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from builders import in_process, make_batch
 from tim_trace import check, stats
-from tim_trace.analysis.dynamics.schedule import schedule_of
-from tim_trace.analysis.facts.series import Series
 from tim_trace.tracer.recorder import Recorder
 from verbs import HEAVY, WORDS, answer
 
@@ -91,15 +89,3 @@ def test_one_update_between_versions_beyond_2_53_is_seen(tmp_path):
             recorder.add_scores(name, added, logprobs=batch[name], policy_version=version)
     finding = next(each for each in check(tmp_path / "run").findings if each.signal == "policy_versions")
     assert finding.numbers["updates_behind"] == 1
-
-
-def test_the_schedule_s_clock_shows_recorded_steps():
-    lengths = np.array([100.0 + k % 3 for k in range(40)] + [400.0] * 20)
-    steps = np.arange(1, 61)
-    near = schedule_of(Series("length", steps, lengths, "log", "length"))
-    far = schedule_of(Series("length", steps + 2**62, lengths, "log", "length"))
-    spread = schedule_of(Series("length", steps * 1000 + 1_700_000_000, lengths, "log", "length"))
-    assert near.surge_step == 43
-    assert far.surge_step == 2**62 + 43
-    assert (spread.surge_step, spread.decay_period) == (1_700_043_000, round(1.8 * 1_700_043_000))
-    assert [decay.step for decay in near.decays] == [77, 154, 231, 308]

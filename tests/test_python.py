@@ -132,7 +132,7 @@ def check_sentence(error, kind):
 GIVEN = {
     "attach": {"version": 1, "folder": "/proc/nowhere"},
     "export": {"version": 1, "folder": "/proc/nowhere"},
-    "export_run": {"to": "jsonl", "output": "out", "force": True},
+    "export_run": {"to": "parquet", "output": "out", "force": True},
     "gate": {"fail_on": ["check"]},
     "import_dump": {"format": "auto", "path": "/proc/nowhere", "output": "/proc/nowhere"},
     "import_parquet": {"path": "/proc/nowhere", "output": "/proc/nowhere"},

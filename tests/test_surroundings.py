@@ -106,7 +106,7 @@ def in_shell(line, cwd):
             ('"$T" sql {trace} "SELECT * FROM tokens" --json > /dev/full', "stdout: No space left on device"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" record -o run -- true', "the working directory was removed"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" report {trace} -o x.html', "the working directory was removed"),
-            ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" export {trace} --to jsonl -o x', "the working directory was removed"),
+            ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" export {trace} --to parquet -o x', "the working directory was removed"),
             ('mkdir gone && cd gone && rmdir "$PWD" && exec "$T" import parquet x.parquet -o x', "the working directory was removed"),
         ],
         6,

@@ -1,75 +1,170 @@
-"""Break down a mismatch: counts and means by probability, position, length, entropy and the loss's ratios."""
+"""Break down a mismatch: counts and means by probability, position, length and entropy.
+
+Shapes: X probability bins and Y bins of d; B non-empty bins of a profile.
+"""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
-from ...schemas.loss import TOKEN, Loss, read_loss
+from ...schemas.loss import CURRENT
 from ..statistics.estimators import Array
-from ..trace.connection import mapped
+from ..trace.columns import passes_with
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
-from ..trace.ragged import Tokens, blocks
+from ..trace.macros import quoted, quoted_pair
 from ..trace.source import Pair
-from .counts import Counts, Shapes, counts_of, empty_counts, entropy_bins
-from .edges import (
-    ENTROPIES_PER_NAT,
-    NUM_DIFFERENCES,
-    NUM_PROBABILITIES,
-    NUM_RATIOS,
-    Edges,
-    length_edges,
-    position_edges,
-    rounded_up,
-)  # fmt: skip
-from .part import Part, part_of
-from .queries import queries
-from .tokens import ChosenTokens, choose, read_chosen_tokens
+from ..trace.table_views import step_condition
+from ..trace.tokens import notable_first, tokens_by_step
 
-_REACH = 0.999
-"""Share of the tokens whose values must be within the range of an axis in nats."""
-_ENVELOPE = 0.99
-_STRIDE = 64
-"""Stride of the subsample used to guess a quantile: it contains one of every 64 values."""
-_MAX_LOG = 700.0
-"""Largest ln ratio on an axis, within the range of float64; a loss with a bound of 0 produces infinite ln ratios."""
+NUM_PROBABILITIES = 40
+NUM_DIFFERENCES = 41
+ENTROPIES_PER_NAT = 4
+MAX_ENTROPIES = 64
+"""Number of entropy bins; the last one includes higher entropies (16 nats: nine million equally probable tokens)."""
+
+_ENDS = """\
+SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
+FROM (SELECT d, exp(logprob_b::DOUBLE) AS p FROM pair({pair}) WHERE {compared})"""
+
+_DENSITY = """\
+-- Number of tokens by probability under pass b (x: {num_x} equal bins, 0 to 1) and by d (y: {num_y} bins, -{reach} to {reach} nats).
+SELECT {x} AS x, {y} AS y, count(*) AS num_tokens
+FROM pair({pair})
+WHERE {compared}
+GROUP BY x, y
+ORDER BY x, y"""
+
+_POSITION = """\
+-- Mismatch by position in the response, one row per power of two; nats.
+SELECT CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
+       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
+FROM pair({pair})
+WHERE {compared}
+GROUP BY first_position
+ORDER BY first_position"""
+
+_LENGTH = """\
+-- Mismatch by length of the response, one row per power of two; nats.
+SELECT (2 ** floor(log2(num_response_tokens)))::BIGINT AS shortest,
+       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
+FROM pair({pair})
+JOIN (SELECT run, step, seq_id, num_response_tokens FROM sequences) USING (run, step, seq_id)
+WHERE {compared}
+GROUP BY shortest
+ORDER BY shortest"""
+
+_ENTROPY = """\
+-- Mismatch by entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up; nats.
+SELECT {bin} / {per_nat:.1f} AS entropy_from,
+       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
+FROM pair_entropies({pair})
+WHERE {compared} AND isfinite(entropy)
+GROUP BY entropy_from
+ORDER BY entropy_from"""
+
+
+class Queries:
+    """The queries for a pair of passes, restricted to tokens for which every condition in `within` holds."""
+
+    def __init__(self, pair: Pair, within: Sequence[str]):
+        compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
+        self._common = {"pair": quoted_pair(pair), "compared": compared}
+
+    def ends(self) -> str:
+        """Return the query for the number of tokens, the 99.9 % quantile of |d|, and the envelope."""
+        return _ENDS.format(**self._common)
+
+    def density(self, reach: float) -> str:
+        """Return the query for the number of tokens by bin of probability and bin of d, from -reach to reach."""
+        return _DENSITY.format(
+            num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach,
+            x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
+            y=_bin("d", reach, NUM_DIFFERENCES / (2 * reach), NUM_DIFFERENCES), **self._common,
+        )  # fmt: skip
+
+    def profile(self, axis: str) -> str:
+        """Return the query for the mismatch by position, length or entropy: start of a bin, number of tokens, mean |d|, rms d."""
+        entropy = _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
+        return {"position": _POSITION, "length": _LENGTH, "entropy": _ENTROPY}[axis].format(
+            bin=entropy, per_nat=ENTROPIES_PER_NAT, last=(MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT, **self._common
+        )
+
+
+def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
+    """Return the SQL expression for the number of a value's bin; values outside are in the first or last bin."""
+    shifted = f"({value} + {_literal(reach)})" if reach else value
+    return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
+
+
+def _literal(number: float) -> str:
+    """Return a number as SQL text that is read as the same DOUBLE; without an exponent it would be read as a
+    DECIMAL."""
+    return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
+
+
+KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
+"""SQL hash of a sequence, used for sampling; `rows` is either empty or a table name followed by a dot."""
+SMALLEST = 1e-6
+"""Half the width of an axis on which all values are 0, in nats."""
+
+_STEPS = """
+SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
+GROUP BY step HAVING count(DISTINCT "pass") = {num} ORDER BY step
+"""
+
+_SEQUENCES = """
+SELECT {key} AS key, s.num_response_tokens
+FROM sequences AS s
+SEMI JOIN {a} AS a ON a.step = s.step AND a.seq_id = s.seq_id
+SEMI JOIN {b} AS b ON b.step = s.step AND b.seq_id = s.seq_id
+WHERE s.run = $run AND s.step IN ({steps})
+ORDER BY key
+"""
+
+_SCORED = (
+    '(SELECT step, seq_id FROM scores WHERE run = $run AND step IN ({steps}) AND iteration = 0 AND "pass" = {name})'
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Statistics of the tokens in each non-empty bin of an axis."""
+
+    start: Array
+    """[B] lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
+    num: np.ndarray
+    """[B] int64, number of tokens."""
+    mean_abs_d: Array
+    """[B] mean of |d|, nats."""
+    rms_d: Array
+    """[B] root mean square of d, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
     """Breakdowns of the mismatch over a run or a sample of its tokens; d = logprob(a) - logprob(b), nats."""
 
-    pair: Pair
-    """The compared passes a and b."""
-    run: str
     num_tokens: int
     """Number of tokens read that count in the loss and have a finite logprob in both passes."""
     num_recorded_tokens: int
     """Number of response tokens in the whole run."""
-    steps: tuple[int, ...]
-    """Steps read that contain at least one compared token."""
     how: str
     """Sentence on which tokens were read, with numbers."""
-    edges: Edges
-    """Bin edges of every axis."""
+    d_edges: Array
+    """[Y + 1] values of d in nats, symmetric about 0; the first and last bins include values outside."""
+    density: np.ndarray
+    """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
+    profiles: dict[str, Profile]
+    """position, length and, if recorded, entropy -> profile; tokens with a non-finite entropy are in no bin."""
     envelope: float | None
     """c, nats: 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p), which logit errors of c / 2 explain (arXiv
     2512.23087). None if no token has p < 0.99."""
-    ratio_level: str
-    """Level at which ratios are taken, as in Loss.level; `token` if the loss is unknown."""
-    whole: Shapes
-    """Breakdowns over all tokens that were read."""
-    by_step: dict[int, Shapes]
     sql: dict[str, str]
-    """Name of a breakdown (density, position, length, entropy, ratios, envelope) -> query that computes it over the
-    whole run."""
+    """density, position, length or entropy -> query that computes it over the whole run."""
 
 
 def read_breakdowns(
@@ -78,7 +173,6 @@ def read_breakdowns(
     *,
     run: str | None = None,
     notable: Sequence[int] = (),
-    loss: Loss | None = None,
     max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:
@@ -88,99 +182,85 @@ def read_breakdowns(
     evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, independent of the order
     of rows.
 
-    `run` defaults to the first open run, `loss` to the recorded one.
+    `run` defaults to the first open run.
     """
     run = run or database.sources[0].run
-    chosen = choose(database, pair, run, notable=notable, max_steps=max_steps, max_tokens=max_tokens)
-    if not chosen.steps:
+    tokens = tokens_by_step(database, run)
+    steps, how = _steps(database, pair, run, notable, max_steps)
+    if not steps:
         return None
-    read = read_chosen_tokens(database, pair, chosen)
-    if read is None:
+    read = [f"run = {quoted(run)}", step_condition(steps)]
+    if sum(tokens.get(step, 0) for step in steps) > max_tokens:
+        more, of_sequences = _sequences(database, pair, run, steps, max_tokens)
+        read, how = read + more, how + of_sequences
+    shown = [f"run = {quoted(run)}"] if len(database.sources) > 1 else []
+    shown += [condition] if (condition := database.step_condition(run)) else []
+    asked, told = Queries(pair, read), Queries(pair, shown)
+
+    ((num_tokens, largest, envelope),) = database.ask(asked.ends()).rows
+    if not num_tokens:
         return None
-    loss = loss or read_loss(read_hyperparameters(database, run))
-    steps, row_N = np.unique(read.step_N, return_inverse=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        parts = _parts(pool, read.tokens, row_N, loss)
-        num_tokens = sum(len(part.d_T) for part in parts)
-        if not num_tokens:
-            return None
-        edges = _edges(parts, read)
-        counts = _counted(pool, parts, edges, len(steps), 1 if loss is None else 2)
-    there = np.flatnonzero(counts.density.sum(axis=(1, 2)))
+    reach = rounded_up(largest)
+    density = np.zeros((NUM_DIFFERENCES, NUM_PROBABILITIES), np.int64)
+    for x, y, num in database.ask(asked.density(reach)).rows:
+        density[y, x] = num
+    axes = ["position", "length"]
+    if passes_with(database, "entropy", run, of=(*pair, CURRENT), first_use=True):
+        axes.append("entropy")
+    sql = {"density": told.density(reach)} | {axis: told.profile(axis) for axis in axes}
+    profiles = {axis: rows for axis in axes if (rows := database.ask(asked.profile(axis)).rows)}
+    recorded = sum(tokens.values())
     return Breakdowns(
-        pair=pair,
-        run=run,
-        num_tokens=num_tokens,
-        num_recorded_tokens=chosen.num_recorded_tokens,
-        steps=tuple(int(steps[row]) for row in there),
-        how=f"{num_tokens:,} compared of {chosen.num_recorded_tokens:,} recorded tokens: {chosen.how}.",
-        edges=edges,
-        envelope=high_quantile([part.scaled for part in parts], _ENVELOPE),
-        ratio_level=TOKEN if loss is None else loss.level,
-        whole=counts.shapes(None),
-        by_step={int(steps[row]): counts.shapes(int(row)) for row in there},
-        sql=queries(
-            pair, edges, read.has_now, loss, run if len(database.sources) > 1 else None, database.step_condition(run)
-        ),
-    )
+        num_tokens=num_tokens, num_recorded_tokens=recorded,
+        how=f"{num_tokens:,} compared of {recorded:,} recorded tokens: {how}.",
+        d_edges=np.linspace(-reach, reach, NUM_DIFFERENCES + 1), density=density, envelope=envelope,
+        profiles={axis: Profile(**dict(zip(Profile.__slots__, map(np.array, zip(*rows, strict=True)), strict=True)))
+                  for axis, rows in profiles.items()},
+        sql=sql,
+    )  # fmt: skip
 
 
-def _parts(pool: ThreadPoolExecutor, tokens: Tokens, row_N: np.ndarray, loss: Loss | None) -> list[Part]:
-    return list(mapped(pool, lambda block: part_of(tokens, block, row_N, loss), blocks(tokens.lengths_N)))
+def rounded_up(value: float) -> float:
+    """Round up to two significant digits.
 
-
-def _edges(parts: list[Part], read: ChosenTokens) -> Edges:
-    """Return bin edges that cover all but the largest 0.1 % of |d| and ln ratio, and all values on the other axes."""
-    longest = int(read.tokens.lengths_N.max())
-    reach = rounded_up(high_quantile([part.size_T for part in parts], _REACH) or 0.0)
-    return Edges(
-        probability=np.linspace(0, 1, NUM_PROBABILITIES + 1),
-        d=np.linspace(-reach, reach, NUM_DIFFERENCES + 1),
-        position=position_edges(longest),
-        length=length_edges(longest),
-        entropy=_entropy_edges(parts, read),
-        ratio=_ratio_edges(parts, read),
-    )
-
-
-def _entropy_edges(parts: list[Part], read: ChosenTokens) -> np.ndarray | None:
-    if read.tokens.entropy_T is None:
-        return None
-    entropies = [part.entropy_T for part in parts if part.entropy_T is not None]
-    largest = max((np.max(each, where=np.isfinite(each), initial=0.0) for each in entropies), default=0.0)
-    return np.arange(int(entropy_bins(np.asarray(largest))) + 2) / ENTROPIES_PER_NAT
-
-
-def _ratio_edges(parts: list[Part], read: ChosenTokens) -> np.ndarray | None:
-    if not read.has_advantage:
-        return None
-    terms = [part.terms for part in parts if part.terms is not None]
-    stages = ([each.before_K for each in terms], [each.after_K for each in terms if each.after_K is not None])
-    largest = max(high_quantile([np.abs(part) for part in stage], _REACH) or 0.0 for stage in stages)
-    reach = rounded_up(min(largest, _MAX_LOG))
-    return np.linspace(-reach, reach, NUM_RATIOS + 1)
-
-
-def _counted(pool: ThreadPoolExecutor, parts: list[Part], edges: Edges, num_steps: int, num_stages: int) -> Counts:
-    counts = empty_counts(edges, num_steps, num_stages)
-    for found, steps in mapped(pool, partial(counts_of, edges=edges), parts):
-        counts.add(found, steps)
-    return counts
-
-
-def high_quantile(parts: Sequence[Array], share: float) -> float | None:
-    """Return a discrete quantile, as DuckDB's quantile_disc; None without values.
-
-    Only values above a guess, which is a slightly lower quantile of a subsample, are sorted.
+    >>> rounded_up(0.1234)
+    0.13
     """
-    num = sum(len(part) for part in parts)
-    if not num:
-        return None
-    above = num - max(1, num - math.floor(num - share * num))
-    few = np.sort(np.concatenate([part[::_STRIDE] for part in parts]))
-    guess = few[max(0, int(len(few) * (1 - 2 * (1 - share))) - 8)]
-    kept = np.concatenate([part[part >= guess] for part in parts])
-    if len(kept) <= above:
-        kept = np.concatenate(parts)
-    place = len(kept) - 1 - above
-    return float(np.partition(kept, place)[place])
+    if value <= 0:
+        return SMALLEST
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit) * unit:.2g}")
+
+
+def _steps(
+    database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
+) -> tuple[tuple[int, ...], str]:
+    """Return the steps to read, scored under both passes, and a phrase that describes the choice."""
+    query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
+    known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
+    if len(known) <= max_steps:
+        every = "the one step" if len(known) == 1 else f"all {len(known):,} steps"
+        return tuple(known), f"{every} scored by both passes"
+    named, spread = notable_first(known, notable, max_steps)
+    parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
+    how = f"{len(named) + len(spread):,} of the {len(known):,} steps scored by both passes, {' and '.join(parts)}"
+    return tuple(sorted([*named, *spread])), how
+
+
+def _sequences(
+    database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
+) -> tuple[list[str], str]:
+    """Return a condition that selects sequences with at most `max_tokens` tokens (at least one sequence), and a phrase
+    that describes the choice; neither if that is all of them."""
+    names = ", ".join(str(step) for step in steps)
+    a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
+    query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)
+    rows = database.connection.sql(query, params={"run": run}).to_arrow_table()
+    total = np.cumsum(rows["num_response_tokens"].to_numpy().astype(np.int64))
+    num = max(int(np.searchsorted(total, max_tokens, "right")), 1)
+    if num >= len(total):
+        return [], ""
+    return [f"{KEY.format(rows='')} <= {rows['key'][num - 1].as_py()}"], (
+        f"; {num:,} of their {len(total):,} sequences, those with the lowest hash of step and seq_id, to read at most "
+        f"{max_tokens:,} tokens"
+    )

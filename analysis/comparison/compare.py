@@ -21,8 +21,7 @@ from ..trace.pairs import parse_pair, tell_sampled
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .comparison import KINDS, Comparison, RunDifference
-from .sequences import logprob_differences, sequence_differences
-from .series import series_differences
+from .series import logprob_differences, sequence_differences, series_differences
 from .settings import contract_differences, sampling_differences, setting_differences
 
 

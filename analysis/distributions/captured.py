@@ -18,12 +18,11 @@ import pyarrow as pa
 from ...schemas.errors import DamagedTrace, TimTraceError
 from ...tracer.dense import HIDDEN, LOGITS, LOGPROBS, TAIL, TOKEN_IDS
 from ...tracer.dense_group import DenseGroup, open_dense
-from ..sql.types import ARROW
+from ..trace.macros import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
-from .divergence import Full, compare_full
+from .divergence import MEASURES, Full, compare_full
 from .head_logits import Heads
-from .measures import MEASURES
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20

@@ -20,6 +20,24 @@ import numpy as np
 Array = Any
 """A NumPy array; NumPy types the result of most arithmetic as Any."""
 
+DIVERGENCES = ("kl_ab", "kl_ba", "js", "tv")
+_BOUNDED = (*DIVERGENCES, "entropy_a", "entropy_b")
+
+MEASURES: dict[str, str] = {
+    **dict.fromkeys((*DIVERGENCES, "max_abs_dlogit"), "DOUBLE"),
+    "argmax_flip": "BOOLEAN",
+    "num_unsupported_ab": "BIGINT",
+    "num_unsupported_ba": "BIGINT",
+    "entropy_a": "DOUBLE",
+    "entropy_b": "DOUBLE",
+    "vocab_a": "BIGINT",
+    "vocab_b": "BIGINT",
+    "mass_beyond_a": "DOUBLE",
+    "mass_beyond_b": "DOUBLE",
+    **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
+}
+"""Column for a compared token -> its SQL type."""
+
 
 @dataclass(frozen=True, slots=True)
 class Full:

@@ -8,15 +8,17 @@ from typing import Any
 import duckdb
 
 from ...schemas.errors import TimTraceError
-from ..sql.types import struct_sql
+from ..rows import Rows
 from ..trace.database import Database, macro_file
-from ..trace.macros import sql_file
-from ..trace.source import Source
-from .measures import MEASURES
+from ..trace.macros import quoted_pair, sql_file, struct_sql
+from ..trace.source import Pair, Source
+from .divergence import DIVERGENCES, MEASURES
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
 """SQL types of the group, first row, contract, policy version and attempt."""
+
+BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 
 
 class ComparedDistributions:
@@ -74,3 +76,21 @@ _MEASURES = ", ".join(f"measured.{measure}" for measure in MEASURES)
 MACROS = macro_file(
     "distributions", sql_file("distributions").format(measures=_MEASURES), _register, functions=(COMPARE,)
 )
+
+
+def has_captured(database: Database, pair: Pair) -> bool:
+    """Return True if any sequence has captured distributions from both passes; the distributions themselves are not
+    read."""
+    query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
+    rows = database.connection.execute(query).fetchall()
+    return bool(rows and rows[0][0])
+
+
+def summary(database: Database, pair: Pair, by: str) -> Rows:
+    """Return the statistics of a pair of passes: exact columns if all tokens have exact measures, otherwise bounds."""
+    rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
+    is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
+    ends = {f"{kind}_{name}_{end}" for name in DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}
+    exact = {f"{kind}_{name}" for name in DIVERGENCES for kind in ("mean", "max")}
+    hidden = ends if is_exact else exact | {"num_unsupported_ab", "num_unsupported_ba"}
+    return rows.without(hidden)

@@ -1,1 +1,1 @@
-"""Series of a run: when each changed, which changed first, and what a learning-rate schedule would have done."""
+"""Series of a run: when each changed, and which changed first."""

@@ -18,10 +18,7 @@ from ..statement import Statement
 from ..trace.database import Database
 from ..trace.pairs import parse_pair, tell_sampled
 from ..views import open_database
-from . import laws
-from .laws import FEWEST_FOR_LAGS, Growth, entropy_law, growths, lead_lags
-from .motion import Dynamics, SeriesSummary
-from .schedule import Schedule, schedule_of
+from .motion import FEWEST_FOR_GROWTH, Dynamics, Growth, SeriesSummary, growths
 
 
 def dynamics(
@@ -31,13 +28,12 @@ def dynamics(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Dynamics:
-    """Say how a run changed: when each series changed, which changed first, and which series lead.
+    """Say how a run changed: when each series changed, and which changed first.
 
     Series come from `series.read_series`, on the scales of `quantities.KINDS`. Change points come from
-    `changes.change_points` with 95 % intervals; if two intervals overlap, their order is undecided. Also reported: correlations
-    over lags, the surge of the response length and the learning-rate schedule of arXiv 2602.01826, the growth rate of k3, and
-    the entropy law of arXiv 2505.22617. What the trace cannot show is listed. The onset of a collapse is that of `attribute`.
-    `steps` (3:80, :100, 2:200:2) restricts it to part of the run.
+    `changes.change_points` with 95 % intervals; if two intervals overlap, their order is undecided. The growth rate of k3 is
+    reported as well. What the trace cannot show is listed. The onset of a collapse is that of `attribute`. `steps` (3:80, :100,
+    2:200:2) restricts it to part of the run.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -56,7 +52,6 @@ def dynamics(
     with database.telling(progress):
         changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall
     onsets = onsets_of(changes_of, {name: one.kind for name, one in series.items()})
-    schedule = schedule_of(series["length"]) if "length" in series else None
     axis = next(iter(series.values())).steps
     growth = growths(series.get("k3"), changes_of.get("k3", ()))
     return Dynamics(
@@ -66,14 +61,11 @@ def dynamics(
         first_step=int(axis[0]),
         last_step=int(axis[-1]),
         num_steps=len(axis),
-        summary_codes=tuple(summarise(changes_of, onsets, fall, schedule, growth, len(axis))),
+        summary_codes=tuple(summarise(changes_of, onsets, fall, growth, len(axis))),
         fall=fall,
         series=tuple(_summary(one, changes_of[name]) for name, one in series.items()),
         onsets=onsets,
-        lead_lag=lead_lags(series),
-        schedule=schedule,
         growth=growth,
-        entropy_law=entropy_law(series.get("reward"), series.get("entropy")),
         unanswered_codes=tuple(_unanswered(series, pair)),
     )
 
@@ -111,7 +103,7 @@ def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
     yield from (Statement(code=f"no_{name}") for name in _NEEDED if name not in series)
     longest = max(int(one.known.sum()) for one in series.values())
     if longest < FEWEST:
-        least = {"changes": FEWEST, "lags": FEWEST_FOR_LAGS, "laws": laws.FEWEST}
+        least = {"changes": FEWEST, "rates": FEWEST_FOR_GROWTH}
         yield Statement(code="too_short", values={"num_steps": longest, **least})
 
 
@@ -119,11 +111,10 @@ def summarise(
     changes: Mapping[str, Sequence[ChangePoint]],
     onsets: Sequence[FirstChange],
     fall: Fall | None,
-    schedule: Schedule | None,
     growth: Sequence[Growth],
     num_steps: int,
 ) -> Iterator[Statement]:
-    """Yield the summary: first change, collapse, planned changes, length surge, growth of k3 at the end."""
+    """Yield the summary: first change, collapse, planned changes, growth of k3 at the end."""
     yield _first(onsets, num_steps)
     if fall is not None:
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
@@ -131,9 +122,6 @@ def summarise(
         if changes.get(name):
             steps = ", ".join(str(change.step) for change in changes[name][:5])
             yield Statement(code="planned_change", values={"series": name, "steps": steps})
-    if schedule is not None and schedule.surge_step is not None and schedule.decay_period is not None:
-        values = {"step": schedule.surge_step, "decay_period": schedule.decay_period}
-        yield Statement(code="length_surge", values=values)
     last = next((part for part in growth if part.part == "last third"), None)
     if last is not None and last.doubling is not None:
         code = "k3_doubles" if last.doubling > 0 else "k3_halves"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -11,12 +10,10 @@ from ..check.text import wrapped
 from ..facts.change_text import interval_text
 from ..facts.changes import FirstChange
 from ..main_columns import MAIN_COLUMNS
-from ..rows import Rows, shown, table, to_text
+from ..rows import Rows, shown, to_text
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
 from .motion import Dynamics
-
-_MOST_PAIRS = 8
 
 SUMMARY: Mapping[str, str] = {
     "too_short": "Too short to say what changed first: {num_steps} of at least {min_steps} steps recorded.",
@@ -27,8 +24,6 @@ SUMMARY: Mapping[str, str] = {
     "fall": "{outcome} {verb} from step {step} on{interval}, {before:.3g} to {after:.3g}; find the cause with tim-trace "
     "attribute.",
     "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
-    "length_surge": "Response length surged at step {step}: the schedule of arXiv 2602.01826 would halve the learning rate every "
-    "{decay_period} steps.",
     "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
 }
@@ -36,7 +31,7 @@ SUMMARY: Mapping[str, str] = {
 
 UNANSWERED: Mapping[str, str] = {
     "no_mismatch": "{pair} share no token, so the mismatch and its growth are unknown; see tim-trace info",
-    "no_reward": "no rewards, so learning, reward spread within groups and the entropy law are unknown; record them with "
+    "no_reward": "no rewards, so learning and reward spread within groups are unknown; record them with "
     "Recorder.add_sequences(reward=...)",
     "no_reward_std_within_groups": "no groups of two or more rewards, so their spread is unknown; record group_ids",
     "no_k3_positive": "no advantages, so the mismatch by sign of advantage is unknown; record them with Recorder.add_sequences(advantage=...)",
@@ -46,7 +41,7 @@ UNANSWERED: Mapping[str, str] = {
     "no_clip_share": "no loss with a clip, no advantages or no current logprobs, so the clipped share is unknown; record the loss with "
     "Recorder.add_loss",
     "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
-    "too_short": "steps with a value: {num_steps}; change points need {changes}, lags {lags}, rates and laws {laws}",
+    "too_short": "steps with a value: {num_steps}; change points need {changes}, growth rates {rates}",
 }
 """Code of what the trace cannot show -> sentence template."""
 
@@ -88,20 +83,16 @@ def onset_text(onset: FirstChange) -> str:
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:
-    """Render the answer, onsets, series, length schedule, leads and lags, laws, and what is unknown."""
+    """Render the answer, onsets, series, growth of k3, and what is unknown."""
     found = shown(found)
     head = f"{found.run}: {found.num_steps:,} steps ({found.first_step} to {found.last_step}), d = {found.pair}"
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in summary_sentences(found))]
     if found.onsets:
         parts.append(_titled("WHAT CHANGED FIRST?", to_text(_onsets(found), width, MAIN_COLUMNS["onsets"])))
     parts.append(_titled("HOW DID EACH SERIES CHANGE?", to_text(series_rows(found), width, MAIN_COLUMNS["series"])))
-    if found.schedule is not None:
-        parts.append(_titled("DID RESPONSE LENGTH SURGE?", _schedule(found, width)))
-    if found.lead_lag:
-        note = "Correlations of step-to-step changes within one run; they do not show causation."
-        parts.append(_titled("WHICH SERIES LEAD?", wrapped(note, "", width) + "\n\n" + to_text(_pairs(found), width)))
-    if laws := _laws(found):
-        parts.append(_titled("GROWTH RATES AND LAWS", "\n".join(wrapped(law, "", width) for law in laws)))
+    if found.growth:
+        rates = "\n".join(wrapped(sentence, "", width) for sentence in _rates(found))
+        parts.append(_titled("HOW FAST DOES THE MISMATCH GROW?", rates))
     if unanswered := unanswered_sentences(found):
         parts.append(_titled("WHAT IS UNKNOWN?", "\n".join(wrapped(each, "", width) for each in unanswered)))
     return "\n\n".join(parts)
@@ -146,40 +137,8 @@ def _broken(steps: tuple[int, ...]) -> str:
     return f"; NaN or infinite in {len(steps)} steps, first {steps[0]}" if steps else ""
 
 
-def _schedule(found: Dynamics, width: int | None) -> str:
-    schedule = found.schedule
-    assert schedule is not None
-    if all(setting.surge_step is None for setting in schedule.sensitivity) and schedule.surge_step is None:
-        head = f"No: none of {len(schedule.sensitivity)} detector settings finds a surge; the schedule of arXiv 2602.01826 would not have "
-        return wrapped(head + "changed the learning rate.", "", width)
-    if schedule.surge_step is None:
-        head = "No: the schedule of arXiv 2602.01826 would not have changed the learning rate."
-    else:
-        steps = ", ".join(
-            f"{decay.step} (to {decay.scale:g}{'' if decay.is_within_run else ', after the run'})"
-            for decay in schedule.decays
-        )
-        head = f"At step {schedule.surge_step}. Decay period {schedule.decay_period} steps; it would have cut the learning rate at {steps}."
-    return wrapped(head, "", width) + "\n\n" + to_text(table(schedule.sensitivity), width)
-
-
-def _pairs(found: Dynamics) -> Rows:
-    return Rows(
-        ("leader", "follower", "lag", "correlation", "p", "q", "steps"),
-        [(r.leader, r.follower, r.lag, r.correlation, r.p, r.q, r.num_steps) for r in found.lead_lag[:_MOST_PAIRS]],
-    )
-
-
-def _laws(found: Dynamics) -> list[str]:
-    laws = []
+def _rates(found: Dynamics) -> Iterator[str]:
     for part in found.growth:
         rate = f"k3 grows by {part.growth:.3%} per step over the {part.part} (slope of ln k3 {part.slope:.3g}, "
         doubling = "" if part.doubling is None else f"; a factor of 2 every {part.doubling:.4g} steps"
-        laws.append(rate + f"95% CI {part.low:.3g} to {part.high:.3g}{doubling}).")
-    law = found.entropy_law
-    if law is not None and not math.isnan(law.r2):
-        laws.append(
-            f"reward = {-law.a:.3g} exp(entropy) {law.b:+.3g} explains {law.r2:.0%} of the reward's variance (arXiv "
-            f"2505.22617); the last third of the run is {law.residual_last_third:+.2f} residual sd away from it."
-        )
-    return laws
+        yield rate + f"95% CI {part.low:.3g} to {part.high:.3g}{doubling})."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +22,10 @@ from ..trace.hyperparameters import read_hyperparameters
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
 from ..views import open_database
-from .sequences import metric_batches, sequence_tables, write_lines, write_parquet
-from .series import num_texts, step_figures
-from .trackers import EVENTS, write_events, write_wandb
+from .sequences import metric_batches, sequence_tables, write_parquet
+from .trackers import EVENTS, num_texts, step_figures, write_events, write_wandb
 
-PARQUET, JSONL, TENSORBOARD, WANDB = FORMATS = "parquet", "jsonl", "tensorboard", "wandb"
-
-_Write = Callable[[Path, Iterator[pa.Table | pa.RecordBatch]], int]
+FORMATS = (PARQUET, TENSORBOARD, WANDB) = ("parquet", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +59,11 @@ def export_run(
 ) -> Exported:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
-    `to` parquet or jsonl: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
+    `to` parquet: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
     logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) - logprob(b) of
     `pair` for every response token, NULL if either is; and `metrics`, the logged values. `import parquet` reads both. `to`
-    tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own name, in
-    double precision. The W&B run is written offline, and keeps the hyperparameters as its config.
+    tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own name, in double
+    precision. The W&B run is written offline and keeps the hyperparameters as config.
 
     `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing
     files are replaced only with `force`; wandb always adds a new run.
@@ -78,7 +75,7 @@ def export_run(
         raise InvalidOption(f"got {to!r}; use {', '.join(FORMATS)}", option="to")
     names, folder = parse_pair(pair), local(output)
     files = {
-        PARQUET: (f"{SEQUENCES}.parquet", f"{METRICS}.parquet"), JSONL: (f"{SEQUENCES}.jsonl", f"{METRICS}.jsonl"),
+        PARQUET: (f"{SEQUENCES}.parquet", f"{METRICS}.parquet"),
         TENSORBOARD: (EVENTS,), WANDB: ("wandb",),
     }[to]  # fmt: skip
     if to != WANDB:
@@ -86,12 +83,11 @@ def export_run(
     database = open_database(trace, steps)
     num_sequences = num_values = texts = 0
     with explained(output), database.telling(progress):
-        if to in (PARQUET, JSONL):
-            write = write_parquet if to == PARQUET else write_lines
-            num_sequences = _written(
-                folder / files[0], _counted(sequence_tables(database, names), database, progress), write
-            )
-            num_values = _written(folder / files[1], metric_batches(database), write)
+        if to == PARQUET:
+            with whole_file(folder / files[0]) as path:
+                num_sequences = write_parquet(path, _counted(sequence_tables(database, names), database, progress))
+            with whole_file(folder / files[1]) as path:
+                num_values = write_parquet(path, metric_batches(database))
         else:
             num_values, texts = _write_figures(to, folder, database, names), num_texts(database)
     return Exported(
@@ -126,14 +122,9 @@ def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress)
             advance(table.num_rows)
 
 
-def _written(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], write: _Write) -> int:
-    with whole_file(path) as temporary:
-        return write(temporary, rows)
-
-
 def exported_text(exported: Exported) -> str:
     """Render what was written, and a command that reads the files."""
-    if exported.format in (PARQUET, JSONL):
+    if exported.format == PARQUET:
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:
         left_out = f"; {exported.num_texts:,} logged texts left out" if exported.num_texts else ""

@@ -1,14 +1,11 @@
-"""Export sequences to Parquet or JSON Lines, one row each, with tokens, the logprobs from every pass, and d between the passes
+"""Export sequences to Parquet, one row each, with tokens, the logprobs from every pass, and d between the passes
 of a pair."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,8 +20,6 @@ from ..trace.tokens import step_ranges
 
 CHUNK_TOKENS = 1 << 20
 """Maximum number of prompt and response tokens in memory at once; a step with more tokens is still read whole."""
-_JSON_ROWS = 256
-"""Maximum number of rows converted to Python objects at once."""
 
 _COLUMNS = tuple(column.name for column in SEQUENCES_TABLE.columns if column.name not in ("attempt", "writer"))
 
@@ -80,9 +75,6 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
     return f"SELECT {', '.join(columns)}, {d} AS d FROM {rows} ORDER BY s.step, s.seq_id"
 
 
-# --- files ----------------------------------------------------------------------------------------------------------------
-
-
 def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
     """Write rows as Parquet, one row group per chunk; return the number of rows. The first chunk sets the schema."""
     first = next(rows)
@@ -93,32 +85,3 @@ def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
             writer.write_table(table)
             num_rows += table.num_rows
     return num_rows
-
-
-def write_lines(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
-    """Write rows as JSON Lines; return the number of rows. NaN and infinities become "NaN", "Infinity" and "-Infinity"."""
-    num_rows = 0
-    with path.open("w", encoding="utf-8") as file:
-        for part in rows:
-            for start in range(0, part.num_rows, _JSON_ROWS):
-                for row in part.slice(start, _JSON_ROWS).to_pylist(maps_as_pydicts="lossy"):
-                    file.write(f"{_line(row)}\n")
-            num_rows += part.num_rows
-    return num_rows
-
-
-def _line(row: dict[str, Any]) -> str:
-    try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a NaN or an infinity, which JSON cannot represent; rare
-        return json.dumps(_finite(row), ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    return value

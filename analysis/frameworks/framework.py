@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -78,25 +79,9 @@ class Framework:
             query = f"SELECT * FROM {call} ORDER BY ALL"
             yield call.split("(")[0], database.connection.sql(query).to_arrow_table()
 
-    def token_medians(self, pair: Pair) -> TokenMedians | None:
-        """Return the medians over all tokens among the framework's numbers; None if there are none."""
-        return None
-
     def notes(self, database: Database, pair: Pair) -> list[str]:
         """Return caveats on the framework's numbers for the open traces, one sentence each."""
         return []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenMedians:
-    """Medians over all tokens, which cannot be computed from sums."""
-
-    macro: str
-    """Name of the macro that computes the medians; it returns run, step, and one column per median."""
-    tokens: str
-    """Call of the macro that returns the token values: one row per token, with run, step and seq_id."""
-    columns: Mapping[str, str]
-    """Name of a median -> name of the column with its token values."""
 
 
 def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]) -> None:
@@ -139,3 +124,33 @@ def literal(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{literals(value)}]"
     return quoted(value) if isinstance(value, str) else f"{value!r}::DOUBLE"
+
+
+@contextmanager
+def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
+    """Read the rows that determine a framework's numbers for a pair of passes; inside the context, computing the
+    numbers reads no tokens, except for medians over tokens.
+
+    The rows returned by the framework's token-reading macros are stored in temporary tables, which replace the macros.
+    Sequences that `database.leave_out` excludes are filtered from these tables.
+    """
+    connection, kept = database.connection, list[str]()
+    try:
+        for macro, rows in framework.sequence_rows(database, pair):
+            query = (
+                "SELECT parameters FROM duckdb_functions() WHERE function_name = ? AND function_type = 'table_macro'"
+            )
+            ((parameters,),) = connection.raw.execute(query, [macro]).fetchall()
+            connection.register("given_rows", rows)
+            connection.execute(f"CREATE OR REPLACE TEMP TABLE kept_{macro} AS SELECT * FROM given_rows")
+            connection.unregister("given_rows")
+            connection.execute(
+                f"CREATE OR REPLACE TEMP MACRO {macro}({', '.join(parameters)}) AS TABLE "
+                f"SELECT * FROM temp.kept_{macro} ANTI JOIN left_out USING (run, step, seq_id)"
+            )
+            kept.append(macro)
+        yield
+    finally:
+        for macro in kept:
+            connection.execute(f"DROP MACRO TABLE temp.{macro}")
+            connection.execute(f"DROP TABLE temp.kept_{macro}")

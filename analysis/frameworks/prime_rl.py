@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import option
 from ..trace.macros import quoted_pair
-from .framework import Framework, TokenMedians, literals, option_field, options_of
+from .framework import Framework, literals, option_field, options_of
 from .notes import null_without
 
 if TYPE_CHECKING:
@@ -49,13 +49,6 @@ class PrimeRl(Framework):
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
         return (f"prime_rl_rows({self._arguments(pair)})",)
-
-    def token_medians(self, pair: Pair) -> TokenMedians | None:
-        arguments = self._arguments(pair)
-        return TokenMedians(
-            macro="prime_rl_medians", tokens=f"prime_rl_tokens({arguments})",
-            columns={"median_kl": "mismatch_kl", "median_entropy": "entropy"},
-        )  # fmt: skip
 
     def _arguments(self, pair: Pair) -> str:
         return f"{quoted_pair(pair)}, {literals(options_of(self).values())}"

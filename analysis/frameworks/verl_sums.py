@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..sql.types import struct_sql
+from ...tracer.arrow_arrays import number_array
 from ..statistics.moments import centred, co_moment
+from ..trace.macros import struct_sql
 from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, probability_sums
 from ..trace.ragged import blocks, tokens_of
 
@@ -73,5 +74,5 @@ def verl_sums(old: Any, rollout: Any, mask: Any) -> pa.StructArray:
     found = np.zeros((len(_SUMS), len(num_tokens)))
     full = num_tokens > 0
     found[:, full] = token_sums(tokens.logprobs["old"], tokens.logprobs["rollout"], num_tokens[full])
-    arrays = [pa.array(num_tokens, pa.int64()), *(pa.array(row) for row in found)]
+    arrays = [number_array(num_tokens, pa.int64()), *(number_array(row, pa.float64()) for row in found)]
     return pa.StructArray.from_arrays(arrays, ["num_tokens", *_SUMS])

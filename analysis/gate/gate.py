@@ -12,10 +12,9 @@ from ...tracer.whole_file import write_whole
 from ..report.targets import explained, local
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..views import open_database
-from .condition import CHECK, Condition, parse_condition
+from .condition import CANNOT_TELL, CHECK, FAILED, PASSED, Condition, Gated, Verdict, parse_condition
 from .measured import Measured, Run
 from .reporters import junit_xml, summary_markdown
-from .result import CANNOT_TELL, FAILED, PASSED, Gated, Verdict
 from .sums import is_count
 
 
@@ -67,14 +66,14 @@ def gate(
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
     target, summary_target = (None if path is None else local(path) for path in (junit, summary))
-    open_database(trace).check_whole(partial=partial)
+    database = open_database(trace)
+    database.check_whole(partial=partial)
     conditions = {text: parse_condition(text) for text in fail_on if text.strip() != CHECK}
     judged: dict[str, Verdict] = {}
     for last in dict.fromkeys(condition.last for condition in conditions.values()):
-        run = Run(trace, pair, confidence, progress, last)
+        run = Run(open_database(trace, f"-{last}:") if last else database, pair, confidence, progress)
         measured = run.measure([condition for condition in conditions.values() if condition.last == last])
-        missing = run.left_out()
-        judged |= {text: _judged(conditions[text], number, missing) for text, number in measured.items()}
+        judged |= {text: _judged(conditions[text], number, run.left_out) for text, number in measured.items()}
     verdicts = [judged[text] if text in judged else _checked(trace, pair, partial, progress) for text in fail_on]
     gated = Gated(verdicts=tuple(verdicts))
     if junit is not None and target is not None:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...schemas.errors import NothingToCompare
-from ...schemas.steps import ALL_STEPS
+from ...tracer.arrow_arrays import number_array
 from ...tracer.progress import Progress
 from ..alarms.figures import FIGURES, NOT_FINITE, is_of_pair, read_figure
+from ..frameworks.framework import read_once
 from ..frameworks.registry import framework_of
-from ..frameworks.sequence_rows import read_once
 from ..rows import Rows
 from ..statistics.estimators import FROM_SUMS, Array, Totals
 from ..statistics.intervals import (
@@ -36,7 +34,7 @@ from ..stats import stats
 from ..trace.database import Database
 from ..trace.macros import quoted_pair
 from ..trace.pairs import parse_pair, tell_sampled, why_nothing
-from ..views import open_database
+from ..trace.ragged import array_of
 from .condition import OWN, Condition, metric_named
 from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, is_count, left_out
 
@@ -90,47 +88,44 @@ class Measured:
 class Run:
     """A run whose numbers are to be measured, over all steps or over the last ones."""
 
-    def __init__(self, trace: str | os.PathLike[str], pair: str, confidence: float, progress: Progress, last: int = 0):
-        self._trace, self._pair, self._names = trace, pair, parse_pair(pair)
+    def __init__(self, database: Database, pair: str, confidence: float, progress: Progress):
+        self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
-        self._steps = f"-{last}:" if last else ALL_STEPS
+        self.left_out = ""
+        """Which tokens the measured numbers exclude; empty if none is excluded."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
         """Return condition -> its metric with value and interval, and with the value of each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
+            database = self._database.reopened() if found else self._database  # a jackknife leaves sequences out
             if source == OWN:
                 of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
-                found |= {condition.text: self._of_steps(condition.metric) for condition in of_steps}
+                found |= {condition.text: self._of_steps(database, condition.metric) for condition in of_steps}
                 of_source = [condition for condition in of_source if condition not in of_steps]
             if of_source:
-                found |= self._own(of_source) if source == OWN else self._like(source, of_source)
+                found |= self._own(database, of_source) if source == OWN else self._like(database, source, of_source)
         return found
 
-    def left_out(self) -> str:
-        """Say which tokens the numbers exclude; empty if none is excluded."""
-        return left_out(self._open(), self._names)
-
-    def _open(self) -> Database:
-        return open_database(self._trace, self._steps)
-
-    def _of_steps(self, name: str) -> Measured:
+    def _of_steps(self, database: Database, name: str) -> Measured:
         """Return a figure that exists by step: its mean over the steps, or the sum of a count."""
-        figure = read_figure(self._open(), self._names, name)
+        figure = read_figure(database, self._names, name)
         if figure is None or not len(figure[0]):
             raise _no_value(name)
+        if is_of_pair(name):
+            self.left_out = left_out(database, self._names)
         steps, values = figure
         value = float(values.sum() if name == NOT_FINITE else values.mean())
         how = "a count has no interval" if name == NOT_FINITE else f"mean of {len(steps)} steps; no interval"
         by_step = dict(zip(steps.tolist(), values.tolist(), strict=True))
         return Measured(metric=name, value=value, interval=None, how=how, by_step=by_step)
 
-    def _own(self, conditions: list[Condition]) -> dict[str, Measured]:
+    def _own(self, database: Database, conditions: list[Condition]) -> dict[str, Measured]:
         """Return the numbers that conditions with source `tim` refer to."""
-        database = self._open()
         whole = stats(database, pair=self._pair, progress=self._progress)
         asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
+        self.left_out = left_out(database, self._names)
         found = [
             Measured(metric=name, value=value, interval=None, how="a count has no interval")
             for name, value in asked.sampled.items()
@@ -140,63 +135,43 @@ class Run:
         if sampled:
             columns = SequenceColumns.read(database, self._names)
             found += resampled(columns, sampled, self._confidence)
-            found += [self._quantile(name, sampled[name], columns) for name in sampled if name in QUANTILES]
+            found += [self._quantile(database, name, sampled[name], columns) for name in sampled if name in QUANTILES]
         of_sums = FROM_SUMS | LARGEST | QUANTILES
         if others := {name: value for name, value in sampled.items() if name not in of_sums}:
-            found += self._of_captured(database, others)
+            found += self._jackknifed(database, others, lambda: stats(database, pair=self._pair))
         return asked.answered(found)
 
-    def _like(self, name: str, conditions: list[Condition]) -> dict[str, Measured]:
+    def _like(self, database: Database, name: str, conditions: list[Condition]) -> dict[str, Measured]:
         """Return a framework's numbers with jackknife intervals. Tokens are read once, into sums per sequence."""
-        database = self._open()
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
-        with read_once(database, framework, self._names) as rows:
+        with read_once(database, framework, self._names):
             numbers = framework.numbers(database, self._names, "run")
             if not len(numbers):
                 raise NothingToCompare(why_nothing(database, self._names))
             asked = _Asked(conditions, numbers, framework.numbers(database, self._names, "step"))
-            if not asked.sampled:
-                return asked.answered([])
-            sequences, unit_N = self._scored(database)
-            asked_for = tuple(asked.sampled)
-            without = self._without(
-                rows.without_parts(sequences),
-                lambda: framework.numbers(database, self._names, "run", asked_for),
-                sequences,
-            )
-        return asked.answered(self._jackknifed(asked.sampled, without, unit_N))
+            self.left_out = left_out(database, self._names)
+            only, found = tuple(asked.sampled), list[Measured]()
+            if only:
+                found = self._jackknifed(
+                    database, asked.sampled, lambda: framework.numbers(database, self._names, "run", only)
+                )
+            return asked.answered(found)
 
-    def _of_captured(self, database: Database, values: dict[str, float]) -> list[Measured]:
-        """Return numbers of the captured distributions and routing. The jackknife reads the captured data again for
-        each omitted part."""
+    def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
+        """Return numbers with intervals; they are computed again without each part of the sequences. They are NULL if
+        all remaining tokens are masked."""
         sequences, unit_N = self._scored(database)
-
-        def parts() -> Iterator[None]:
-            for part in range(_num_parts(sequences)):
-                database.leave_out(sequences.filter(pc.equal(sequences.column("part"), part)))
-                yield
-
-        return self._jackknifed(
-            values, self._without(parts(), lambda: stats(database, pair=self._pair), sequences), unit_N
-        )
-
-    def _without(self, parts: Iterator[None], numbers: Callable[[], Rows], sequences: pa.Table) -> list[dict[str, Any]]:
-        """Return the numbers with each part of the sequences omitted in turn; none if all remaining tokens are
-        masked."""
-        without = []
-        with self._progress("resampling", _num_parts(sequences)) as advance:
-            for _ in parts:
+        part_N, without = parts_of(unit_N), list[dict[str, Any]]()
+        num_parts = int(part_N.max()) + 1
+        with self._progress("resampling", num_parts) as advance:
+            for part in range(num_parts):
+                database.leave_out(sequences.filter(number_array(part_N == part, pa.bool_())))
                 row: dict[str, Any] = {}
                 with suppress(NothingToCompare):
                     row = next(iter(numbers().dicts()), {})
                 without.append(row)
                 advance(1)
-        return without
-
-    def _jackknifed(
-        self, values: dict[str, float], without: list[dict[str, Any]], unit_N: np.ndarray
-    ) -> list[Measured]:
         num_groups = numbered(unit_N)[1]
         told = f"jackknife over {len(without)} parts of {num_groups:,} groups{_of_tails(min(TAILS.values()))}"
         found = []
@@ -210,14 +185,14 @@ class Run:
         return found
 
     def _reach(self) -> float:
-        database = self._open()
+        database = self._database.reopened()
         stats(database, pair=self._pair, progress=self._progress)
         return SequenceColumns.read(database, self._names).reach()
 
-    def _quantile(self, name: str, value: float, columns: SequenceColumns) -> Measured:
+    def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
         """Return a quantile of |d| with its interval, obtained by inverting the interval of the share of tokens above
         `value` (Woodruff 1952)."""
-        connection = self._open().connection
+        connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
         query = f"""
             SELECT count(d) AS num_tokens, count(*) FILTER (abs(d) > ?) AS num_above FROM {tokens}
@@ -237,8 +212,7 @@ class Run:
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
-        """Return the sequences scored by both passes, sorted by run, step and seq_id, with the `part` and the group
-        that each belongs to."""
+        """Return the sequences scored by both passes, sorted by run, step and seq_id, and the group of each."""
         query = f"""
             SELECT run, step, seq_id, {unit("s")} AS unit FROM sequences AS s
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS a USING (run, step, seq_id)
@@ -246,8 +220,7 @@ class Run:
             ORDER BY run, step, seq_id
         """
         found = database.connection.sql(query, params=[*self._names]).to_arrow_table()
-        unit_N = found.column("unit").to_numpy()
-        return found.drop_columns("unit").append_column("part", pa.array(parts_of(unit_N))), unit_N
+        return found.drop_columns("unit"), array_of(found.column("unit"))
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
@@ -295,10 +268,6 @@ def quantile_cuts(
     above = float(num_above_N.sum() / num_tokens_N.sum())
     low, high = (min(max(probability + above - end, 0.0), 1.0) for end in (found[1], found[0]))
     return low, high
-
-
-def _num_parts(sequences: pa.Table) -> int:
-    return int(pc.max(sequences.column("part")).as_py()) + 1
 
 
 class _Asked:

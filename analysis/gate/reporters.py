@@ -6,8 +6,7 @@ import re
 from xml.etree import ElementTree
 
 from ..rows import printable, table, to_text
-from .condition import CHECK
-from .result import Gated, Verdict
+from .condition import CHECK, Gated, Verdict
 
 SUITE = "tim-trace gate"
 _COLUMNS = ("condition", "verdict", "value", "interval", "how")

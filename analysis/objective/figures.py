@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.loss import SAPO, VESPO, Loss
-from ..statistics.estimators import Array, Totals, pearson_of_totals
+from ...schemas.loss import Loss
+from ..statistics.estimators import Array, Totals
 from ..statistics.loss import SAFETY_BOUND
 from ..statistics.moments import off_median
 from .loss_terms import SIDES
@@ -28,7 +28,7 @@ class FigureFormula:
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Data that the figure needs: MISMATCH, DRIFT or ADVANTAGE (see pass_roles), or a kind of loss, CLIP or LINEAR."""
+    """Data that the figure needs: MISMATCH, DRIFT or ADVANTAGE (see pass_roles), or a loss that clips, CLIP."""
     of_correction: bool = False
     """True if the figure is meaningful only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
@@ -82,18 +82,6 @@ def _variance(name: str) -> Callable[[Totals], Array]:
     return lambda t: np.maximum(of(t), 0.0)
 
 
-def _correlation(t: Totals) -> Array:
-    """Return the correlation between A rho* and d, given centred totals (see `totals_of`)."""
-    return pearson_of_totals(
-        t["terms_known"],
-        t["off_weighed"],
-        t["off_term_d"],
-        t["off_weighed2"],
-        t["off_term_d2"],
-        t["off_weighed_term_d"],
-    )
-
-
 def _total_variance(t: Totals) -> Array:
     n = t["num_tokens"]
     squares = t["off_d2"] + 2 * t["off_d_drift"] + t["off_drift2"]
@@ -115,8 +103,6 @@ _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
 """Marks figures that are meaningful only for a loss that clips."""
-LINEAR = "linear"
-"""Marks figures that are meaningful only if the loss term f is rho A, apart from a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
@@ -149,9 +135,6 @@ FIGURES: Mapping[str, FigureFormula] = {
     "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped only under rho*, A > 0", _CLIPPED, bounds=_SHARE),
     "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: _to_clipped(t) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
-    "cov_weighed_d": FigureFormula(_covariance("off_weighed_term_d", "off_weighed", "off_term_d", "terms_known"), "cov(A rho*, d), nats times the advantage's unit"),
-    "corr_weighed_d": FigureFormula(_correlation, "the same as a correlation", bounds=_SIGNED),
-    "first_order": FigureFormula(lambda t: -t["sum_weighed_term_d"] / t["terms_known"], "-mean(A rho* d): the mean of b to first order, if nothing is clipped", frozenset({MISMATCH, ADVANTAGE, LINEAR})),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
     "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "the same with p(train): due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
@@ -175,7 +158,6 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
     """Return the figures that can be computed for a loss from the recorded data."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
-    known = known if loss.kind in (SAPO, VESPO) else known | {LINEAR}
     return {
         name: each for name, each in FIGURES.items() if each.needs <= known and (corrected or not each.of_correction)
     }
@@ -189,8 +171,7 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
-    columns |= _around(columns, "d", "drift", columns["num_tokens"], place_N)
-    columns |= _around(columns, "weighed", "term_d", columns["terms_known"], place_N)
+    columns |= _around(columns, place_N)
     sum_d_N = columns["sum_d"]
     for name in ("size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped"):
         for side in SIDES:
@@ -203,15 +184,15 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
     }  # fmt: skip
 
 
-def _around(columns: Mapping[str, Array], one: str, other: str, num_N: Array, place_N: np.ndarray) -> dict[str, Array]:
-    """Return [N] sums of two values, of their squares and of their product, centred on the median of the sequence means
-    in each group."""
-    off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in (one, other)}
+def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Array]:
+    """Return [N] sums of d and drift, of their squares and of their product, centred on the median of the sequence
+    means in each group."""
+    num_N = columns["num_tokens"]
+    off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in ("d", "drift")}
     found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}
     for name, off_N in off.items():
         found[f"off_{name}2"] = columns[f"spread_{name}"] + num_N * off_N**2
-    product_N = columns[f"spread_{one}_{other}"] + num_N * off[one] * off[other]
-    return found | {f"off_{one}_{other}": product_N}
+    return found | {"off_d_drift": columns["spread_d_drift"] + num_N * off["d"] * off["drift"]}
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:

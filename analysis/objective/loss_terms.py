@@ -12,7 +12,6 @@ import numpy as np
 from ...schemas.loss import TOKEN, VESPO, VESPO_LOG_RATIO, Loss
 from ..statistics.estimators import Array
 from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped, log_ratios, log_used
-from ..statistics.moments import centred, co_moment
 
 SIDES = ("positive", "negative")
 """Signs of an advantage, as used in column names."""
@@ -58,8 +57,6 @@ class LossTerms:
     ratio_applied: Array
     """The ratio that the loss uses, multiplied by the correction if the loss applies the correction to the ratio
     (vespo)."""
-    term_d: Array
-    """Logprob difference d of the term, nats."""
     weight: Array | float
     """Weight from the loss's correction; 1 if the correction is part of the ratio."""
     advantage: Array
@@ -69,34 +66,23 @@ class LossTerms:
     """Sign of the advantage, common to all terms in a sequence; None if signs differ within a sequence."""
     known_N: Array
     """Number of terms with an advantage in each sequence."""
-    known: np.ndarray | None
-    """bool: True if the term has an advantage; None if all terms have one."""
     starts_N: np.ndarray
     """Index of each sequence's first term."""
-    lengths_N: np.ndarray
-    """Number of terms in each sequence."""
 
-    def sums(self, loss: Loss) -> tuple[dict[str, Array], Array]:
-        """Return name -> [N] sums over the terms of each sequence, and the [K] |bias| with the loss as applied."""
+    def sums(self, loss: Loss) -> dict[str, Array]:
+        """Return name -> [N] sums over the terms of each sequence."""
         true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
         plain = (used - true) * self.tokens
-        size_K = np.abs(plain)
         found = self._signed("size", np.abs(true) * self.tokens) | self._signed("plain", plain)
-        found |= self._signed("abs_plain", size_K)
+        found |= self._signed("abs_plain", np.abs(plain)) | {"terms_known": self.known_N}
         if loss.correction == "none":
             found |= {f"{name}applied_{side}": found[f"{name}plain_{side}"] for name in ("", "abs_") for side in SIDES}
         else:
             used = self._corrected(loss, used)
             applied = (used - true) * self.tokens
-            size_K = np.abs(applied)
-            found |= self._signed("applied", applied) | self._signed("abs_applied", size_K)
+            found |= self._signed("applied", applied) | self._signed("abs_applied", np.abs(applied))
         found |= self._signed("unclipped", self._unclipped() * self.tokens)
-        return found | self._signed("used", used * self.tokens) | self._clips(loss) | self._moments(), size_K
-
-    def applied(self, loss: Loss) -> Array:
-        """Return the [K] bias w f(rho_used) - f(rho*) with the loss as applied, times the number of tokens per term."""
-        true, used = (contribution(loss, ratio, self.advantage) for ratio in (self.ratio_true, self.ratio_used))
-        return np.asarray((self._corrected(loss, used) - true) * self.tokens)
+        return found | self._signed("used", used * self.tokens) | self._clips(loss)
 
     def _unclipped(self) -> Array:
         """Return [K] A (w rho_used - rho*): the bias of the importance-weighted objective without the clip of the
@@ -116,21 +102,6 @@ class LossTerms:
             | self._count("to_clipped", used & ~true)
             | self._count("to_free", true & ~used)
         )
-
-    def _moments(self) -> dict[str, Array]:
-        """Return moments of A rho* and d over terms with an advantage."""
-        weighed_K = self.advantage * self.ratio_true
-        term_d_K = self.term_d if self.known is None else self.term_d * self.known
-        weighed, term_d = (
-            centred(values_K, self.starts_N, self.known_N, self.known) for values_K in (weighed_K, term_d_K)
-        )
-        return {
-            "terms_known": self.known_N, "sum_weighed_term_d": self._total(weighed_K * term_d_K),
-            "mean_weighed": weighed.mean_N, "mean_term_d": term_d.mean_N,
-            "spread_weighed": co_moment(weighed, weighed, self.starts_N, self.known_N),
-            "spread_term_d": co_moment(term_d, term_d, self.starts_N, self.known_N),
-            "spread_weighed_term_d": co_moment(weighed, term_d, self.starts_N, self.known_N),
-        }  # fmt: skip
 
     def _total(self, values_K: Array) -> Array:
         return np.add.reduceat(values_K, self.starts_N)
@@ -171,9 +142,9 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
     elif loss.correction != "none":
         weight = np.repeat(correction_weight(loss, tokens.total(tokens.d_T)), tokens.lengths_N)
     return LossTerms(
-        ratio_true=true, ratio_used=used, ratio_applied=used, term_d=tokens.d_T, weight=weight,
+        ratio_true=true, ratio_used=used, ratio_applied=used, weight=weight,
         advantage=tokens.advantage_T, tokens=1.0, sign_N=np.sign(tokens.advantage_N) if tokens.has_one else None,
-        known_N=tokens.known_N, known=tokens.known_T, starts_N=tokens.starts_N, lengths_N=tokens.lengths_N,
+        known_N=tokens.known_N, starts_N=tokens.starts_N,
     )  # fmt: skip
 
 
@@ -190,7 +161,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
         weight = tokens.total(weights_T) / np.maximum(tokens.known_N, 1)
     elif loss.correction != "none":
         weight = correction_weight(loss, tokens.total(tokens.d_T))
-    return _one_each(tokens, true, used, used, term_d_N, weight)
+    return _one_each(tokens, true, used, used, weight)
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
@@ -209,18 +180,16 @@ def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
         if is_token:
             log_weight = tokens.total(log_weight if tokens.counts_T is None else log_weight * tokens.counts_T)
         applied = clamped_exp(log_used(loss, true_N, drift_N) + log_weight)
-    return _one_each(tokens, true, used, applied, term_d_N, 1.0)
+    return _one_each(tokens, true, used, applied, 1.0)
 
 
-def _one_each(
-    tokens: Differences, true: Array, used: Array, applied: Array, term_d_N: Array, weight: Array | float
-) -> LossTerms:
+def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, weight: Array | float) -> LossTerms:
     """Build terms that each stand for a whole sequence."""
     has_N = tokens.known_N > 0
     return LossTerms(
-        ratio_true=true, ratio_used=used, ratio_applied=applied, term_d=term_d_N, weight=weight, advantage=tokens.advantage_N,
-        tokens=tokens.known_N, sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64), known=has_N,
-        starts_N=np.arange(len(has_N)), lengths_N=np.ones(len(has_N), np.int64),
+        ratio_true=true, ratio_used=used, ratio_applied=applied, weight=weight, advantage=tokens.advantage_N,
+        tokens=tokens.known_N, sign_N=np.sign(tokens.advantage_N), known_N=has_N.astype(np.float64),
+        starts_N=np.arange(len(has_N)),
     )  # fmt: skip
 
 

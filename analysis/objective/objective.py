@@ -19,13 +19,10 @@ from ..statistics.loss import SAFETY_BOUND
 from ..trace.database import Database
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
-from .chosen import choose_loss
-from .concentration import CARRIED, Carried
 from .figures import FigureFormula, as_float, chosen_figures, summed, totals_of, values_of
-from .judged import Estimate, Objective
-from .pass_roles import ADVANTAGE, MISMATCH, PassRoles, choose_sides
+from .pass_roles import PassRoles, choose_loss, choose_sides
 from .sums import TOKEN_MEANS, SequenceSums, read_sequence_sums
-from .verdict import nothing_read, verdict
+from .verdict import Estimate, Objective, nothing_read, verdict
 
 _COUNTS = ("num_sequences", "num_tokens", "terms_known", "num_nan", "num_inf")
 
@@ -51,9 +48,8 @@ def objective(
     The loss is read from the trace. `loss` overrides recorded values: a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
     vespo), fields of the loss, or both, as `gspo,clip_high=0.01`. Sums use the loss's token weights within an update
     (one inner iteration of a step), and figures of the run are means over updates. The loss's divisors include masked rows and
-    tokens without a logprob, which add nothing to a sum. The concentration of sum |b| counts all terms equally. `steps`
-    (3:80, -10:, 2:200:2) selects steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left
-    out.
+    tokens without a logprob, which add nothing to a sum. `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups
+    (see statistics.intervals.bootstrap). The KL term is left out.
 
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
 
@@ -87,17 +83,15 @@ def _judge(
     columns = totals_of(sums)
     figures = chosen_figures(loss, sides.known)
     of_figures = estimates(figures, columns, num_updates, sums.unit_N, confidence)
-    carried = sums.carried if {MISMATCH, ADVANTAGE} <= sides.known else None
-    of_run = None if carried is None else carried.of_run
     by_update = summed(totals_of(sums, sums.update_N), sums.update_N, num_updates) | {"num_rows": sums.num_rows_U}
-    steps = _steps(figures, sums.updates, by_update, carried)
+    steps = _steps(figures, sums.updates, by_update)
     counts = {key: int(columns[key].sum()) for key in _COUNTS}
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=basis, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
         num_rows=int(sums.num_rows_U.sum()), num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
         num_nan=counts["num_nan"], num_inf=counts["num_inf"], num_groups=len(np.unique(sums.unit_N)), confidence=confidence,
-        verdict_codes=verdict(loss, of_figures, of_run, steps, counts["num_tokens"]),
-        note_codes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot_codes=sides.cannot, figures=of_figures, concentration=of_run,
+        verdict_codes=verdict(loss, of_figures, steps, counts["num_tokens"]),
+        note_codes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot_codes=sides.cannot, figures=of_figures,
         steps=steps,
     )  # fmt: skip
 
@@ -137,12 +131,7 @@ def estimates(
     return estimated
 
 
-def _steps(
-    figures: Mapping[str, FigureFormula],
-    updates: list[tuple[int, int]],
-    totals: Mapping[str, Array],
-    carried: Carried | None,
-) -> Rows:
+def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]], totals: Mapping[str, Array]) -> Rows:
     """Return one row per update."""
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
     names = ["step", "iteration", "num_rows", "num_sequences", "num_tokens", *values]
@@ -151,11 +140,6 @@ def _steps(
         *([int(count) for count in totals[name]] for name in ("num_rows", "num_sequences", "num_tokens")),
         *([as_float(value) for value in column] for column in values.values()),
     ]
-    if carried is not None and carried.of_run is not None:
-        of_updates = [carried.of_update.get(update) for update in updates]
-        for name, label in CARRIED.items():
-            names.append(label)
-            columns.append([None if of_update is None else getattr(of_update, name) for of_update in of_updates])
     return Rows(tuple(names), list(zip(*columns, strict=True)) if updates else [])
 
 

@@ -33,7 +33,6 @@ VERDICT: Mapping[str, str] = {
     "large_opposed": "The mismatch changes the objective strongly, in no clear direction: {opposed}. {how_much}",
     "unclipped": "Without the loss's clip the bias would be {relative_bias_signed}{interval}.",
     "signs": "Overall, {signs}.",
-    "concentration": "Half of sum |b| comes from {half_percent} of the {terms}, 90 % from {ninety_percent}.",
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
     "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",

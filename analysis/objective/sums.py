@@ -1,7 +1,6 @@
 """Compute the sums of every sequence while reading the tokens once.
 
-Shapes: R rows (sequence and inner iteration), of which N are comparable; U updates (step and inner iteration), K terms,
-C columns.
+Shapes: R rows (sequence and inner iteration), of which N are comparable; U updates (step and inner iteration), C columns.
 """
 
 from __future__ import annotations
@@ -18,14 +17,110 @@ import pyarrow as pa
 from ...schemas.loss import Loss
 from ...tracer.progress import Progress
 from ..statistics.estimators import Array
+from ..statistics.moments import centred, co_moment
 from ..trace.connection import mapped, num_threads
 from ..trace.database import Database
-from ..trace.ragged import blocks, counted
+from ..trace.ragged import Tokens, blocks, counted
 from ..trace.spread import spread, unit_tokens
 from ..trace.tokens import CHUNK_TOKENS, step_ranges, tokens_by_step, tokens_of_rows
-from .concentration import NUM_BINS, Carried, bins_of
+from .loss_terms import SIDES, Differences, terms_of
 from .pass_roles import PassRoles, names_of, read_batches
-from .sequence_sums import COLUMNS, sequence_sums
+
+TOKEN_COLUMNS = (
+    "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
+    "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
+)  # fmt: skip
+"""Over a sequence's tokens that count and have a finite logprob in every pass; num_nan and num_inf count the others.
+
+d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
+and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
+
+SIGNED_COLUMNS = (
+    "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
+)  # fmt: skip
+"""Over terms by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
+
+size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
+unclipped: A (w rho_used - rho*);
+clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
+
+COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
+"""Columns of a sequence's sums; terms_known is the number of terms with an advantage."""
+
+
+def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
+    """Return the [C, N] sums named in COLUMNS."""
+    found, parts = compared(tokens)
+    found |= {
+        "sum_d": parts.total(parts.d_T), "sum_abs_d": parts.total(np.abs(parts.d_T)),
+        "sum_d2": parts.total(parts.d_T * parts.d_T), "sum_drift": parts.total(parts.drift_T),
+        "sum_drift2": parts.total(parts.drift_T * parts.drift_T), "advantage": parts.advantage_N,
+    }  # fmt: skip
+    found |= _spreads(parts)
+    found |= _bad(tokens, parts)
+    found |= terms_of(loss, parts).sums(loss)
+    return np.stack([found[name] for name in COLUMNS])
+
+
+def _spreads(parts: Differences) -> dict[str, Array]:
+    """Return the means of d and drift, and sums of squares and products around them."""
+    d, drift = (centred(side_T, parts.starts_N, parts.num_N, parts.counts_T) for side_T in (parts.d_T, parts.drift_T))
+    sums = {"mean_d": d.mean_N, "mean_drift": drift.mean_N}
+    for name, one, other in (("d", d, d), ("drift", drift, drift), ("d_drift", d, drift)):
+        sums[f"spread_{name}"] = co_moment(one, other, parts.starts_N, parts.num_N)
+    return sums
+
+
+def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
+    """Return the log-ratios and counts of the tokens; log-ratios are 0 for tokens that do not count."""
+    train_T, rollout_T, now_T = _passes(tokens)
+    d_T, drift_T = train_T - rollout_T, now_T - train_T
+    assert tokens.advantage_N is not None
+    has_one, starts_N = tokens.advantage_T is None, tokens.starts_N
+    own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
+    fine_T = np.isfinite(d_T + drift_T)
+    lengths_N, none_N = tokens.lengths_N.astype(np.float64), np.zeros(len(starts_N))
+    counts = {"num_tokens": lengths_N, "num_nan": none_N, "num_inf": none_N}
+    counts_T, known_T, known_N, advantage_T = None, None, lengths_N, own_T
+    if tokens.counted_T is not None or not fine_T.all() or not np.isfinite(own_T).all():
+        there_T = np.ones(len(d_T), bool) if tokens.counted_T is None else tokens.counted_T
+        nan_T = there_T & (np.isnan(train_T) | np.isnan(rollout_T) | np.isnan(now_T))
+        flags = {"num_tokens": there_T & fine_T, "num_nan": nan_T, "num_inf": there_T & ~fine_T & ~nan_T}
+        counts = {name: np.add.reduceat(flag.astype(np.float64), starts_N) for name, flag in flags.items()}
+        counts_T = flags["num_tokens"]
+        known_T = counts_T & np.isfinite(own_T)
+        known_N = np.add.reduceat(known_T.astype(np.float64), starts_N)
+        d_T, drift_T = (np.where(counts_T, values, 0.0) for values in (d_T, drift_T))
+        advantage_T = np.where(known_T, own_T, 0.0)
+    mean_N = np.where(np.isfinite(tokens.advantage_N) & (known_N > 0), tokens.advantage_N, 0.0)
+    if not has_one:
+        mean_N = np.add.reduceat(advantage_T, starts_N) / np.maximum(known_N, 1)
+    return counts, Differences(
+        d_T=d_T, drift_T=drift_T, advantage_T=advantage_T, counts_T=counts_T, known_T=known_T,
+        num_N=counts["num_tokens"], known_N=known_N, advantage_N=mean_N, has_one=has_one, starts_N=starts_N,
+        lengths_N=tokens.lengths_N,
+    )  # fmt: skip
+
+
+def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
+    """Return counts of bad updates (arXiv 2602.04879): tokens with a negative advantage although their probability
+    already fell by at least 0.5."""
+    train_T, rollout_T, now_T = _passes(tokens)
+    likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
+    counts = {}
+    for name, side_T in (("num_bad", now_T), ("num_bad_mismatch", train_T)):
+        bad = likely[np.exp(rollout_T[likely]) - np.exp(side_T[likely]) >= 0.5]
+        rows = np.searchsorted(parts.starts_N, bad, "right") - 1
+        counts[name] = np.bincount(rows, minlength=len(parts.starts_N)).astype(np.float64)
+    return counts
+
+
+def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
+    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's replace those of a
+    missing pass."""
+    train_T = tokens.logprobs["train"]
+    return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
+
 
 _KEYS = {
     "step": np.int64, "iteration": np.int64, "sequence": np.uint64, "unit": np.uint64, "micro_batch": np.uint64,
@@ -53,16 +148,12 @@ class SequenceSums:
     """True if the micro-batch of every sequence was recorded."""
     columns: dict[str, Array]
     """Column named in sequence_sums.COLUMNS -> [N] sums."""
-    carried: Carried
-    """How far the bias is concentrated on few terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Batch:
     """The sums of a batch of sequences."""
 
-    number: int
-    """Index of the step range that the batch belongs to."""
     keys: dict[str, np.ndarray]
     """Name in _KEYS -> [R] keys."""
     is_whole_R: np.ndarray
@@ -70,28 +161,19 @@ class _Batch:
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss."""
     columns_CN: np.ndarray
-    updates: list[tuple[int, int]]
-    bins: np.ndarray
-    """[U, 2, NUM_BINS] counts and sums of |bias|."""
-    num_terms: np.ndarray
-    """[U] number of terms with an advantage."""
     num_read: int
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
     """Read every token once, and return the sums of every sequence."""
     batches: list[_Batch] = []
-    carried = Carried()
     tokens = tokens_by_step(database)
     num_tokens = sum(tokens.values())
-    ranges = step_ranges(tokens, unit_tokens(database, CHUNK_TOKENS, num_tokens))
-    units = [(sides, number, steps) for number, steps in enumerate(ranges)]
+    units = [(sides, steps) for steps in step_ranges(tokens, unit_tokens(database, CHUNK_TOKENS, num_tokens))]
     with progress("reading tokens", num_tokens) as advance:
         for batch in spread(database, _of_range, units):
-            carried.add(batch.number, batch.updates, batch.bins, batch.num_terms)
             advance(batch.num_read)
             batches.append(batch)
-    carried.close()
     keys = {name: _concatenated([batch.keys[name] for batch in batches], _KEYS[name]) for name in _KEYS}
     is_whole_R = _concatenated([batch.is_whole_R for batch in batches], np.bool_)
     num_tokens_R = _concatenated([batch.num_tokens_R for batch in batches], np.int64)
@@ -111,7 +193,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
         num_rows_U=rows.num_rows_U[[places[update] for update in updates]],
-        micro_batches_known=bool(knows_micro_batches(rows).all()), columns=columns, carried=carried,
+        micro_batches_known=bool(knows_micro_batches(rows).all()), columns=columns,
     )  # fmt: skip
 
 
@@ -125,31 +207,25 @@ def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[in
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
-def _of_range(database: Database, unit: tuple[PassRoles, int, range]) -> Iterator[_Batch]:
+def _of_range(database: Database, unit: tuple[PassRoles, range]) -> Iterator[_Batch]:
     """Yield the sums of one step range; the ranges of different units do not overlap."""
-    sides, number, steps = unit
+    sides, steps = unit
     with ThreadPoolExecutor(num_threads()) as pool:
-        yield from mapped(pool, partial(_of_batch, sides, number), read_batches(database, sides, steps))
+        yield from mapped(pool, partial(_of_batch, sides), read_batches(database, sides, steps))
 
 
-def _of_batch(sides: PassRoles, number: int, rows: pa.RecordBatch) -> _Batch:
+def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
     keys = {name: rows.column(name).to_numpy() for name in _KEYS}
     is_whole_R = rows.column("is_whole").to_numpy(zero_copy_only=False)
     whole = rows if is_whole_R.all() else rows.filter(rows.column("is_whole"))
-    updates, update_N = _updates(keys["step"][is_whole_R], keys["iteration"][is_whole_R])
-    bins = np.zeros((len(updates), 2, NUM_BINS))
     parts = [np.zeros((len(COLUMNS), 0))]
     tokens = tokens_of_rows(whole, names_of(sides))
     with np.errstate(all="ignore"):
         for sequences, span, _ in blocks(tokens.lengths_N):
-            found, size_K, terms = sequence_sums(sides.loss, tokens.cut(sequences, span))
-            parts.append(found)
-            _bin(bins, size_K, update_N[sequences], terms.lengths_N)
-    columns_CN = np.concatenate(parts, axis=1)
-    num_terms = np.bincount(update_N, columns_CN[COLUMNS.index("terms_known")], minlength=len(updates))
+            parts.append(sequence_sums(sides.loss, tokens.cut(sequences, span)))
     return _Batch(
-        number=number, keys=keys, is_whole_R=is_whole_R, num_tokens_R=_num_counted(rows), columns_CN=columns_CN,
-        updates=updates, bins=bins, num_terms=num_terms, num_read=int(tokens.lengths_N.sum()),
+        keys=keys, is_whole_R=is_whole_R, num_tokens_R=_num_counted(rows), columns_CN=np.concatenate(parts, axis=1),
+        num_read=int(tokens.lengths_N.sum()),
     )  # fmt: skip
 
 
@@ -162,18 +238,6 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
     before = np.concatenate([[0], np.cumsum(counted_T)])
     ends_R = np.cumsum(lengths_R)
     return np.asarray(before[ends_R] - before[ends_R - lengths_R])
-
-
-def _bin(bins: np.ndarray, size_K: Array, update_N: np.ndarray, lengths_N: np.ndarray) -> None:
-    """Add term sizes to the counts and sums in `bins`, by update and size; `lengths_N` is the number of terms per
-    sequence."""
-    low, high = int(update_N.min()), int(update_N.max())
-    place_K = bins_of(size_K)
-    if high > low:
-        place_K = place_K + np.repeat((update_N - low) * NUM_BINS, lengths_N)
-    num = (high - low + 1) * NUM_BINS
-    bins[low : high + 1, 0] += np.bincount(place_K, minlength=num).reshape(-1, NUM_BINS)
-    bins[low : high + 1, 1] += np.bincount(place_K, size_K, minlength=num).reshape(-1, NUM_BINS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,7 @@ from typing import Any
 
 from ..check.text import of_steps, wrapped
 from ..rows import Rows, shown, to_text
-from .concentration import CARRIED
-from .judged import Objective
+from .verdict import Objective
 
 NUM_WORST = 5
 """Number of steps with the largest bias that are shown by default."""
@@ -17,13 +16,6 @@ STEP_COLUMNS = (
     "step", "iteration", "num_tokens", "bias", "abs_bias", "skew", "relative_bias", "relative_abs_bias", "flipped",
     "bad_updates", "mean_abs_d", "var_d", "var_drift", "mean_abs_sum_d",
 )  # fmt: skip
-
-
-_CARRIED = {
-    "half": "share of the terms that accounts for half of sum |b|",
-    "ninety": "share of the terms that accounts for 90 % of sum |b|",
-    "top_thousandth": "share of sum |b| in the top 0.1 % of the terms",
-}
 
 
 def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
@@ -80,8 +72,6 @@ def objective_rows(found: Objective, by: str = "run") -> Rows:
     if by == "step":
         return found.steps
     rows = [(each.name, each.value, each.low, each.high, each.meaning) for each in found.figures.values()]
-    if (carried := found.concentration) is not None:
-        rows += [(label, getattr(carried, name), None, None, _CARRIED[name]) for name, label in CARRIED.items()]
     return Rows(("figure", "value", "low", "high", "what it is"), rows)
 
 

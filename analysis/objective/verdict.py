@@ -3,12 +3,97 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ...schemas.loss import ROLLOUT, TOKEN, Loss
+from ...schemas.results import Result
+from ...schemas.steps import ALL_STEPS
 from ..rows import Rows
-from ..statement import Measured, Statement
-from .concentration import Concentration
-from .judged import Estimate, Objective
+from ..statement import Measured, Statement, sentences
+from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A figure over the run, with its interval."""
+
+    name: str
+    value: float | None
+    """Value of the figure; None if its divisor is 0."""
+    low: float | None
+    """Lower end of the interval over groups; None without an interval."""
+    high: float | None
+    no_interval: str | None
+    """Why there is no interval; None if there is one."""
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective(Result):
+    """The effect of the mismatch on a run's objective."""
+
+    _text = "tim_trace.analysis.objective.text:objective_text"
+
+    trace: str
+    steps_asked: str = ALL_STEPS
+    """The analyzed steps, as given."""
+    loss: Loss
+    loss_basis: tuple[Statement, ...]
+    """Where the loss comes from: codes of sentences.loss_basis."""
+    passes: tuple[str, str, str]
+    """Passes used as the trainer at the sampling weights, the engine, and the policy inside the loss."""
+    num_updates: int
+    """Number of (step, inner iteration) pairs; `steps` has one row for each."""
+    num_rows: int
+    """Sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence means."""
+    num_sequences: int
+    """Sequences in `num_rows` with at least one token that counts in the loss and has a finite logprob in every
+    pass."""
+    num_tokens: int
+    num_terms: int
+    """Number of terms with an advantage. A term is what the loss takes one ratio for: a token or a sequence."""
+    num_nan: int
+    """Number of tokens with NaN in any pass, which all figures exclude. `num_inf` is the same for infinities."""
+    num_inf: int
+    num_groups: int
+    """Number of groups that are resampled to obtain the intervals."""
+    confidence: float
+    verdict_codes: tuple[Statement, ...]
+    """Direction, size and location of the bias: codes of sentences.VERDICT."""
+    note_codes: tuple[Statement, ...]
+    """Caveats: codes of sentences.NOTES."""
+    cannot_codes: tuple[Statement, ...]
+    """Unanswerable questions: codes of sentences.CANNOT."""
+    figures: dict[str, Estimate]
+    """Name -> figure over the run; see figures.FIGURES."""
+    steps: Rows
+    """One row per update: step, iteration, and the figures."""
+
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """Direction, size and location of the bias, in sentences."""
+        return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Caveats on the figures, in sentences."""
+        return sentences(self.note_codes, NOTES)
+
+    @property
+    def cannot(self) -> tuple[str, ...]:
+        """Unanswerable questions and the data they need, in sentences."""
+        return sentences(self.cannot_codes, CANNOT)
+
+    @property
+    def loss_from(self) -> str:
+        """Where the loss comes from, in words."""
+        return ", with ".join(sentences(self.loss_basis, loss_basis()))
+
+    def value(self, name: str) -> float | None:
+        """Return the value of a figure over the run; None if the figure has no value."""
+        estimate = self.figures.get(name)
+        return None if estimate is None else estimate.value
+
 
 SMALL, LARGE = 0.001, 0.05
 """Limits for the bias as a share of sum |f(rho*)|: below SMALL it is negligible, from LARGE upwards it is large. The
@@ -16,9 +101,7 @@ limits are tim-trace's own convention: advantages are differences of noisy rewar
 is visible."""
 
 
-def verdict(
-    loss: Loss, figures: Mapping[str, Estimate], carried: Concentration | None, steps: Rows, num_tokens: int
-) -> tuple[Statement, ...]:
+def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
     """Return the direction, size and location of the bias, as codes of sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
@@ -36,7 +119,7 @@ def verdict(
         way,
         *_unclipped(unclipped),
         *(() if way.code.endswith("_opposed") else _signs(figures)),
-        *_where(loss, carried, steps),
+        *_where(steps),
         *_flips(figures, loss),
         *_correction(figures),
     )
@@ -92,17 +175,14 @@ def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
         yield Statement(code="signs", values=values)
 
 
-def _where(loss: Loss, carried: Concentration | None, steps: Rows) -> Iterator[Statement]:
-    """Yield statements on how concentrated the bias is, and on the update with the largest bias."""
-    if carried is not None:
-        values: dict[str, Measured] = {"half": carried.half, "ninety": carried.ninety, "terms": _terms(loss)}
-        yield Statement(code="concentration", values=values)
+def _where(steps: Rows) -> Iterator[Statement]:
+    """Yield the statement on the update with the largest bias."""
     rows = [row for row in steps.dicts() if row["bias"] is not None]
     if len(rows) < 2:
         return
     worst = max(rows, key=lambda row: abs(row["bias"]))
     total = sum(abs(row["bias"]) for row in rows)
-    values = {"step": worst["step"], "bias": worst["bias"]}
+    values: dict[str, Measured] = {"step": worst["step"], "bias": worst["bias"]}
     if total:
         values["share"] = abs(worst["bias"]) / total
     yield Statement(code="worst_update", values=values)
@@ -146,5 +226,5 @@ def nothing_read(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,
         verdict_codes=(Statement(code="nothing_read"),), note_codes=(), cannot_codes=(Statement(code="no_trainer_logprobs"),),
-        figures={}, concentration=None, steps=Rows(("step", "iteration"), []),
+        figures={}, steps=Rows(("step", "iteration"), []),
     )  # fmt: skip

@@ -12,8 +12,7 @@ from ..attribution.text import verdict_sentence
 from ..check.faults import evidence_text
 from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text
 from ..facts.change_text import interval_text
-from ..objective.judged import Estimate, Objective
-from ..objective.verdict import LARGE, SMALL, is_opposed
+from ..objective.verdict import LARGE, SMALL, Estimate, Objective, is_opposed
 from .commands import command
 from .subject import Subject
 

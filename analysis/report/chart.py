@@ -6,7 +6,7 @@ Shapes: n points per line, B bins; a heatmap has X columns and Y rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -101,8 +101,6 @@ class LineChart(Chart):
     y_scale: str = LINEAR
     marks: tuple[Mark, ...] = ()
     bands: tuple[Band, ...] = ()
-    by_step: Mapping[int, tuple[Array, ...]] = field(default_factory=dict)
-    """Step -> the y values of each line at this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,23 +118,6 @@ class Heatmap(Chart):
     curves: tuple[Line, ...] = ()
     is_open: bool = False
     """True if the outermost rows also count the values beyond the ends of the y axis."""
-    by_step: Mapping[int, Array] = field(default_factory=dict)
-    """Step -> counts at this step, [Y, X]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistogramChart(Chart):
-    """A histogram whose counts are drawn on a logarithmic scale."""
-
-    x_label: str
-    edges: Array
-    """[B + 1]"""
-    counts: Mapping[str, Array]
-    """Name of a histogram -> its counts, [B]."""
-    is_open: bool = False
-    """True if the outermost bins also count the values beyond the ends of the axis."""
-    by_step: Mapping[int, Mapping[str, Array]] = field(default_factory=dict)
-    """Step -> the counts at this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,8 @@ import numpy as np
 from ..breakdowns.breakdowns import Breakdowns
 from ..rows import Rows
 from . import chart, text
-from .chart import Array, Bar, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
+from .chart import Array, Bar, BarChart, Chart, Heatmap, Line, LineChart
 from .commands import command
-from .located_charts import located_charts
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
@@ -23,7 +22,6 @@ _GROUPS = {
     "contribution-": "What the loss sees of it",
     "arms": "What would remove or cut it",
     "corrections": "What would remove or cut it",
-    "located-": "Where both sides diverge",
 }
 """Prefix of a chart's key -> the heading under which the chart is shown."""
 
@@ -44,8 +42,6 @@ def mismatch_charts(subject: Subject) -> list[Chart]:
         found += _spread_charts(subject, subject.spread)
     found += _objective_charts(subject)
     found += [one for one in (_arms(subject), _corrections(subject)) if one is not None]
-    if subject.located is not None:
-        found += located_charts(subject.located)
     return found
 
 
@@ -54,57 +50,32 @@ def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     yield Heatmap(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
         note=text.density_note(spread.envelope), sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
-        x_edges=spread.edges.probability, y_edges=spread.edges.d, counts=spread.whole.density,
-        curves=_envelope(spread), is_open=True, by_step={step: shapes.density for step, shapes in spread.by_step.items()},
+        x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
+        curves=_envelope(spread), is_open=True,
     )  # fmt: skip
     for name in text.PROFILES:
-        if getattr(spread.whole, name) is not None:
+        if name in spread.profiles:
             yield _profile(spread, name)
-    if spread.whole.ratios is not None:
-        for sign in ("positive", "negative"):
-            yield _ratios(spread, sign)
 
 
 def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
     if spread.envelope is None:
         return ()
     x = np.linspace(0.0, 1.0, 41)
-    limit = float(spread.edges.d[-1])
+    limit = float(spread.d_edges[-1])
     upper = spread.envelope * (1 - x)
     upper[upper > limit] = np.nan
     return Line(name="99 % within", x=x, y=upper), Line(name="99 % within", x=x, y=-upper)
 
 
 def _profile(spread: Breakdowns, name: str) -> LineChart:
-    profile, edges = getattr(spread.whole, name), np.asarray(getattr(spread.edges, name))
+    profile = spread.profiles[name]
     title, label, note = text.PROFILES[name]
-    start = edges[:-1] + (1 if name == "position" else 0)
-    there = profile.num > 0
+    start = profile.start + (1 if name == "position" else 0)
     return LineChart(
         key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large |d| more.", sql=spread.sql[name],
-        lines=(Line(name="mean |d|", x=start[there], y=profile.mean_abs_d[there]), Line(name="rms d", x=start[there], y=profile.rms_d[there])),
+        lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
         x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
-        by_step={
-            step: (own.mean_abs_d[there], own.rms_d[there])
-            for step, shapes in spread.by_step.items()
-            if (own := getattr(shapes, name)) is not None
-        },
-    )  # fmt: skip
-
-
-def _ratios(spread: Breakdowns, sign: str) -> HistogramChart:
-    which = "above" if sign == "positive" else "below"
-
-    def of(ratios: Mapping[tuple[str, str], Array]) -> dict[str, Array]:
-        return {when: counts for (when, of_sign), counts in ratios.items() if of_sign == sign}
-
-    assert spread.whole.ratios is not None
-    assert spread.edges.ratio is not None
-    return HistogramChart(
-        key=f"ratio-{sign}", title=f"Ratio of tokens with an advantage {which} 0", unit="tokens",
-        note=text.RATIO, sql=spread.sql["ratios"],
-        x_label="ln ratio, nats", edges=spread.edges.ratio, counts=of(spread.whole.ratios), is_open=True,
-        by_step={step: of(shapes.ratios) for step, shapes in spread.by_step.items() if shapes.ratios is not None},
     )  # fmt: skip
 
 

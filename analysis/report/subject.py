@@ -24,9 +24,8 @@ from ..facts.mismatch import read_step_mismatch
 from ..facts.read_series import read_series
 from ..facts.series import Column, Series, by_step
 from ..info import TraceInfo, info
-from ..located import LocatedResult, newest
-from ..objective.judged import Objective
 from ..objective.objective import objective
+from ..objective.verdict import Objective
 from ..rows import Rows
 from ..token_samples.token_sample import TokenSamples
 from ..token_samples.token_samples import read_token_samples
@@ -79,8 +78,6 @@ class Subject:
     """Hyperparameters, by name."""
     evaluation: Column | None
     """The logged evaluation that `attribute` used as the outcome; None if the outcome was the reward or there was none."""
-    located: LocatedResult | None
-    """The newest result of `locate` in the trace."""
     unanswered: Mapping[str, str]
     """Analysis that could not be computed -> the reason."""
 
@@ -135,7 +132,7 @@ def read_subject(
         trace=os.fspath(trace), asked_steps=steps, condition=database.step_condition(), name=name, pair=pair, info=held, series=series, diagnosis=diagnosed,
         dynamics=moved, objective=judged, attribution=attributed, corrections=corrected, part=of_part, arms=arms,
         spread=spread, excerpts=excerpts, evaluation=_evaluation(database, attributed), contracts=tuple(database.ask("FROM passes").dicts()),
-        settings=read_hyperparameters(database, database.sources[0].run), located=newest(database), unanswered=why,
+        settings=read_hyperparameters(database, database.sources[0].run), unanswered=why,
     )  # fmt: skip
 
 

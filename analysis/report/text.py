@@ -65,10 +65,6 @@ def sequence(one: TokenSample) -> str:
     return ", ".join(each for each in told if each)
 
 
-RATIO = (
-    "Natural log of the probability ratio of each token, trained policy over sampling policy (before), and of the ratio the "
-    "loss uses after clipping (after). The grey bins hold everything outside the axis."
-)
 PROFILES = {
     "position": (
         "Mean |d| by position in the response", "position of the token, from 1",
@@ -91,20 +87,6 @@ BIAS = (
     "b is a token's contribution to the objective under the ratio the loss uses, minus its contribution under the true ratio. Both "
     "sums are divided by the sum of |f|, the size of the objective's terms. Above 0 the loss overstates the objective. "
     "If the sum is small compared with the sum of |b|, the errors cancel (arXiv 2605.14220)."
-)
-
-
-LOCATED_RATIO = (
-    "The largest error each operator introduces, measured against float64 on the operator's own inputs, in units of the rounding error "
-    "its dtype allows. Errors of earlier operators do not count. Above 1 the operator computes something different."
-)
-LOCATED_CARRIED = (
-    "How much the operators' own errors up to a layer add to the mean square of the mismatch, to first order: hidden-state errors along "
-    "the gradient of the tokens' logprobs, from one backward pass. Operators outside the layers are left out."
-)
-LOCATED_PATCHES = (
-    "One execution runs these operators with the other's code, on its own inputs: 1 means that the mismatch is gone. Lines are "
-    "95% CIs over prompts."
 )
 
 

@@ -122,8 +122,7 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
                           WHEN seq_treatment = 1 THEN num * high * high ELSE sum_ratio2 END) AS sum_seq_weight2,
                total(CASE WHEN level = 'token' THEN NULL WHEN gone THEN sum_ratio WHEN level = 'none' THEN sum_abs_growth
                           WHEN seq_treatment = 1 THEN sum_ratio - num * high ELSE 0 END) AS sum_seq_deviation,
-               total(sum_ratio) AS sum_seq_ratio, total(CASE WHEN gone THEN sum_ratio ELSE 0 END) AS sum_seq_ratio_cut,
-               total(sum_ratio2) AS sum_seq_ratio2
+               total(sum_ratio) AS sum_seq_ratio, total(CASE WHEN gone THEN sum_ratio ELSE 0 END) AS sum_seq_ratio_cut
         FROM (
             SELECT *, NOT is_kept OR coalesce(seq_treatment = 0, false) AS gone
             FROM sequence_classes JOIN judged USING (class) JOIN cut_zones USING (place)
@@ -203,9 +202,7 @@ CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
            sum_deviation / num_tokens AS bias_token,
            sum_seq_deviation / num_sequences AS bias_sequence,
            CASE WHEN level <> 'sequence' THEN sum_weight2 / num_tokens END AS variance_token,
-           sum_seq_weight2 / num_sequences AS variance_sequence,
-           CASE WHEN has_bounds THEN 2 * sum_seq_ratio2 / num_sequences / high END AS bias_bound,
-           CASE WHEN has_bounds THEN high * high END AS variance_bound
+           sum_seq_weight2 / num_sequences AS variance_sequence
     FROM groups CROSS JOIN correction_rules
     LEFT JOIN of_tokens USING (run, step, quarter, place)
     LEFT JOIN of_sequences USING (run, step, quarter, place)

@@ -24,9 +24,6 @@ CREATE OR REPLACE MACRO clip_top(advantage, kind, clip_high, clip_hard) AS CASE 
 CREATE OR REPLACE MACRO clip_bottom(advantage, kind, clip_low) AS
     CASE WHEN kind = 'ppo_clip' AND NOT advantage > 0 THEN 1 - clip_low ELSE '-inf'::DOUBLE END;
 
--- log_bound(ratio): ln of a bound; -inf if the bound is not above 0.
-CREATE OR REPLACE MACRO log_bound(ratio) AS CASE WHEN ratio > 0 THEN ln(ratio) ELSE '-inf'::DOUBLE END;
-
 -- loss_term(...): f_A(ratio), a token's contribution to the objective; for cispo and vespo the weight on grad log p.
 CREATE OR REPLACE MACRO loss_term(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
@@ -40,22 +37,6 @@ CREATE OR REPLACE MACRO loss_term(
     WHEN kind = 'vespo'
     THEN exp(CASE WHEN advantage >= 0 THEN vespo_log_weight(vespo_log(ratio), vespo_k_pos, vespo_lambda_pos)
                   ELSE vespo_log_weight(vespo_log(ratio), vespo_k_neg, vespo_lambda_neg) END) * advantage
-    ELSE error('kind: ppo_clip, reinforce, cispo, sapo or vespo') END;
-
--- loss_log_weight(...): ln of f_A(ratio) / A, the factor on the advantage after the clip, from a log-ratio.
-CREATE OR REPLACE MACRO loss_log_weight(
-    log_ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
-    sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
-    vespo_k_pos := 2.0, vespo_lambda_pos := 3.0, vespo_k_neg := 3.0, vespo_lambda_neg := 2.0
-) AS CASE
-    WHEN kind IN ('ppo_clip', 'cispo', 'reinforce')
-    THEN greatest(least(log_ratio, log_bound(clip_top(advantage, kind, clip_high, clip_hard))),
-                  log_bound(clip_bottom(advantage, kind, clip_low)))
-    WHEN kind = 'sapo' THEN ln(CASE WHEN advantage > 0 THEN sapo_gate(clamped_exp(log_ratio), sapo_temperature_pos)
-                                    ELSE sapo_gate(clamped_exp(log_ratio), sapo_temperature_neg) END)
-    WHEN kind = 'vespo'
-    THEN CASE WHEN advantage >= 0 THEN vespo_log_weight(vespo_log(clamped_exp(log_ratio)), vespo_k_pos, vespo_lambda_pos)
-              ELSE vespo_log_weight(vespo_log(clamped_exp(log_ratio)), vespo_k_neg, vespo_lambda_neg) END
     ELSE error('kind: ppo_clip, reinforce, cispo, sapo or vespo') END;
 
 -- loss_clips(...): true if the ratio is beyond the bound for the sign of the advantage; reinforce, sapo and vespo have none.

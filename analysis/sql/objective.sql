@@ -82,39 +82,6 @@ CREATE OR REPLACE MACRO objective_tokens(
         )
     );
 
--- objective_steps(train, rollout, now, ...): one row per step and inner iteration, with all tokens weighted equally; see
--- loss_shares for the loss's weights.
-CREATE OR REPLACE MACRO objective_steps(
-    train, rollout, now, kind := 'ppo_clip', level := 'token', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
-    denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL,
-    sapo_temperature_pos := 1.0, sapo_temperature_neg := 1.05,
-    vespo_k_pos := 2.0, vespo_lambda_pos := 3.0, vespo_k_neg := 3.0, vespo_lambda_neg := 2.0
-) AS TABLE
-    SELECT run, step, iteration,
-           count(*) AS num_tokens,
-           avg(bias) AS mean_bias,
-           coalesce(sum(bias) FILTER (advantage > 0), 0.0) / count(*) AS mean_bias_positive,
-           coalesce(sum(bias) FILTER (advantage < 0), 0.0) / count(*) AS mean_bias_negative,
-           avg(abs(bias)) AS mean_abs_bias,
-           sum(bias) / nullif(sum(abs(bias)), 0) AS skew,
-           sum(bias) / nullif(sum(abs(term_true)), 0) AS relative_bias,
-           sum(abs(bias)) / nullif(sum(abs(term_true)), 0) AS relative_abs_bias,
-           avg(bias_unclipped) AS mean_bias_unclipped,
-           sum(bias_unclipped) / nullif(sum(abs(term_true)), 0) AS relative_bias_unclipped,
-           avg((is_clipped_used AND NOT is_clipped_true)::INTEGER) AS flipped_to_clipped,
-           avg((is_clipped_true AND NOT is_clipped_used)::INTEGER) AS flipped_to_free,
-           covar_pop(advantage * ratio_true, d) AS cov_weighed_d,
-           var_pop(d) AS var_d, var_pop(drift) AS var_drift, covar_pop(d, drift) AS cov_d_drift
-    FROM objective_tokens(
-        train, rollout, now, kind := kind, level := level, clip_low := clip_low, clip_high := clip_high,
-        clip_hard := clip_hard, denominator := denominator, correction := correction, correction_low := correction_low,
-        correction_high := correction_high, sapo_temperature_pos := sapo_temperature_pos,
-        sapo_temperature_neg := sapo_temperature_neg, vespo_k_pos := vespo_k_pos, vespo_lambda_pos := vespo_lambda_pos,
-        vespo_k_neg := vespo_k_neg, vespo_lambda_neg := vespo_lambda_neg
-    )
-    GROUP BY run, step, iteration
-    ORDER BY run, step, iteration;
-
 -- loss_shares(now, ...): one row per (sequence, inner iteration) that went through the loss; share is the loss's factor on each
 -- token's term. num_tokens depends on the mask only, and rows without tokens count in num_rows, so that sum(share *
 -- term_applied) of objective_tokens is minus the policy part of the loss, except for cispo and vespo. micro_token_mean treats

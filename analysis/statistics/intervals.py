@@ -182,15 +182,6 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
     return float(fdtri(numerator, denominator, probability))
 
 
-def moving_blocks(number: int, num_resamples: int, seed: int) -> np.ndarray:
-    """Return [R, n] indices of a moving-block bootstrap of n values (Kuensch 1989), which keeps their
-    autocorrelation."""
-    length = min(number, max(5, math.ceil(2 * number ** (1 / 3))))
-    draw = np.random.default_rng(seed)
-    starts = draw.integers(0, number - length + 1, (num_resamples, -(-number // length)))
-    return (starts[:, :, None] + np.arange(length)).reshape(num_resamples, -1)[:, :number]
-
-
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
     """Return [N] the group index of each element, in order of first occurrence, and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)

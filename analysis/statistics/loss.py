@@ -9,7 +9,7 @@ Functions without stated shapes take arrays of equal shape.
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,12 +42,6 @@ class Bounds:
     positive_high: float = math.inf
     negative_low: float = -math.inf
     negative_high: float = math.inf
-
-    @property
-    def logs(self) -> Bounds:
-        """Clip bounds of the log-ratio, i.e. the logarithms of these bounds."""
-        found = (math.log(ratio) if ratio > 0 else -math.inf for ratio in astuple(self))
-        return Bounds(**dict(zip(self.__slots__, found, strict=True)))
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
         """Return the ratio clipped to the bounds for the sign of its advantage; `positive` marks positive
@@ -121,23 +115,6 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
     if loss.kind == VESPO:
         return np.exp(vespo_log_weight(loss, ratio, advantage >= 0)) * advantage
     return bounds_of(loss).cut(ratio, advantage > 0) * advantage
-
-
-def log_weight(loss: Loss, log_ratio: Array, positive: np.ndarray) -> Array:
-    """Return ln of f_A(ratio) / A, with f of `contribution`: the factor on the advantage after the clip. `positive`: A
-    > 0.
-
-    ppo_clip takes min(ratio A, clip(ratio) A), so it clips above for a positive advantage and below for a negative one;
-    cispo clips both above; sapo and vespo have a smooth weight instead. `loss_log_weight` is the same in SQL.
-
-    >>> np.exp(log_weight(Loss(), np.log([1.5, 0.5, 1.5, 0.5]), np.array([True, True, False, False]))).round(6).tolist()
-    [1.2, 0.5, 1.5, 0.8]
-    """
-    if loss.kind == SAPO:
-        return np.log(sapo_gate(loss, clamped_exp(log_ratio), positive))
-    if loss.kind == VESPO:
-        return vespo_log_weight(loss, clamped_exp(log_ratio), positive)
-    return bounds_of(loss).logs.cut(log_ratio, positive)
 
 
 def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:

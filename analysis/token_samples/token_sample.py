@@ -64,9 +64,6 @@ class TokenSample:
     """[T] float32 if the advantage differs by token; else None, see `advantage`."""
     entropy: np.ndarray | None
     """[T] float32, nats, from pass b, else pass a; NaN if missing; None if neither has entropies."""
-    bias: np.ndarray | None
-    """[T] float64: bias of the token's contribution to the objective, in the unit of the advantage (see analysis.objective),
-    before the loss weights tokens; NaN for tokens that do not count; None: see TokenSamples.bias_from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +76,5 @@ class TokenSamples:
     """Text that states how many steps and sequences were searched, and explains the reasons in `why`."""
     text_from: str
     """Text that names the tokenizer used to decode the tokens, or explains why only ids are shown."""
-    bias_from: str
-    """Text that names the loss for which the bias is computed, or explains why there is no bias."""
     passes: tuple[str, ...]
     """Names of the passes with logprobs; the passes of the pair come first."""

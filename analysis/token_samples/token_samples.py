@@ -2,18 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
 
 from ...schemas.passes import CURRENT, REFERENCE
 from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.source import Pair
-from .bias import read_bias
-from .choice import Wanted, choice_text, choose
-from .reading import read_chosen
-from .steps import look_at, read_sequence_mismatch
-from .token_sample import TokenSamples
-from .token_text import read_token_text
+from ..trace.tokens import PassRows, token_query
+from .choice import PROMPT_TOKENS, Choice, Wanted, choice_text, choose
+from .steps import SequenceMismatch, look_at, read_sequence_mismatch
+from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample, TokenSamples
+from .token_text import TokenText, read_token_text
+
+_BATCH_ROWS = 16
+"""Maximum number of whole sequences in memory at once."""
+
+
+def read_chosen(
+    database: Database, run: str, gaps: SequenceMismatch, choice: Choice, *, pair: Pair, passes: Sequence[str],
+    text: TokenText, max_sequence_tokens: int,
+) -> Iterator[TokenSample]:  # fmt: skip
+    """Yield the chosen sequences in order, with the logprobs of `passes`."""
+    place = {(int(gaps.steps[row]), gaps.seq_ids[row]): row for row in choice.why}
+    if not place:
+        return
+    found: dict[int, TokenSample] = {}
+    for row in _rows(database, run, [*place], passes):
+        number = place[row["step"], row["seq_id"]]
+        tokens = _Response(row, passes)
+        found.setdefault(number, tokens.excerpt(choice.why[number], pair, text, max_sequence_tokens))
+    yield from (found[number] for number in choice.why)
+
+
+def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield one row per sequence: scalars as Python values, lists as Arrow arrays or None."""
+    connection = database.connection
+    steps, seq_ids = zip(*keys, strict=True)
+    connection.register("excerpt_keys", pa.table({"step": pa.array(steps, pa.int64()), "seq_id": pa.array(seq_ids)}))
+    try:
+        for batch in connection.batches(_query(run, keys, passes), _BATCH_ROWS):
+            for number in range(batch.num_rows):
+                yield {name: _value(batch.column(name)[number]) for name in batch.schema.names}
+    finally:
+        connection.unregister("excerpt_keys")
+
+
+_OWN = (
+    "step", "seq_id", "group_id", "policy_version", "prompt_ids", "response_ids", "response_mask", "num_prompt_tokens",
+    "reward", "advantage", "advantages", "finish_reason",
+)  # fmt: skip
+
+
+def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
+    # The keys are literals in the query, which DuckDB pushes down to the file scan, so that other rows are not decoded.
+    names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
+    read = {f"p{number}": name for number, name in enumerate(passes)}
+    return token_query(
+        {key: PassRows(name=name, scored=False, optional=True) for key, name in read.items()},
+        [*(f"s.{name}" for name in _OWN), *(f"{key}.entropy AS entropy_{key}" for key in read)],
+        run=run, steps=sorted({step for step, _ in keys}), of_sequences=True,
+        keys=f"seq_id IN ({names}) AND (step, seq_id) IN (SELECT (step, seq_id) FROM excerpt_keys)",
+    )  # fmt: skip
+
+
+def _value(scalar: Any) -> Any:
+    if isinstance(scalar, pa.ListScalar):
+        return scalar.values
+    return scalar.as_py()
+
+
+class _Response:
+    """One sequence, with arrays over its whole response."""
+
+    def __init__(self, row: Mapping[str, Any], passes: Sequence[str]):
+        self.row = row
+        self.ids_R = row["response_ids"].to_numpy(zero_copy_only=False)
+        self.mask_R = _mask(row["response_mask"], len(self.ids_R))
+        self.logprobs: dict[str, np.ndarray] = {}
+        self.state: dict[str, np.ndarray] = {}
+        self.entropy: dict[str, np.ndarray] = {}
+        for number, name in enumerate(passes):
+            self.logprobs[name], self.state[name] = _side(row[f"p{number}"], len(self.ids_R))
+            if (entropy := row[f"entropy_p{number}"]) is not None:
+                self.entropy[name] = _side(entropy, len(self.ids_R))[0]
+        advantages = row["advantages"]
+        self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
+
+    def excerpt(self, why: tuple[str, ...], pair: Pair, text: TokenText, most: int) -> TokenSample:
+        """Return the sequence, cut to at most `most` response tokens around the largest |d|."""
+        row, d_R = self.row, self._d(pair)
+        size_R = np.abs(d_R[np.isfinite(d_R)])
+        first = _first(d_R, most)
+        shown = slice(first, first + most)
+        entropy_R = self.entropy.get(pair[1], self.entropy.get(pair[0]))
+        ids = self.ids_R[shown].astype(np.int32)
+        return TokenSample(
+            step=row["step"], seq_id=row["seq_id"], group_id=row["group_id"], why=why, num_tokens=len(self.ids_R),
+            first_token=first, reward=row["reward"], advantage=row["advantage"], policy_version=row["policy_version"],
+            finish_reason=row["finish_reason"], sum_d=float(np.nansum(d_R)) if len(size_R) else None,
+            mean_abs_d=float(size_R.mean()) if len(size_R) else None,
+            max_abs_d=float(size_R.max()) if len(size_R) else None, prompt=_prompt(row["prompt_ids"], text),
+            num_prompt_tokens=row["num_prompt_tokens"], ids=ids, texts=text.of(ids.tolist()),
+            logprobs={name: values[shown].copy() for name, values in self.logprobs.items()},
+            state={name: values[shown].copy() for name, values in self.state.items()}, mask=self.mask_R[shown].copy(),
+            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown),
+        )  # fmt: skip
+
+    def _d(self, pair: Pair) -> np.ndarray:
+        """Return d for each response token, [R] float64, nats; NaN if the loss does not count the token, or if a pass has no
+        finite logprob for the token."""
+        if not {*pair} <= self.logprobs.keys():
+            return np.full(len(self.ids_R), np.nan)
+        a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
+        there_R = self.mask_R & np.isfinite(a_R) & np.isfinite(b_R)
+        return np.where(there_R, np.where(there_R, a_R, 0.0) - np.where(there_R, b_R, 0.0), np.nan)
+
+
+def _first(d_R: np.ndarray, most: int) -> int:
+    """Return the index of the first shown token, so that the largest |d| is in the middle."""
+    if len(d_R) <= most or not np.isfinite(d_R).any():
+        return 0
+    return int(np.clip(np.nanargmax(np.abs(d_R)) - most // 2, 0, len(d_R) - most))
+
+
+def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the logprobs, [R] float32 with NaN for missing values, and the state of each value, [R]."""
+    out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
+    if values is None:
+        return out, state
+    known = min(length, len(values))
+    out[:known] = values.to_numpy(zero_copy_only=False)[:known]
+    valid = np.zeros(length, bool)
+    valid[:known] = values.is_valid().to_numpy(zero_copy_only=False)[:known]
+    state[valid] = np.select([np.isfinite(out), np.isnan(out)], [FINITE, NAN], INFINITE)[valid]
+    return out, state
+
+
+def _mask(values: Any, length: int) -> np.ndarray:
+    """Return the [R] bool mask of tokens that the loss counts: all tokens if no mask was recorded, and no token beyond the end
+    of a mask that is too short."""
+    if values is None or not len(values):
+        return np.ones(length, bool)
+    out = np.zeros(length, bool)
+    known = min(length, len(values))
+    out[:known] = values.fill_null(False).to_numpy(zero_copy_only=False)[:known]
+    return out
+
+
+def _prompt(values: Any, text: TokenText) -> tuple[tuple[int, str], ...]:
+    if values is None:
+        return ()
+    ids = values[max(len(values) - PROMPT_TOKENS, 0) :].to_pylist()
+    return tuple(zip(ids, text.of(ids), strict=True))
+
+
+def _cut(values: np.ndarray | None, shown: slice) -> np.ndarray | None:
+    return None if values is None else values[shown].copy()
+
 
 _WANTED = Wanted()
 
@@ -40,14 +189,14 @@ def read_token_samples(
     looked = look_at(database, pair, source.run, notable, wanted.worst)
     gaps = read_sequence_mismatch(database, pair, source.run, looked.steps)
     choice = choose(gaps, looked, wanted)
-    text, bias = read_token_text(source), read_bias(database, source.run)
+    text = read_token_text(source)
     found = read_chosen(
-        database, source.run, gaps, choice, pair=pair, passes=scored, bias=bias, text=text,
+        database, source.run, gaps, choice, pair=pair, passes=scored, text=text,
         max_sequence_tokens=wanted.max_sequence_tokens,
     )  # fmt: skip
     return TokenSamples(
         sequences=tuple(found), choice=choice_text(choice, gaps, looked, wanted, pair, lacking), text_from=text.told,
-        bias_from=bias.told, passes=tuple(scored),
+        passes=tuple(scored),
     )  # fmt: skip
 
 

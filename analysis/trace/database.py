@@ -164,24 +164,24 @@ class Database:
         A further call replaces the excluded sequences.
         """
         self.views.leave_out(sequences)
-        self.sums.forget()
-        self._forget_answers()
+        self._forget_sums()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
         """Limit the views of sequences and scores to some steps; logged values of all steps remain."""
         self.views.keep_steps(steps)
-        self.sums.forget()
-        self._forget_answers()
+        self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
         """Use the computed sums of a pair, for every sequence or every run, instead of those stored in the traces."""
         self.sums.supersede(pair, runs=runs)
-        self._forget_answers()
-
-    def _forget_answers(self) -> None:
         self.memory.clear()
         if "lookup" in self._defined:
             self.sums.define_lookup()
+
+    def _forget_sums(self) -> None:
+        self.memory.clear()
+        if self.sums.forget():
+            self._defined.discard("lookup")  # the next query that needs it defines it without sums
 
     def step_condition(self, run: str | None = None) -> str:
         """Return an SQL condition on `step` that selects the steps of a run in the views; empty if the views hold all
@@ -257,7 +257,7 @@ def _define(sql: str, register: Callable[[Database], object] | None, database: D
 
 def core_files() -> list[MacroFile[Database]]:
     """Return the macros over tables and sums, which every feature needs."""
-    names = ("macros", "pair", "context", "bounds", "triangle", "views", "loss", "objective")
+    names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
         *(macro_file(name, sql_file(name)) for name in names),

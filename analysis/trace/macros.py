@@ -1,14 +1,17 @@
-"""Catalogue the SQL macros: which names each file defines, and the order in which files must be defined."""
+"""Catalogue the SQL macros: which names each file defines, and the order in which files must be defined; write SQL
+literals and types."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from graphlib import TopologicalSorter
 from importlib.resources import files
 from typing import Generic, TypeVar
+
+import pyarrow as pa
 
 Owner = TypeVar("Owner")
 
@@ -97,3 +100,21 @@ def quoted(text: str) -> str:
 def quoted_pair(pair: tuple[str, str]) -> str:
     """Return the two passes of a pair as arguments for an SQL macro."""
     return f"{quoted(pair[0])}, {quoted(pair[1])}"
+
+
+ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
+"""SQL type -> Arrow type."""
+
+
+def struct_sql(types: Mapping[str, str]) -> str:
+    """Return the SQL type of a struct, given field name -> SQL type.
+
+    >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
+    'STRUCT(num BIGINT, mean DOUBLE)'
+    """
+    return f"STRUCT({', '.join(f'{name} {kind}' for name, kind in types.items())})"
+
+
+def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
+    """Return the Arrow fields of a struct, given field name -> SQL type."""
+    return [pa.field(name, ARROW[kind]) for name, kind in types.items()]

@@ -24,7 +24,7 @@ from ...schemas.sums import SEQUENCE_SUMS
 from ..statistics.estimators import Array
 from ..statistics.moments import Centred, centred, co_moment, repeated
 from .connection import Connection
-from .ragged import Tokens, blocks, tokens_of
+from .ragged import Tokens, array_of, blocks, tokens_of
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
@@ -252,7 +252,7 @@ def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
     """Return run, step and |d| for each group of consecutive rows with the same run and step."""
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
-    run_N, step_N = rows.column("run").dictionary_encode(), rows.column("step").to_numpy()
+    run_N, step_N = rows.column("run").dictionary_encode(), array_of(rows.column("step"))
     ends_N = np.cumsum(tokens.num_tokens_N)
     changes_N = (np.diff(step_N) != 0) | (np.diff(run_N.indices) != 0)
     lasts: list[int] = [*np.flatnonzero(changes_N).tolist(), len(step_N) - 1] if len(step_N) else []

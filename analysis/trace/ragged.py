@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
@@ -63,19 +65,6 @@ class Tokens:
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
         return self._mapped(lambda values_T: values_T[kept_T], lengths_N, lambda values_N: values_N)
 
-    def arranged(self, order_N: np.ndarray) -> Tokens:
-        """Return the sequences in another order."""
-        if (np.diff(order_N) == 1).all():
-            return self
-        starts_N = self.starts_N[order_N]
-        places = list(zip(starts_N.tolist(), (starts_N + self.lengths_N[order_N]).tolist(), strict=True))
-
-        def moved(values_T: np.ndarray) -> np.ndarray:
-            # Slices of whole sequences are concatenated: an index per token takes ten times as long.
-            return np.concatenate([values_T[start:end] for start, end in places])
-
-        return self._mapped(moved, self.lengths_N[order_N], lambda values_N: values_N[order_N])
-
     def _mapped(
         self, of_tokens: Callable[[np.ndarray], np.ndarray], lengths_N: np.ndarray,
         of_sequences: Callable[[np.ndarray], np.ndarray],
@@ -109,13 +98,17 @@ def tokens_of(
     counted_T = None if mask is None else counted(mask, lengths_N)
     arrays: dict[str, Array] = {}
     for name, (values, own_N) in needed.items():
-        cut = values if np.array_equal(own_N, lengths_N) else values.filter(pa.array(first(own_N, lengths_N)))
+        cut = (
+            values
+            if np.array_equal(own_N, lengths_N)
+            else values.filter(number_array(first(own_N, lengths_N), pa.bool_()))
+        )
         if cut.null_count:
-            valid_T = cut.is_valid().to_numpy(zero_copy_only=False)
+            valid_T = array_of(cut.is_valid())
             counted_T = valid_T if counted_T is None else counted_T & valid_T
-        arrays[name] = cut.to_numpy(zero_copy_only=False)
+        arrays[name] = array_of(cut)
     arrays |= {name: fitted(lists, lengths_N) for name, lists in logprobs.items() if name in optional}
-    advantage_N = None if advantage is None else advantage.to_numpy(zero_copy_only=False).astype(np.float64)
+    advantage_N = None if advantage is None else array_of(advantage).astype(np.float64)
     return Tokens(
         logprobs={name: arrays[name] for name in logprobs}, lengths_N=lengths_N, counted_T=counted_T,
         entropy_T=None if entropy is None else fitted(entropy, lengths_N), advantage_N=advantage_N,
@@ -137,7 +130,17 @@ def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
 def flat(lists: Any) -> tuple[Any, np.ndarray]:
     """Return the concatenated values of lists, and the length of each list."""
     whole = lists.combine_chunks() if isinstance(lists, pa.ChunkedArray) else lists
-    return whole.flatten(), np.diff(whole.offsets.to_numpy()).astype(np.int64)
+    return whole.flatten(), np.diff(array_of(whole.offsets)).astype(np.int64)
+
+
+def array_of(values: Any) -> np.ndarray:
+    """Return Arrow values as an array, with NaN for NULL; unlike `to_numpy`, without importing pandas (0.3 s)."""
+    whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
+    if pa.types.is_boolean(whole.type):
+        return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
+    if whole.null_count:
+        whole = pc.coalesce(whole, number_array(np.full(len(whole), np.nan), whole.type))
+    return np.from_dlpack(whole)
 
 
 def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
@@ -157,7 +160,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
         return None
     counted_T = np.repeat(known_N == 0, lengths_N)
     shortest_N = np.minimum(known_N, lengths_N)
-    flags = values.fill_null(False).to_numpy(zero_copy_only=False)
+    flags = array_of(pc.and_kleene(values, values.is_valid()))
     counted_T[first(lengths_N, shortest_N)] = flags[first(known_N, shortest_N)]
     return counted_T
 
@@ -165,7 +168,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
     """Return [T] the values of lists, truncated or padded with NaN to the given lengths."""
     values, own_N = flat(lists)
-    found: Array = values.to_numpy(zero_copy_only=False)
+    found = array_of(values)
     if np.array_equal(own_N, lengths_N):
         return found
     shortest_N = np.minimum(own_N, lengths_N)

@@ -108,11 +108,14 @@ class SumTables:
         self._coverage.runs.clear()
         self._define()
 
-    def forget(self) -> None:
-        """Stop using any sums, and discard the computed ones."""
+    def forget(self) -> bool:
+        """Stop using any sums, and discard the computed ones. Return False if none were in use."""
+        if self._coverage == Coverage():
+            return False
         self._coverage = Coverage()
         self._forget()
         self._define()
+        return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
         """Return a query for the sums of a pair stored for some runs, whether or not the tables currently include

@@ -25,6 +25,8 @@ RunFile = tuple[str, str]
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
+_SEQUENCE = pa.schema([("run", pa.string()), ("step", pa.int64()), ("seq_id", pa.string())])
+
 _IS_SETTING = f"starts_with(name, '{HYPERPARAMETER}')"
 
 _RECORDED = f"""
@@ -50,6 +52,7 @@ class TableViews:
         self.is_whole = True
         """True if the views contain every sequence."""
         self._leaves_out = False
+        connection.register("left_out", no_rows(_SEQUENCE))
         for table in TABLES:
             self._define(TABLE_SPECS[table])
         rows = [contract for source in sources for contract in source.passes]

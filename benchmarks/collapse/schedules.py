@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 
-from tim_trace.analysis.dynamics.schedule import FACTOR, FLOOR, LengthSurge, decay_period
+FACTOR, FLOOR = 0.5, 0.1
+"""Factor of each decay, and lowest learning rate relative to the first one (arXiv 2602.01826, algorithm 1)."""
 
 
 class Schedule:
@@ -13,13 +16,20 @@ class Schedule:
     def __init__(self, name: str):
         """`name` is `constant`, `cosine` or `length_decay`."""
         self._name = name
-        self._surge, self._scale = LengthSurge(), 1.0
+        self._num_steps, self._surge_step, self._scale = 0, None, 1.0
+        self._lengths: deque[float] = deque(maxlen=25)
+        self._over: deque[bool] = deque(maxlen=5)
 
     def observe(self, mean_length: float) -> None:
         """Take the mean response length of a step, in tokens, which counts from the next step on."""
-        surge = self._surge
-        surge.observe(mean_length)
-        if surge.step is not None and surge.num_steps % decay_period(surge.step) == 0:
+        self._num_steps += 1
+        if self._surge_step is None:
+            if len(self._lengths) == 25:
+                self._over.append(mean_length >= 2 * median(list(self._lengths)[:20]) > 0)
+                if sum(self._over) >= 3:
+                    self._surge_step = self._num_steps
+            self._lengths.append(mean_length)
+        if self._surge_step is not None and self._num_steps % round(1.8 * self._surge_step) == 0:
             self._scale = max(self._scale * FACTOR, FLOOR)
 
     def factor(self, progress: float) -> float:

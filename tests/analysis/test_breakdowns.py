@@ -6,27 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.breakdowns.breakdowns import high_quantile, read_breakdowns
-from tim_trace.analysis.breakdowns.edges import bit_lengths, rounded_up
-from tim_trace.analysis.statistics.loss import contribution, log_weight
-from tim_trace.analysis.trace import ragged
+from tim_trace.analysis.breakdowns.breakdowns import read_breakdowns, rounded_up
 from tim_trace.analysis.views import open_database
-from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
 
-LOSSES = {
-    "none": None,
-    "ppo": Loss(clip_low=0.05, clip_high=0.1),
-    "hard": Loss(clip_low=0.05, clip_high=0.1, clip_hard=1.2),
-    "bypass": Loss(denominator="rollout"),
-    "current": Loss(denominator="current"),
-    "reinforce": Loss(kind="reinforce"),
-    "cispo": Loss(kind="cispo", clip_high=1.05),
-    "sapo": Loss(kind="sapo", sapo_temperature_pos=2.0),
-    "vespo": Loss(kind="vespo", level="sequence_sum", vespo_lambda_pos=1.5),
-    "gspo": Loss(level="sequence_mean", clip_low=0.02, clip_high=0.03),
-    "rloo": Loss(level="sequence_sum", aggregation="sequence"),
-}
 THREE = ("rollout", "train", "current")
 STEPS, ROWS, LONGEST = 4, 7, 21
 
@@ -54,11 +37,9 @@ def make(seed, steps=STEPS, by_token=False):
     return made
 
 
-def write(path, rows, loss=None, passes=THREE, advantages="one", entropy="rollout", order=None):
+def write(path, rows, passes=THREE, advantages="one", entropy="rollout", order=None):
     """Record them, the rows of a step in an order of its own."""
     with Recorder(path) as recorder:
-        if loss is not None:
-            recorder.add_loss(loss)
         order = list(range(ROWS)) if order is None else order
         for step in range(1, len(rows) // ROWS + 1):
             chosen = [rows[(step - 1) * ROWS + row] for row in order]
@@ -86,17 +67,15 @@ def write(path, rows, loss=None, passes=THREE, advantages="one", entropy="rollou
     return path
 
 
-def compared(rows, now="current"):
-    """One tuple a compared token: step, row, position, length, d, p, entropy, advantage, ln now / b, ln now / a."""
+def compared(rows):
+    """One tuple a compared token: step, row, position, length, d, p, entropy."""
     for number, row in enumerate(rows):
         for t in range(len(row["mask"])):
             a = float(row["train"][t]) if row["given"][t] else math.nan
             b = float(row["rollout"][t])
-            inside = float(row["current"][0][t]) if now == "current" else a
             if row["mask"][t] and math.isfinite(a) and math.isfinite(b):
                 yield (
                     number // ROWS + 1, number, t, len(row["mask"]), a - b, np.exp(b), float(row["entropy"][t]),
-                    float(row["advantage"][t]), inside - b, inside - a,
                 )  # fmt: skip
 
 
@@ -105,59 +84,32 @@ def place(edges, value):
     return int(np.clip(np.searchsorted(edges, value, "right") - 1, 0, len(edges) - 2))
 
 
-def check_profile(profile, edges, pairs):
-    """Against a loop over (value of the axis, d)."""
+def power(value):
+    """The largest power of two up to a number; 0 for 0."""
+    return 1 << (value.bit_length() - 1) if value else 0
+
+
+def check_profile(profile, pairs):
+    """Against a loop over (start of the bin, d)."""
     by_bin = {}
-    for value, d in pairs:
-        by_bin.setdefault(place(edges, value), []).append(d)
-    for b in range(len(edges) - 1):
-        d = np.array(by_bin.get(b, []))
-        assert profile.num[b] == len(d)
-        expected = [np.mean(abs(d)), np.sqrt(np.mean(d * d)), np.mean(d)] if len(d) else [math.nan] * 3
-        found = [profile.mean_abs_d[b], profile.rms_d[b], profile.mean_d[b]]
-        assert found == pytest.approx(expected, rel=1e-9, abs=1e-15, nan_ok=True)
+    for start, d in pairs:
+        by_bin.setdefault(start, []).append(d)
+    assert profile.start.tolist() == sorted(by_bin)
+    for start, num, *found in zip(profile.start, profile.num, profile.mean_abs_d, profile.rms_d, strict=True):
+        d = np.array(by_bin[start])
+        assert num == len(d)
+        assert found == pytest.approx([np.mean(abs(d)), np.sqrt(np.mean(d * d))], rel=1e-9, abs=1e-15)
 
 
-def check_shapes(shapes, edges, tokens):
-    density = np.zeros(shapes.density.shape, int)
-    for _, _, _, _, d, p, *_ in tokens:
-        density[place(edges.d, d), place(edges.probability, p)] += 1
-    assert np.array_equal(shapes.density, density)
-    check_profile(shapes.position, edges.position, [(each[2], each[4]) for each in tokens])
-    check_profile(shapes.length, edges.length, [(each[3], each[4]) for each in tokens])
-    check_profile(shapes.entropy, edges.entropy, [(each[6], each[4]) for each in tokens if math.isfinite(each[6])])
-
-
-def used_ratio(loss, before, moved, advantage):
-    """ln of what multiplies the advantage, by the objective's own function."""
-    log_ratio = {"rollout": before, "current": 0.0, "train": moved}[loss.denominator]
-    return math.log(float(contribution(loss, np.exp(log_ratio), np.sign(advantage))) * np.sign(advantage))
-
-
-def terms(loss, tokens):
-    """(before, moved, advantage) of each term of a loss."""
-    known = [each for each in tokens if math.isfinite(each[8])]
-    if loss is None or loss.level == "token":
-        return [(each[8], each[9], each[7]) for each in known if each[7]]
-    found = []
-    for number in {each[1] for each in known}:
-        own = [each for each in known if each[1] == number]
-        over = np.mean if loss.level == "sequence_mean" else np.sum
-        found.append((over([e[8] for e in own]), over([e[9] for e in own]), np.mean([e[7] for e in own])))
-    return [each for each in found if each[2]]
-
-
-def check_ratios(ratios, edges, loss, found):
-    expected = {}
-    for before, moved, advantage in found:
-        sign = "positive" if advantage > 0 else "negative"
-        stages = {"before": before} | ({} if loss is None else {"after": used_ratio(loss, before, moved, advantage)})
-        for stage, value in stages.items():
-            counts = expected.setdefault((stage, sign), np.zeros(len(edges) - 1, int))
-            counts[place(edges, value)] += 1
-    for key, counts in expected.items():
-        assert np.array_equal(ratios[key], counts), key
-    assert sum(counts.sum() for counts in ratios.values()) == len(found) * (1 if loss is None else 2)
+def check_shapes(spread, tokens):
+    density = np.zeros(spread.density.shape, int)
+    for _, _, _, _, d, p, _ in tokens:
+        density[place(spread.d_edges, d), place(np.linspace(0, 1, 41), p)] += 1
+    assert np.array_equal(spread.density, density)
+    check_profile(spread.profiles["position"], [(power(each[2]), each[4]) for each in tokens])
+    check_profile(spread.profiles["length"], [(power(each[3]), each[4]) for each in tokens])
+    of_entropy = [(math.floor(each[6] * 4) / 4, each[4]) for each in tokens if math.isfinite(each[6])]
+    check_profile(spread.profiles["entropy"], of_entropy)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -165,11 +117,9 @@ def test_shapes_are_those_of_a_loop_over_tokens(tmp_path, seed):
     rows = make(seed)
     spread = read_breakdowns(open_database(write(tmp_path / "trace", rows)))
     tokens = list(compared(rows))
-    assert spread.num_tokens == len(tokens) == spread.whole.density.sum()
+    assert spread.num_tokens == len(tokens) == spread.density.sum()
     assert spread.num_recorded_tokens == sum(len(row["mask"]) for row in rows)
-    check_shapes(spread.whole, spread.edges, tokens)
-    for step, shapes in spread.by_step.items():
-        check_shapes(shapes, spread.edges, [each for each in tokens if each[0] == step])
+    check_shapes(spread, tokens)
 
 
 @pytest.fixture(scope="module")
@@ -187,90 +137,17 @@ def opened(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("advantages", ["one", "each"])
-def test_ratios_are_those_of_a_loop_over_terms(opened, name, advantages):
-    rows, database = opened(advantages, THREE)
-    loss = LOSSES[name]
-    spread = read_breakdowns(database, loss=loss)
-    assert (("after", "positive") in spread.whole.ratios) == (loss is not None)
-    check_ratios(spread.whole.ratios, spread.edges.ratio, loss, terms(loss, list(compared(rows))))
-
-
-def test_the_loss_is_that_of_the_run_where_none_is_given(tmp_path):
-    rows, loss = make(4), LOSSES["ppo"]
-    spread = read_breakdowns(open_database(write(tmp_path / "trace", rows, loss)))
-    check_ratios(spread.whole.ratios, spread.edges.ratio, loss, terms(loss, list(compared(rows))))
-
-
-def test_without_a_pass_inside_the_loss_the_trainers_stands_for_it(opened):
-    rows, database = opened("each", ("rollout", "train"))
-    loss = LOSSES["ppo"]
-    spread = read_breakdowns(database, loss=loss)
-    found = terms(loss, list(compared(rows, now="train")))
-    assert all(moved == 0 for _, moved, _ in found)
-    check_ratios(spread.whole.ratios, spread.edges.ratio, loss, found)
-
-
-@given(
-    st.sampled_from([loss for loss in LOSSES.values() if loss is not None]),
-    st.floats(-2, 2),
-    st.sampled_from([-1.0, 1.0]),
-)
-def test_the_cut_is_the_objectives(loss, log_ratio, advantage):
-    found = log_weight(loss, np.array([log_ratio]), np.array([advantage > 0]))
-    expected = contribution(loss, np.exp([log_ratio]), np.array([advantage])) * advantage
-    assert np.exp(found) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_whole_is_the_sum_over_steps(tmp_path):
-    spread = read_breakdowns(open_database(write(tmp_path / "trace", make(5), LOSSES["ppo"])))
-    steps = [spread.by_step[step] for step in spread.steps]
-    assert np.array_equal(spread.whole.density, sum(each.density for each in steps))
-    for name in ("position", "length", "entropy"):
-        assert np.array_equal(getattr(spread.whole, name).num, sum(getattr(each, name).num for each in steps))
-    for key, counts in spread.whole.ratios.items():
-        assert np.array_equal(counts, sum(each.ratios[key] for each in steps))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("passes", [THREE, ("rollout", "train")])
-def test_its_sql_gives_the_same_figures(opened, name, passes):
-    _, database = opened("each", passes)
-    spread = read_breakdowns(database, loss=LOSSES[name])
-    whole, edges = spread.whole, spread.edges
-
-    def ask(figure):
-        return database.ask(spread.sql[figure]).rows
-
-    density = np.zeros_like(whole.density)
-    for x, y, num in ask("density"):
+def test_its_sql_gives_the_same_figures(opened):
+    _, database = opened("each", THREE)
+    spread = read_breakdowns(database)
+    density = np.zeros_like(spread.density)
+    for x, y, num in database.ask(spread.sql["density"]).rows:
         density[y, x] = num
-    assert np.array_equal(density, whole.density)
-    for figure, profile in (("position", whole.position), ("length", whole.length), ("entropy", whole.entropy)):
-        found = ask(figure)
-        full = np.flatnonzero(profile.num)
-        assert [row[0] for row in found] == getattr(edges, figure)[full].tolist()
-        assert [row[1] for row in found] == profile.num[full].tolist()
-        for column, values in zip((2, 3, 4), (profile.mean_abs_d, profile.rms_d, profile.mean_d), strict=True):
-            assert [row[column] for row in found] == pytest.approx(values[full], rel=1e-9)
-    ratios = {key: np.zeros_like(counts) for key, counts in whole.ratios.items()}
-    for *stage, sign, place, num in ask("ratios"):
-        ratios[(stage or ["before"])[0], sign][place] = num
-    for key, counts in whole.ratios.items():
-        assert np.array_equal(ratios[key], counts), key
-    assert ask("envelope") == [(pytest.approx(spread.envelope, rel=1e-9),)]
-
-
-def test_blocks_do_not_change_the_shapes(opened, monkeypatch):
-    rows, database = opened("each", THREE)
-    whole = read_breakdowns(database, loss=LOSSES["gspo"])
-    monkeypatch.setattr(ragged, "_BLOCK_TOKENS", 1)
-    spread = read_breakdowns(database, loss=LOSSES["gspo"])
-    assert spread.envelope == whole.envelope
-    assert all(np.array_equal(counts, whole.whole.ratios[key]) for key, counts in spread.whole.ratios.items())
-    for step, shapes in spread.by_step.items():
-        check_shapes(shapes, spread.edges, [each for each in compared(rows) if each[0] == step])
+    assert np.array_equal(density, spread.density)
+    for axis, profile in spread.profiles.items():
+        rows = database.ask(spread.sql[axis]).rows
+        columns = (profile.start, profile.num, profile.mean_abs_d, profile.rms_d)
+        assert rows == list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_only_the_first_use_of_a_sequence_is_read(opened):
@@ -279,9 +156,6 @@ def test_only_the_first_use_of_a_sequence_is_read(opened):
     finite = [np.isfinite(row["current"][0]) & np.isfinite(row["rollout"]) & row["mask"] for row in rows]
     assert spread.num_tokens == sum(each.sum() for each in finite)
     assert sum(num for *_, num in database.ask(spread.sql["density"]).rows) == spread.num_tokens
-    assert sum(num for *_, num in database.ask(spread.sql["ratios"]).rows) == sum(
-        counts.sum() for counts in spread.whole.ratios.values()
-    )
 
 
 def test_all_but_one_in_a_hundred_lie_in_the_envelope(tmp_path):
@@ -296,8 +170,8 @@ def test_the_axis_of_d_leaves_out_one_in_a_thousand(tmp_path):
     rows = make(8, steps=30)
     spread = read_breakdowns(open_database(write(tmp_path / "trace", rows)))
     size = np.abs([each[4] for each in compared(rows)])
-    assert np.mean(size > spread.edges.d[-1]) <= 0.001
-    assert np.allclose(spread.edges.d, -spread.edges.d[::-1])
+    assert np.mean(size > spread.d_edges[-1]) <= 0.001
+    assert np.allclose(spread.d_edges, -spread.d_edges[::-1])
 
 
 def test_a_sample_is_the_same_whatever_the_order_of_the_rows(tmp_path):
@@ -306,22 +180,18 @@ def test_a_sample_is_the_same_whatever_the_order_of_the_rows(tmp_path):
         # Of many sizes, so that adding in another order gives other last digits.
         scale = 10.0 ** draw.uniform(-6, 1, len(row["mask"]))
         row["rollout"], row["train"] = ((row[name] * scale).astype("f4") for name in ("rollout", "train"))
-    there = open_database(write(tmp_path / "there", rows, LOSSES["ppo"]))
-    back = open_database(write(tmp_path / "back", rows, LOSSES["ppo"], order=list(range(ROWS))[::-1]))
+    there = open_database(write(tmp_path / "there", rows))
+    back = open_database(write(tmp_path / "back", rows, order=list(range(ROWS))[::-1]))
     first, again, second = (read_breakdowns(database, max_tokens=250) for database in (there, there, back))
     assert first.num_tokens < read_breakdowns(there).num_tokens
     for other in (again, second):
         assert first.how == other.how
         assert first.envelope == other.envelope
-        for mine, its in [
-            (first.whole, other.whole),
-            *zip(first.by_step.values(), other.by_step.values(), strict=True),
-        ]:
-            assert np.array_equal(mine.density, its.density)
-            for name in ("position", "length", "entropy"):
-                for field in ("num", "mean_abs_d", "rms_d", "mean_d"):
-                    pair = [getattr(getattr(each, name), field) for each in (mine, its)]
-                    assert np.array_equal(*pair, equal_nan=True)
+        assert np.array_equal(first.density, other.density)
+        for name in ("position", "length", "entropy"):
+            for field in ("start", "num", "mean_abs_d", "rms_d"):
+                mine, its = (getattr(each.profiles[name], field) for each in (first, other))
+                np.testing.assert_allclose(mine, its, rtol=1e-12)
 
 
 def test_a_sample_is_of_whole_sequences_and_no_larger_than_asked(tmp_path):
@@ -330,7 +200,7 @@ def test_a_sample_is_of_whole_sequences_and_no_larger_than_asked(tmp_path):
     spread = read_breakdowns(database, max_tokens=200)
     assert 0 < spread.num_tokens <= 200
     assert "hash of step and seq_id" in spread.how
-    read = spread.whole.length.num.sum()
+    read = spread.profiles["length"].num.sum()
     sums = {sum(each[1] == number for each in compared(rows)) for number in range(len(rows))}
     assert read == spread.num_tokens
     assert read_breakdowns(database, max_tokens=1).num_tokens in sums
@@ -338,12 +208,14 @@ def test_a_sample_is_of_whole_sequences_and_no_larger_than_asked(tmp_path):
 
 def test_steps_are_the_notable_ones_and_others_evenly_spread(tmp_path):
     database = open_database(write(tmp_path / "trace", make(11, steps=9), entropy=None))
-    assert read_breakdowns(database).steps == tuple(range(1, 10))
+    assert "all 9 steps" in read_breakdowns(database).how
+    rows = make(11, steps=9)
     spread = read_breakdowns(database, notable=(7, 99), max_steps=3)
-    assert spread.steps == (1, 7, 9)
+    assert spread.num_tokens == sum(each[0] in (1, 7, 9) for each in compared(rows))
     assert "3 of the 9 steps" in spread.how
     assert "1 notable" in spread.how
-    assert read_breakdowns(database, notable=(7, 6, 5), max_steps=2).steps == (6, 7)
+    of_two = read_breakdowns(database, notable=(7, 6, 5), max_steps=2)
+    assert of_two.num_tokens == sum(each[0] in (6, 7) for each in compared(rows))
 
 
 def test_entropies_are_the_loss_s_where_neither_pass_has_any(tmp_path):
@@ -351,18 +223,14 @@ def test_entropies_are_the_loss_s_where_neither_pass_has_any(tmp_path):
     own, of_loss = (
         read_breakdowns(open_database(write(tmp_path / name, rows, entropy=name))) for name in ("rollout", "current")
     )
-    assert own.whole.entropy.num.tolist() == of_loss.whole.entropy.num.tolist()
-    found = open_database(tmp_path / "current").ask(of_loss.sql["entropy"]).rows
-    assert [row[1] for row in found] == [num for num in of_loss.whole.entropy.num.tolist() if num]
+    assert own.profiles["entropy"].num.tolist() == of_loss.profiles["entropy"].num.tolist()
 
 
 def test_what_was_not_recorded_is_none(tmp_path):
     rows = make(12)
     spread = read_breakdowns(open_database(write(tmp_path / "bare", rows, advantages="none", entropy=None)))
-    assert spread.whole.ratios is None
-    assert spread.whole.entropy is None
-    assert spread.edges.ratio is None
-    assert {"density", "position", "length", "envelope"} == set(spread.sql)
+    assert {"density", "position", "length"} == set(spread.sql)
+    assert {"position", "length"} == set(spread.profiles)
     assert read_breakdowns(open_database(write(tmp_path / "one", rows, passes=("rollout",)))) is None
 
 
@@ -380,9 +248,9 @@ def test_equal_passes_are_all_in_the_middle(tmp_path):
         for name in ("rollout", "train"):
             recorder.add_scores(name, batch, logprobs=[[-1.0, -0.5, 0.0]])
     spread = read_breakdowns(open_database(tmp_path / "trace"))
-    middle = len(spread.edges.d) // 2 - 1
-    assert spread.whole.density[middle].sum() == 3
-    assert spread.whole.density[middle, -1] == 1
+    middle = len(spread.d_edges) // 2 - 1
+    assert spread.density[middle].sum() == 3
+    assert spread.density[middle, -1] == 1
     assert spread.envelope == 0
 
 
@@ -395,20 +263,6 @@ def test_only_the_named_run_is_read(tmp_path):
     assert read_breakdowns(database).num_tokens == len(list(compared(first)))
 
 
-@given(
-    st.lists(st.integers(0, 400), min_size=1, max_size=300), st.sampled_from([0.5, 0.9, 0.99, 0.999]), st.integers(1, 4)
-)
-def test_a_high_quantile_is_that_of_all_values(values, share, num_parts):
-    found = high_quantile(np.array_split(np.array(values, float), num_parts), share)
-    ordered = sorted(values)
-    assert found == ordered[max(1, len(values) - math.floor(len(values) - share * len(values))) - 1]
-
-
 @given(st.floats(1e-9, 1e9))
 def test_a_rounded_up_number_is_no_smaller_and_little_larger(value):
     assert value * (1 - 1e-12) <= rounded_up(value) <= value * 1.11
-
-
-def test_bit_lengths_are_pythons():
-    numbers = np.array([0, 1, 2, 3, 7, 8, 1023, 1024, 2**40 - 1])
-    assert bit_lengths(numbers).tolist() == [int(n).bit_length() for n in numbers]

@@ -95,15 +95,6 @@ def test_perplexities_are_means_over_sequences(trace, tokens):
         })  # fmt: skip
 
 
-def test_the_noise_of_logits_is_half_of_the_slope(trace, tokens):
-    for row in rows(trace, "one-minus-p"):
-        step = of_step(tokens, row["step"])
-        rest, d = -np.expm1(step["logprob_b"].astype(float)), np.abs(step["d"])
-        noise = d / (2 * rest)
-        fitted = np.linalg.lstsq(rest[:, None], d, rcond=None)[0][0] / 2
-        close(row, {"fitted_noise": fitted, "p99_noise": np.quantile(noise, 0.99), "max_noise": noise.max()})
-
-
 def test_the_slope_against_the_length(trace, tokens):
     (row,) = rows(trace, "length-slope")
     counts, sums = by_sequence(tokens, np.ones(len(tokens["d"]))), by_sequence(tokens, tokens["d"])
@@ -111,15 +102,10 @@ def test_the_slope_against_the_length(trace, tokens):
     close(row, {"slope": slope, "intercept": intercept, "r2": np.corrcoef(counts, sums)[0, 1] ** 2})
 
 
-def test_critical_lengths_and_clips(trace, tokens):
-    for row, clip, clamp in zip(
-        *(rows(trace, name) for name in ("critical-length", "optimal-clip", "safety-clamp")), strict=True
-    ):
+def test_critical_lengths(trace, tokens):
+    for row in rows(trace, "critical-length"):
         step = of_step(tokens, row["step"])
-        sums = by_sequence(step, step["d"])
         close(row, {"mean_d": step["d"].mean(), "tokens_to_5": np.log(5) / abs(step["d"].mean())})
-        close(clip, {"optimal_clip": np.sqrt(2 * np.exp(2 * sums).mean())})
-        close(clamp, {"share_sequences": (np.abs(sums) >= 20).mean(), "share_tokens": (np.abs(step["d"]) >= 20).mean()})
     assert np.log(5) / 0.001 == pytest.approx(1609, abs=1)  # the source's own example
 
 
@@ -136,16 +122,12 @@ def test_concentration_and_extremes(trace, tokens):
     assert rows(trace, "worst-tokens")[0]["d"] == pytest.approx(tokens["d"][np.abs(tokens["d"]).argmax()])
 
 
-def test_binary_divergences_and_bad_updates(trace, tokens):
-    for row, bad in zip(rows(trace, "binary-divergence"), rows(trace, "bad-updates"), strict=True):
+def test_bad_updates(trace, tokens):
+    for row in rows(trace, "bad-updates"):
         step = of_step(tokens, row["step"])
         p, q = (np.exp(step[name].astype(float)) for name in ("logprob_b", "logprob_a"))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            rest = np.where((p < 1) & (q < 1), (1 - p) * (np.log1p(-p) - np.log1p(-q)), 0.0)
-        kl = np.maximum(p * (np.log(p) - np.log(q)) + rest, 0)
-        close(row, {"mean_tv": np.abs(p - q).mean(), "max_tv": np.abs(p - q).max(), "mean_kl": kl.mean()})
         wrong = (step["advantage"] < 0) & (p - q >= 0.5)
-        close(bad, {"num_bad": wrong.sum(), "share_bad": wrong.mean()})
+        close(row, {"num_bad": wrong.sum(), "share_bad": wrong.mean()})
 
 
 def test_correlations(trace, tokens):
@@ -182,8 +164,6 @@ def test_masked_tool_output_joins_no_neighbours(tmp_path):
     (row,) = rows(tmp_path / "run", "autocorrelation")
     assert row["num_tokens"] == 6
     assert row["lag_1"] == pytest.approx(-1.0)
-    (row,) = rows(tmp_path / "run", "sign-runs")
-    assert (row["num_tokens"], row["num_runs"], row["longest_run"]) == (6, 6, 1)
 
 
 def test_what_is_not_finite_is_counted_by_side(trace):

@@ -248,8 +248,6 @@ def test_numbers_worked_by_hand(tmp_path):
     assert seq["share_tokens_truncated"] == 1 / 2
     assert seq["bias_sequence"] == near(2 / 2, rel=1e-6)
     assert seq["variance_sequence"] == near((4 + 0.5625) / 2, rel=1e-6)
-    assert seq["bias_bound"] == near(2 * (16 + 0.5625) / 2 / 2, rel=1e-6)
-    assert seq["variance_bound"] == 4
     assert seq["ess_sequence"] == near(2.75**2 / (2 * 4.5625), rel=1e-6)
     # The first is thrown out: its advantage of 1 on two tokens, and 4 of 4.75 of the mass.
     mis = rows["sequence-mis"]

@@ -23,7 +23,7 @@ from tim_trace.analysis.trace.macros import LISTING
 from tim_trace.analysis.trace.source import MADE_OF, sums_file
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import connect, open_database
-from tim_trace.analysis.watch.watcher import Watcher
+from tim_trace.analysis.watch.watch import Watcher
 from tim_trace.schemas.tables import TABLES, Column
 from tim_trace.tracer import snapshot
 from tim_trace.tracer.parquet_file import write_checked

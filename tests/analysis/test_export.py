@@ -66,23 +66,6 @@ def test_parquet_has_a_row_a_sequence_with_every_bit(run, tmp_path, monkeypatch,
     assert [row["value"] for row in metrics if row["name"] == "loss"] == [0.1 + 0.2 * step for step in range(1, 5)]
 
 
-def test_jsonl_has_the_same_rows_and_no_number_that_json_lacks(run, tmp_path):
-    export_run(run, to="jsonl", output=tmp_path / "out")
-
-    def refused(name):
-        raise AssertionError(name)
-
-    lines = (tmp_path / "out" / "sequences.jsonl").read_text().splitlines()
-    found = [json.loads(line, parse_constant=refused) for line in lines]
-    for row, (step, seq_id, ids, reward, rollout, train, d) in zip(found, recorded(run), strict=True):
-        assert (row["step"], row["seq_id"], row["response_ids"]) == (step, seq_id, ids)
-        for name, values in (("rollout_logprobs", rollout), ("train_logprobs", train), ("d", d), ("reward", [reward])):
-            given = [row[name]] if name == "reward" else row[name]
-            numbers = None if given is None else [float(x) if isinstance(x, str) else x for x in given]
-            np.testing.assert_equal(numbers, values)
-    assert found[-1]["rewards"] == {"digits": "NaN"}
-
-
 @pytest.mark.slow
 def test_what_was_exported_imports_as_the_same_run(tmp_path):
     make_trace(tmp_path / "run")
@@ -176,12 +159,12 @@ def test_a_library_that_is_missing_is_named(run, tmp_path, monkeypatch, library)
 
 
 def test_files_that_lie_there_stay_without_force(run, tmp_path):
-    export_run(run, to="jsonl", output=tmp_path, steps="1")
+    export_run(run, to="parquet", output=tmp_path, steps="1")
     with pytest.raises(FileThere):
-        export_run(run, to="jsonl", output=tmp_path)
-    assert len((tmp_path / "sequences.jsonl").read_text().splitlines()) == 6
-    export_run(run, to="jsonl", output=tmp_path, steps="1:2", force=True)
-    assert len((tmp_path / "sequences.jsonl").read_text().splitlines()) == 12
+        export_run(run, to="parquet", output=tmp_path)
+    assert pq.read_table(tmp_path / "sequences.parquet").num_rows == 6
+    export_run(run, to="parquet", output=tmp_path, steps="1:2", force=True)
+    assert pq.read_table(tmp_path / "sequences.parquet").num_rows == 12
     with pytest.raises(InvalidOption, match="got 'csv'; use parquet"):
         export_run(run, to="csv", output=tmp_path)
 
@@ -198,11 +181,11 @@ def test_a_trace_without_the_pair_still_has_its_sequences_and_its_log(tmp_path):
 
 def test_files_in_a_folder_that_is_not_there_are_refused_and_no_folder_is_made(tmp_path):
     make_trace(tmp_path / "run")
-    for format in ("parquet", "jsonl", "tensorboard"):
+    for format in ("parquet", "tensorboard"):
         done = tim_trace("export", tmp_path / "run", "--to", format, "-o", tmp_path / "missing" / "out")
         assert done.code == 2
         assert f"folder {tmp_path / 'missing'} does not exist; create it" in done.stderr
     assert not (tmp_path / "missing").exists()
     assert (
-        tim_trace("export", tmp_path / "run", "--to", "jsonl", "-o", tmp_path / "out").code == 0
+        tim_trace("export", tmp_path / "run", "--to", "parquet", "-o", tmp_path / "out").code == 0
     )  # its own folder is made

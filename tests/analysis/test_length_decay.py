@@ -1,14 +1,8 @@
 import runpy
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import torch
 from builders import ROOT
-from tim_trace.analysis.dynamics.schedule import LengthSurge, schedule_of
-from tim_trace.analysis.facts.series import Series
-from tim_trace.schemas.errors import InvalidOption
 
 LengthDecayLR = runpy.run_path(str(ROOT / "examples" / "length_decay_lr.py"))["LengthDecayLR"]
 LENGTHS = [100.0 + k % 3 for k in range(40)] + [400.0] * 260
@@ -82,32 +76,3 @@ def test_a_length_may_be_observed_where_a_trainer_calls_step():
         observed.step()
     assert observed.state_dict() == given.state_dict()
     assert two.param_groups[0]["lr"] == one.param_groups[0]["lr"] == 0.5
-
-
-def test_offline_it_acts_where_training_would_have():
-    optimizer = optimizer_of(1.0)
-    online = rates(LengthDecayLR(optimizer), optimizer, LENGTHS)
-    acted = [step for step in range(2, len(online) + 1) if online[step - 1] != online[step - 2]]
-    steps = np.arange(1, len(LENGTHS) + 1)
-    offline = schedule_of(Series("length", steps, np.array(LENGTHS), "log", "length"))
-    assert [decay.step for decay in offline.decays if decay.is_within_run] == acted == [77, 154, 231]
-    assert [decay.step for decay in offline.decays if not decay.is_within_run] == [308]
-
-
-def test_a_step_without_responses_counts_and_is_no_length():
-    surge = LengthSurge(window=3, gap=0, above=1, of=1)
-    assert [surge.observe(length) for length in (10, None, 10, float("nan"), 10, 25)] == [False] * 5 + [True]
-    assert surge.step == 6
-
-
-def test_settings_without_a_meaning_are_refused():
-    with pytest.raises(InvalidOption, match="factor above 1"):
-        LengthSurge(kappa=1.0)
-    with pytest.raises(InvalidOption, match="above 6 of 5"):
-        LengthSurge(above=6)
-
-
-@pytest.mark.slow
-def test_dynamics_needs_no_torch():
-    program = "import sys; import tim_trace.analysis.dynamics.dynamics; assert 'torch' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -11,7 +11,6 @@ from tim_trace.analysis.statistics.loss import (
     correction_weight,
     has_gradient,
     is_clipped,
-    log_weight,
     sql_options,
 )
 from tim_trace.analysis.trace.macros import sql_file
@@ -56,7 +55,7 @@ def test_every_rule_is_the_same_in_sql(sql, loss, log_ratio, advantage):
     options = sql_options(loss)
     clips = options if loss.has_clip else f"kind := '{loss.kind}'"
     found = sql.execute(
-        f"SELECT clamped_exp(x), loss_term(clamped_exp(x), a, {options}), loss_log_weight(x, a, {options}), "
+        f"SELECT clamped_exp(x), loss_term(clamped_exp(x), a, {options}), "
         f"loss_clips(clamped_exp(x), a, {clips}), loss_has_gradient(clamped_exp(x), a, {clips}), "
         "correction_weight(x, $name, $low, $high) FROM (SELECT $x::DOUBLE AS x, $a::DOUBLE AS a)",
         {"x": log_ratio, "a": advantage, "name": loss.correction, "low": loss.correction_low, "high": loss.correction_high},
@@ -65,12 +64,11 @@ def test_every_rule_is_the_same_in_sql(sql, loss, log_ratio, advantage):
     ratio = clamped_exp(x)
     # exp and ln may differ by their last bit, which turns no bound that is drawn beside them.
     expected = [
-        ratio, contribution(loss, ratio, a), log_weight(loss, x, a > 0) if advantage else None, is_clipped(loss, ratio, a),
-        has_gradient(loss, ratio, a), correction_weight(loss, x),
+        ratio, contribution(loss, ratio, a), is_clipped(loss, ratio, a), has_gradient(loss, ratio, a),
+        correction_weight(loss, x),
     ]  # fmt: skip
     for value, wanted in zip(found[0], expected, strict=True):
-        if wanted is not None:
-            assert value == pytest.approx(wanted.item(), rel=1e-12, abs=1e-12)
+        assert value == pytest.approx(wanted.item(), rel=1e-12, abs=1e-12)
 
 
 @given(loss=LOSSES, log_ratio=st.floats(-5.0, 5.0), advantage=st.sampled_from([-1.5, 0.5]))
@@ -78,7 +76,6 @@ def test_one_rule_gives_the_term_its_logarithm_the_clip_and_the_gradient(loss, l
     x, a = np.array([log_ratio]), np.array([advantage])
     ratio = clamped_exp(x)
     (term,), (clipped,) = contribution(loss, ratio, a), is_clipped(loss, ratio, a)
-    assert np.exp(log_weight(loss, x, a > 0)[0]) * advantage == pytest.approx(term, rel=1e-12)
     if loss.has_clip:
         # Clipped is what the bound moves, and nothing else.
         assert clipped == (term != ratio[0] * advantage)

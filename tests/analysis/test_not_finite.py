@@ -10,7 +10,7 @@ from tim_trace.analysis.attribution.silent import SilentChange
 from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.text import diagnosis_json, story, story_of_run
-from tim_trace.analysis.watch.watcher import Watcher
+from tim_trace.analysis.watch.watch import Watcher
 
 STEPS, AT, ROWS = 40, 25, 16
 

@@ -7,10 +7,8 @@ import pytest
 from builders import tim_trace
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.objective.concentration import NUM_BINS, bins_of, concentration
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.text import objective_text
-from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.statistics.loss import contribution, correction_weight, is_clipped
 from tim_trace.analysis.trace import connection, ragged, tokens
 from tim_trace.analysis.views import connect, open_database
@@ -244,11 +242,6 @@ def expected(loss, batch, iteration):
     }  # fmt: skip
     known = [[token for token in rows if math.isfinite(token[0])] for rows in sequences]
     terms = [token for rows in known for token in (rows if loss.level == "token" else rows[:1])]
-    if loss.level == "token":
-        a, gap, true = (np.array([term[i] for term in terms]) for i in (0, 1, 3))
-        found["cov_weighed_d"] = np.mean(a * true * gap) - np.mean(a * true) * np.mean(gap)
-        found["corr_weighed_d"] = np.corrcoef(a * true, gap)[0, 1]
-        found["first_order"] = -np.mean(a * true * gap)
     flags = [(t[0] > 0, clips(loss, t[3], t[0]), clips(loss, t[4], t[0])) for t in terms]
     found |= {
         "clipped": np.mean([used for _, _, used in flags]), "clipped_true": np.mean([true for _, true, _ in flags]),
@@ -305,11 +298,10 @@ def test_identities_of_a_term(advantage, drift, name, d):
 @pytest.mark.parametrize("name", LOSSES)
 def test_without_mismatch_nothing_is_bent(exact, name):
     found = objective(exact, **options_of(LOSSES[name], denominator="train", correction="none"))
-    assert {found.value(figure) for figure in ("bias", "abs_bias", "cov_weighed_d")} == {0.0}
+    assert {found.value(figure) for figure in ("bias", "abs_bias")} == {0.0}
     assert found.value("flipped") == (0 if LOSSES[name].has_clip else None)
     assert found.value("var_d") == 0
     assert found.value("var_drift") > 0
-    assert found.concentration is None
     assert "does not change the objective's value" in found.verdict[0]
 
 
@@ -459,7 +451,14 @@ def test_sql_gives_the_same(opened, name):
     options = ", ".join(
         f"{key} := {'NULL' if value is None else repr(value)}" for key in names for value in (getattr(loss, key),)
     )
-    found = database.ask(f"FROM objective_steps('train', 'rollout', 'current', {options})").dicts()
+    found = database.ask(
+        "SELECT step, iteration, count(*) AS num_tokens, avg(bias) AS mean_bias, avg(abs(bias)) AS mean_abs_bias, "
+        "coalesce(sum(bias) FILTER (advantage > 0), 0.0) / count(*) AS mean_bias_positive, "
+        "sum(bias) / nullif(sum(abs(term_true)), 0) AS relative_bias, "
+        "avg((is_clipped_used AND NOT is_clipped_true)::INTEGER) AS flipped_to_clipped, "
+        "avg((is_clipped_true AND NOT is_clipped_used)::INTEGER) AS flipped_to_free "
+        f"FROM objective_tokens('train', 'rollout', 'current', {options}) GROUP BY step, iteration ORDER BY ALL"
+    ).dicts()
     assert len(found) == len(rows) == 4
     for row, of_sql in zip(rows, found, strict=True):
         # The loss's mean is over every token that its mask counts, also those without an advantage or a finite logprob.
@@ -472,7 +471,6 @@ def test_sql_gives_the_same(opened, name):
         if loss.level == "token":
             flipped = of_sql["flipped_to_clipped"] + of_sql["flipped_to_free"]
             assert row.get("flipped", 0.0) == pytest.approx(flipped, rel=1e-9)
-            assert row["cov_weighed_d"] == pytest.approx(of_sql["cov_weighed_d"], rel=1e-9, abs=1e-14)
 
 
 CLIPS = {name: loss for name, loss in LOSSES.items() if loss.kind == "ppo_clip"}
@@ -540,7 +538,6 @@ def test_sapo_and_vespo_by_hand(tmp_path):
     assert found.value("used") == pytest.approx(-2 * 1.0897306, abs=1e-6)
     assert found.value("bias") == pytest.approx(-2 * (1.0897306 - 1.2279685), abs=1e-6)
     assert "clipped" not in found.figures
-    assert "first_order" not in found.figures
     assert "vespo has no clip: its weight decays smoothly, so no term counts as clipped" in found.notes
     assert "k 2, lambda 3 where A >= 0, else k 3, lambda 2" in objective_text(found)
 
@@ -575,15 +572,6 @@ def test_micro_batches_that_were_not_recorded_are_said(tmp_path):
     assert found.value("bias") == objective(trace, loss="aggregation=token_mean").value("bias")
 
 
-def test_the_named_query_is_the_same_with_a_clip_of_a_fifth(tmp_path):
-    trace = write(tmp_path / "run", [make(7, holes=False)])
-    for row, of_query in zip(objective(trace).steps.dicts(), query("objective-bias", trace).dicts(), strict=True):
-        assert row["bias"] == pytest.approx(of_query["mean_bias"], rel=1e-9)
-        assert row["skew"] == pytest.approx(of_query["skew"], rel=1e-9)
-    tokens_seen = connect(trace).sql("SELECT count(*) FROM objective_tokens('train', 'rollout', 'train')").fetchall()
-    assert tokens_seen == [(sum(m.sum() for m in make(7, holes=False)["mask"]),)]
-
-
 def test_blocks_and_ranges_of_steps_change_no_digit(tmp_path, monkeypatch):
     trace = open_database(
         write(
@@ -599,35 +587,6 @@ def test_blocks_and_ranges_of_steps_change_no_digit(tmp_path, monkeypatch):
     assert {name: each.value for name, each in cut.figures.items()} == {
         n: each.value for n, each in whole.figures.items()
     }
-    assert cut.concentration.half == pytest.approx(whole.concentration.half, rel=1e-9)
-
-
-@given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=300))
-def test_concentration_is_that_of_a_sort_to_a_bin(sizes):
-    sizes = np.array(sizes)
-    bins = np.stack(
-        [np.bincount(bins_of(sizes), minlength=NUM_BINS), np.bincount(bins_of(sizes), sizes, minlength=NUM_BINS)]
-    )
-    found = concentration(bins, len(sizes))
-    ordered = np.sort(sizes)[::-1]
-    carried = np.cumsum(ordered) / ordered.sum()
-    top = carried[math.ceil(0.001 * len(sizes)) - 1]
-    assert top / 1.1 <= found.top_thousandth <= top * 1.0001
-    for share, value in ((0.5, found.half), (0.9, found.ninety)):
-        needed = np.searchsorted(carried, share * (1 - 1e-9)) + 1
-        assert abs(value * len(sizes) - needed) <= 1 + 0.1 * needed
-
-
-def test_few_tokens_carry_it(tmp_path):
-    rollout = [-1.0] * 1000
-    train = [-1.0] * 1000
-    train[:2] = [-1.5, -0.5]
-    found = objective(one_sequence(tmp_path / "run", rollout, train), loss="reinforce")
-    assert found.concentration.ninety == 0.002
-    # b = 1 - exp(0.5) and 1 - exp(-0.5); one token in a thousand is the larger one.
-    up, down = math.expm1(0.5), -math.expm1(-0.5)
-    assert found.concentration.top_thousandth == pytest.approx(up / (up + down), rel=1e-6)
-    assert found.value("bias") == pytest.approx((down - up) / 1000, rel=1e-6)
 
 
 def test_groups_that_agree_and_few_groups_leave_no_interval(tmp_path):
@@ -670,17 +629,11 @@ def test_variances_keep_their_digits_where_the_mismatch_is_large_and_even(tmp_pa
             train = (rollout + level + draw.integers(-3, 4, (10, 9)) * 4e-6).astype(np.float32)
             recorder.add_scores("rollout", batch, logprobs=rollout)
             recorder.add_scores("train", batch, logprobs=train)
-            steps.append((train.astype(float) - rollout, np.repeat(np.float32(advantage), 9).reshape(10, 9)))
+            steps.append(train.astype(float) - rollout)
     found = objective(tmp_path / "run", loss="reinforce")
-    d, advantage = (np.concatenate([step[side] for step in steps]) for side in (0, 1))
-    assert found.value("var_d") == pytest.approx(np.var(d), rel=1e-12)
-    for row, (of_step, weight) in zip(found.steps.dicts(), steps, strict=True):
-        weighed = weight * np.exp(of_step)
+    assert found.value("var_d") == pytest.approx(np.var(np.concatenate(steps)), rel=1e-12)
+    for row, of_step in zip(found.steps.dicts(), steps, strict=True):
         assert row["var_d"] == row["var_total"] == pytest.approx(np.var(of_step), rel=1e-10)
-        assert row["corr_weighed_d"] == pytest.approx(np.corrcoef(weighed.ravel(), of_step.ravel())[0, 1], abs=1e-8)
-        assert row["cov_weighed_d"] == pytest.approx(
-            np.mean((weighed - weighed.mean()) * (of_step - of_step.mean())), rel=1e-8
-        )
 
 
 def test_the_verdict_tells_noise_from_a_push(tmp_path):
@@ -694,7 +647,6 @@ def test_the_verdict_tells_noise_from_a_push(tmp_path):
     assert push.value("relative_negative") == pytest.approx(-0.01, abs=0.002)
     assert "credited too little" in push.verdict[1]
     assert "punished too much" in push.verdict[1]
-    assert push.value("first_order") == pytest.approx(-0.01, abs=0.002)
 
 
 def test_a_loss_that_is_not_recorded_is_assumed_and_said(opened):
@@ -785,7 +737,6 @@ def test_without_rollout_there_is_no_mismatch_to_judge(tmp_path):
     found = objective(write(tmp_path / "run", [make(14, holes=False)], Loss(), passes=("train", "current")))
     assert any("no logprobs of the pass 'rollout'" in sentence for sentence in found.cannot)
     assert set(found.figures) == {"clipped", "mean_drift", "var_drift"}
-    assert found.concentration is None
     assert objective_text(found)
 
 

@@ -9,16 +9,13 @@ from tim_trace.analysis.dynamics.dynamics import summarise
 from tim_trace.analysis.dynamics.text import summary_sentences
 from tim_trace.analysis.facts.changes import ChangePoint, onsets_of
 from tim_trace.analysis.facts.fall import Fall
-from tim_trace.analysis.objective.concentration import Concentration
-from tim_trace.analysis.objective.judged import Estimate
 from tim_trace.analysis.objective.sentences import verdict_sentence
-from tim_trace.analysis.objective.verdict import direction, verdict
+from tim_trace.analysis.objective.verdict import Estimate, direction, verdict
 from tim_trace.analysis.rows import Rows
 from tim_trace.schemas.loss import Loss
 
 STEPS = Rows(("step", "bias"), [(1, 0.1), (2, -0.3), (3, None)])
 PPO = Loss()
-CARRIED = Concentration(half=0.01, ninety=0.2, top_thousandth=0.3)
 
 
 def estimate(value, low=None, high=None):
@@ -107,8 +104,8 @@ def figures(**given):
     return {name: estimate(value) for name, value in values.items() if value != "absent"}
 
 
-def codes(loss=PPO, *, carried=None, steps=STEPS, num_tokens=10, **given):
-    return [part.code for part in verdict(loss, figures(**given), carried, steps, num_tokens)]
+def codes(loss=PPO, *, steps=STEPS, num_tokens=10, **given):
+    return [part.code for part in verdict(loss, figures(**given), steps, num_tokens)]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +118,7 @@ def codes(loss=PPO, *, carried=None, steps=STEPS, num_tokens=10, **given):
         (Loss(), {"relative_bias": "absent"}, ["not_answerable"]),
         (Loss(), {"relative_bias": "absent", "mean_abs_d": 0.1, "mean_abs_sum_d": 1.0}, ["not_answerable", "ratios"]),
         (Loss(), {}, ["undecided", "worst_update"]), (Loss(), {"steps": Rows(("step", "bias"), [(1, 0.1)])}, ["undecided"]),
-        (Loss(), {"carried": CARRIED, "relative_positive": 0.1}, ["undecided", "signs", "concentration", "worst_update"]),
+        (Loss(), {"relative_positive": 0.1}, ["undecided", "signs", "worst_update"]),
         (Loss(), {"flipped": 0.1, "clipped": 0.2}, ["undecided", "worst_update", "clip_decisions"]),
         (Loss(), {"uncorrected_relative_bias": 0.1, "uncorrected_relative_abs_bias": 0.3}, ["undecided", "worst_update", "correction"]),
     ],
@@ -148,15 +145,14 @@ def test_the_parts_of_a_verdict(loss, given, expected):
 )
 def test_the_sides_of_a_bias(positive, negative, words):
     given = figures(relative_positive=positive, relative_negative=negative)
-    signs = next(part for part in verdict(Loss(), given, None, STEPS, 9) if part.code == "signs")
+    signs = next(part for part in verdict(Loss(), given, STEPS, 9) if part.code == "signs")
     assert sentence(signs) == f"Overall, {words}."
 
 
 def test_where_a_bias_lies():
     given = figures(flipped=0.1, clipped=0.2, uncorrected_relative_bias=-0.3, uncorrected_relative_abs_bias=0.4)
     for loss, terms in ((Loss(), "tokens"), (Loss(level="sequence_mean"), "sequences")):
-        parts = {part.code: sentence(part) for part in verdict(loss, given, CARRIED, STEPS, 9)}
-        assert parts["concentration"] == f"Half of sum |b| comes from 1 % of the {terms}, 90 % from 20 %."
+        parts = {part.code: sentence(part) for part in verdict(loss, given, STEPS, 9)}
         assert (
             parts["clip_decisions"]
             == f"The mismatch flips the clip decision of 10 % of the {terms}; 20 % are clipped in total."
@@ -197,10 +193,10 @@ FALL = Fall(
 )  # fmt: skip
 
 
-def told(*, changes=None, fall=None, schedule=None, growth=(), num_steps=100):
+def told(*, changes=None, fall=None, growth=(), num_steps=100):
     changes = changes or {}
     onsets = onsets_of(changes, dict.fromkeys(changes, "reward"))
-    parts = tuple(summarise(changes, onsets, fall, schedule, growth, num_steps))
+    parts = tuple(summarise(changes, onsets, fall, growth, num_steps))
     return [part.code for part in parts], summary_sentences(
         SimpleNamespace(summary_codes=parts, onsets=onsets, fall=fall)
     )
@@ -240,10 +236,7 @@ def test_how_k3_compounds_at_the_end(doubling, expected):
 
 
 def test_what_else_is_told():
-    surge = SimpleNamespace(surge_step=30, decay_period=54)
-    codes_, sentences = told(changes={"learning_rate": [change(9)]}, fall=FALL, schedule=surge)
-    assert codes_ == ["no_change", "fall", "planned_change", "length_surge"]
+    codes_, sentences = told(changes={"learning_rate": [change(9)]}, fall=FALL)
+    assert codes_ == ["no_change", "fall", "planned_change"]
     assert sentences[1].startswith("reward declines slowly from step 9 on (95% CI 7-11), 0.8 to 0.3")
     assert sentences[2] == "The learning rate (a setting, not a measurement) changes at step 9."
-    assert "surged at step 30" in sentences[3]
-    assert "every 54 steps" in sentences[3]

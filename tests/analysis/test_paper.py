@@ -12,7 +12,7 @@ import pytest
 from builders import ROOT
 from matplotlib.cbook import is_math_text
 from PIL import Image
-from tim_trace.analysis.report.chart import LOG, Band, Bar, BarChart, Heatmap, HistogramChart, Line, LineChart, Mark
+from tim_trace.analysis.report.chart import LOG, Band, Bar, BarChart, Heatmap, Line, LineChart, Mark
 from tim_trace.analysis.report.paper.figure import WIDTHS, PaperStyle, draw, paper_style, plain, stack_of, wrapped
 from tim_trace.analysis.report.paper.files import figures_of, rows_of, write_figures, write_pdf
 from tim_trace.analysis.rows import to_csv
@@ -48,14 +48,6 @@ def density(counts, curves=()):
     )  # fmt: skip
 
 
-def histogram(**counts):
-    num = len(next(iter(counts.values())))
-    return HistogramChart(
-        key="ratio", title="Ratio", unit="tokens", note="", sql="", x_label="ln ratio, nats",
-        edges=np.linspace(-0.1, 0.1, num + 1), counts={name: np.array(values) for name, values in counts.items()},
-    )  # fmt: skip
-
-
 def shares(**groups):
     return BarChart(key="arms", title="Removed", unit="share", note="", sql="", x_label="share removed", groups=groups)
 
@@ -83,7 +75,7 @@ def examples():
     loss = series(line([1.5]), key="loss", title="Loss")
     bars = shares(removed=(Bar(name="bf16", value=0.9, low=0.8, high=0.95), Bar(name="fp64", value=-0.1)))
     cells = density([[0, 3], [1, 900]], (line([0.2, 0.0], x=[0.0, 1.0], name="99 % within"),))
-    return figures_of((k3, loss, cells, histogram(before=[0, 9, 4], after=[0, 13, 0]), bars), (k3, loss))
+    return figures_of((k3, loss, cells, bars), (k3, loss))
 
 
 def test_the_table_of_lines_has_every_bit():
@@ -122,13 +114,7 @@ def test_ticks_that_differ_far_behind_the_point_are_told_apart():
     assert len(set(texts)) == len(texts) > 2
 
 
-def test_the_tables_of_histograms_shares_and_the_run_have_every_number():
-    one = histogram(before=[0, 9, 4], after=[1, 2, 3])
-    assert [(row["name"], row["tokens"]) for row in read(one)] == [
-        ("before", "0"), ("before", "9"), ("before", "4"), ("after", "1"), ("after", "2"), ("after", "3")
-    ]  # fmt: skip
-    assert bits(row["low"] for row in read(one)) == bits([*one.edges[:-1], *one.edges[:-1]])
-    assert bits(row["high"] for row in read(one)) == bits([*one.edges[1:], *one.edges[1:]])
+def test_the_tables_of_shares_and_the_run_have_every_number():
     (bar,) = read(shares(cut=(Bar(name="tis", value=1 / 3, low=0.1 + 0.2, text="says"),)))
     assert bar == {
         "group": "cut",
@@ -155,7 +141,7 @@ def written(tmp_path_factory):
 
 @pytest.mark.slow
 def test_pictures_have_the_width_of_a_column_or_of_a_page_and_show_something(written):
-    keys = ("arms", "d-by-probability", "k3", "loss", "ratio", "run")
+    keys = ("arms", "d-by-probability", "k3", "loss", "run")
     names = sorted(path.name for path in (written / "png").iterdir())
     assert names == [f"{key}.{kind}" for key in keys for kind in ("csv", "png")]
     for key in keys:
@@ -226,13 +212,6 @@ def test_a_title_stands_above_a_figure_only_when_it_is_asked_for():
 
 
 def test_bins_that_hold_what_is_beyond_say_so():
-    counts = {"before": np.array([1, 0, 9, 4])}
-    closed = histogram(**counts)
-    one = dataclasses.replace(closed, is_open=True)
-    assert [row["beyond"] for row in read(one)] == ["below", "", "", "above"]
-    assert {row["beyond"] for row in read(closed)} == {""}
-    assert [text.get_text() for text in draw(one).axes[0].texts] == ["beyond", "beyond"]
-    assert not draw(closed).axes[0].texts
     cells = dataclasses.replace(density([[0, 3], [1, 900], [2, 2]]), is_open=True)
     assert [text.get_text() for text in draw(cells).axes[0].texts] == ["beyond, above", "beyond, below"]
 
@@ -262,7 +241,7 @@ def test_the_same_report_has_the_same_bytes_in_another_process_at_another_time(w
     there, here = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")} for folder in (tmp_path, written)
     )
-    assert len(there) == 6 * 5 + 1
+    assert len(there) == 5 * 5 + 1
     assert there == here
 
 
@@ -293,7 +272,7 @@ def test_hostile_names_are_drawn_and_written_everywhere(tmp_path):
     lines = [line([1.0, 2.0], name=name) for name in HOSTILE]
     bars = tuple(Bar(name=name, value=0.5) for name in HOSTILE)
     one = series(*lines, title=HOSTILE[1], marks=(Mark(x=1, low=1, high=1, text=HOSTILE[0]),))
-    given = (one, shares(**{HOSTILE[0]: bars, HOSTILE[2]: bars}), histogram(**{name: [1, 2] for name in HOSTILE}))
+    given = (one, shares(**{HOSTILE[0]: bars, HOSTILE[2]: bars}))
     write_pdf(figures_of(given, (one,)), tmp_path / "a.pdf", title=HOSTILE[-1])
     legend = draw(one).axes[0].get_legend()
     assert [text.get_text() for text in legend.get_texts()][1:3] == [plain(HOSTILE[1], 46), " _hidden"]
@@ -314,7 +293,6 @@ def test_what_cannot_be_drawn_is_left_out_and_the_rest_is_drawn():
         series(line([-1e300, 1e300, 5e-324], x=steps)),
         series(line([2.0, 2.0, 2.0]), y_scale=LOG),
         density(np.zeros((3, 4), int)),
-        histogram(before=[0, 0], after=[0, 0]),
         shares(),
         shares(cut=()),
         shares(cut=(Bar(name="a", value=NAN, low=NAN, high=1.0), Bar(name="b", value=INF, low=0.1, high=0.2))),

@@ -22,10 +22,10 @@ from tim_trace.analysis.alarms.published import ALARMS
 from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
-from tim_trace.analysis.objective.judged import Estimate
+from tim_trace.analysis.objective.verdict import Estimate
 from tim_trace.analysis.report import subject
 from tim_trace.analysis.report.answers import BAD, GOOD, NOTICE, OPEN, QUESTIONS, objective_answer, size_answer
-from tim_trace.analysis.report.chart import Heatmap, HistogramChart, LineChart
+from tim_trace.analysis.report.chart import LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
 from tim_trace.analysis.report.page.page import pack, page
 from tim_trace.analysis.report.report import report
@@ -95,16 +95,6 @@ def test_an_advice_keeps_its_command_and_its_remark_apart():
     assert json.dumps([advice]) == json.dumps([str(advice)])
     assert (Advice("tim-trace info run"), Advice(remark="compare seq_id")) == ("tim-trace info run", "compare seq_id")
     assert not Advice()
-
-
-def test_the_steps_of_a_figure_add_up_to_the_whole_run(made):
-    for one in made.mismatch:
-        if isinstance(one, Heatmap):
-            assert np.array_equal(sum(one.by_step.values()), one.counts)
-            assert len(one.by_step) == NUM_STEPS
-        if isinstance(one, HistogramChart):
-            for name, counts in one.counts.items():
-                assert np.array_equal(sum(step[name] for step in one.by_step.values()), counts)
 
 
 def test_the_verdict_says_what_diagnose_objective_and_attribute_say(made):
@@ -393,7 +383,7 @@ def test_charts_have_a_word_for_everyone(made):
 def test_a_heading_stands_over_the_figures_that_there_are(made):
     keys = [one.key for one in made.mismatch]
     assert [one.key for charts in grouped(made.mismatch).values() for one in charts] == keys
-    without = [one for one in made.mismatch if not one.key.startswith("ratio-p")]
+    without = [one for one in made.mismatch if not one.key.startswith("d-by-p")]
     assert list(grouped(without)) == list(grouped(made.mismatch))
     assert "What the loss sees of it" not in grouped(one for one in made.mismatch if one.key.startswith("d-by-"))
 

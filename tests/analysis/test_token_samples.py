@@ -8,8 +8,6 @@ from collections import Counter
 import fsspec
 import numpy as np
 import pytest
-from tim_trace.analysis.objective.pass_roles import choose_sides
-from tim_trace.analysis.objective.sums import read_sequence_sums
 from tim_trace.analysis.token_samples import steps
 from tim_trace.analysis.token_samples.choice import PROMPT_TOKENS, Wanted
 from tim_trace.analysis.token_samples.token_sample import FINITE, INFINITE, NAN, NOT_RECORDED
@@ -19,7 +17,6 @@ from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.trace.sums import ensure
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.loss import Loss
-from tim_trace.tracer.progress import no_progress
 from tim_trace.tracer.recorder import Recorder
 from tokenizers import Tokenizer, models
 
@@ -88,7 +85,7 @@ def test_values_are_those_that_were_recorded(tmp_path):
     )  # fmt: skip
     told = (found.step, found.seq_id, found.group_id, found.policy_version, found.finish_reason)
     assert told == (1, "one", "g", 9, "stop")
-    assert (found.reward, found.advantage, found.advantages, found.bias) == (0.5, -2.0, None, None)
+    assert (found.reward, found.advantage, found.advantages) == (0.5, -2.0, None)
     assert (found.sum_d, found.mean_abs_d, found.max_abs_d) == (-1.75, 1.125, 2.0)
     assert (found.num_tokens, found.first_token, found.num_prompt_tokens) == (2, 0, 2)
     assert {name: values.tolist() for name, values in found.logprobs.items()} == {
@@ -205,53 +202,6 @@ def test_whole_sequences_are_left_out_the_worst_last(plain):
     assert sum(len(each.ids) + len(each.prompt) for each in found.sequences) == 28
     assert Counter(each.why[0] for each in found.sequences) == {"worst": 2, "typical": 2}
     assert "Left out to stay below 30 shown tokens" in found.choice
-
-
-BIASED = {
-    "ppo": Loss(clip_low=0.1, clip_high=0.3),
-    "hard": Loss(clip_hard=1.6),
-    "bypass": Loss(denominator="rollout", correction="token_truncate", correction_high=1.02),
-    "reinforce": Loss(kind="reinforce", correction="token_truncate", correction_high=1.1, correction_low=0.95),
-    "masked": Loss(correction="token_mask", correction_high=1.1, correction_low=0.9),
-    "sequence": Loss(correction="sequence_mask", correction_high=1.5),
-    "cispo": Loss(kind="cispo", clip_high=1.15),
-}
-
-
-@pytest.mark.parametrize("loss", BIASED)
-def test_the_bias_of_tokens_adds_up_to_the_objective_s(tmp_path, loss):
-    by_token, loss = loss in ("ppo", "sequence"), BIASED[loss]
-    database = record(tmp_path / "run", passes=("rollout", "train", "current"), loss=loss, by_token=by_token)
-    sums = read_sequence_sums(database, choose_sides(database, loss), no_progress).columns
-    known = np.sort(sums["applied_positive"] + sums["applied_negative"])
-    found = read_token_samples(database, wanted=Wanted(random=99)).sequences
-    np.testing.assert_allclose(np.sort([np.nansum(each.bias) for each in found]), known, rtol=1e-12, atol=1e-15)
-    assert np.abs(known).max() > 0.01
-    assert all(np.array_equal(np.isnan(each.bias), ~each.mask) for each in found)
-
-
-def test_a_window_shows_the_bias_of_the_whole_response(tmp_path):
-    loss = Loss(correction="sequence_truncate", correction_high=1.01)
-    database = record(tmp_path / "run", passes=("rollout", "train", "current"), loss=loss)
-    (whole,) = read_token_samples(database, wanted=Wanted(worst=1, typical=0, random=0, per_step=0)).sequences
-    (part,) = read_token_samples(
-        database, wanted=Wanted(worst=1, typical=0, random=0, per_step=0, max_sequence_tokens=2)
-    ).sequences
-    np.testing.assert_array_equal(part.bias, whole.bias[part.first_token : part.first_token + 2])
-
-
-@pytest.mark.parametrize(
-    ("loss", "passes", "told"),
-    [
-        (None, ("rollout", "train"), "no known loss"),
-        (Loss(level="sequence_mean"), ("rollout", "train"), "sequence-level ratios"),
-        (Loss(), ("train",), "one side of the mismatch"),
-    ],
-)
-def test_no_bias_is_explained(tmp_path, loss, passes, told):
-    found = read_token_samples(record(tmp_path / "run", loss=loss, passes=passes))
-    assert told in found.bias_from
-    assert all(each.bias is None for each in found.sequences)
 
 
 def test_one_pass_is_shown_without_d(tmp_path):

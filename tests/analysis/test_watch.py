@@ -28,13 +28,11 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.views import open_database
 from tim_trace.analysis.watch import memory
-from tim_trace.analysis.watch.extent import Surveyor
-from tim_trace.analysis.watch.memory import Memory
+from tim_trace.analysis.watch.memory import Memory, Surveyor
 from tim_trace.analysis.watch.spark import ASCII, BLOCKS, spark
 from tim_trace.analysis.watch.view import WatchedView
-from tim_trace.analysis.watch.watch import watch
+from tim_trace.analysis.watch.watch import Watcher, watch
 from tim_trace.analysis.watch.watched import watched_json
-from tim_trace.analysis.watch.watcher import Watcher
 from tim_trace.schemas.errors import InvalidOption, TraceNotFound
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder

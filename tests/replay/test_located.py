@@ -19,8 +19,6 @@ from tim_trace.analysis.locate import locate, question_id
 from tim_trace.analysis.located import read_located
 from tim_trace.analysis.location import location, location_rows
 from tim_trace.analysis.query import sql
-from tim_trace.analysis.report.page.page import page
-from tim_trace.analysis.report.report import report
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import open_database
 from tim_trace.replay.engine import replay
@@ -224,24 +222,3 @@ def test_diagnose_asks_where_once_a_replay_says_what_and_then_tells_it(run):
     assert "(a: as-recorded, b: bf16, step 2)" in " ".join(text.split())
     assert len(text.splitlines()) < 24
     assert diagnosis_json(told)["located"]["sentence"].startswith("Only rounding")
-
-
-@pytest.mark.filterwarnings("ignore:no advantages recorded")
-def test_the_report_shows_where_both_sides_part(made, run):
-    shown = report(run)
-    keys = [one.key for one in shown.mismatch if one.key.startswith("located")]
-    assert keys == ["located-ratio", "located-carried", "located-patches"]
-    assert "Where both sides diverge" in page(shown)
-    ratio, carried, patches = (one for one in shown.mismatch if one.key in keys)
-    for one in (ratio, carried, patches):
-        assert sql(run, one.sql).rows
-    operators = made[1].operators
-    largest = max(each.ratio for each in operators if each.layer is not None)
-    assert max(line.y.max() for line in ratio.lines) == largest
-    assert ratio.bands == ()  # nothing is beyond its bound
-    by_side = {each.side: 0.0 for each in operators}
-    for each in made[1].layers:
-        by_side[each.side] += each.carried if each.layer is not None else 0.0
-    assert [line.y[-1] for line in carried.lines] == pytest.approx([by_side["a"], by_side["b"]])
-    shutil.rmtree(run / "locate")
-    assert not any(one.key.startswith("located") for one in report(run).charts)

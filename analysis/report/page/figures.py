@@ -30,7 +30,7 @@ from bokeh.models import (
 from bokeh.palettes import Cividis256
 from bokeh.plotting import figure
 
-from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, HistogramChart, Line, LineChart
+from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
 """CSS variable of the page -> the placeholder colour in figures, which the page replaces before drawing."""
@@ -76,8 +76,6 @@ def single(one: Chart) -> figure:
     """Return a standalone figure."""
     if isinstance(one, Heatmap):
         return _heatmap(one)
-    if isinstance(one, HistogramChart):
-        return _histogram(one)
     if isinstance(one, BarChart):
         return _bar_chart(one)
     assert isinstance(one, LineChart)
@@ -184,43 +182,6 @@ def _heatmap(one: Heatmap) -> figure:
                 _label(float(x[-1]), float(edge), text, text_align="right", text_baseline=baseline, x_offset=-4)
             )
     return _styled(plot)
-
-
-def _histogram(one: HistogramChart) -> figure:
-    plot = _new(one.key, 240, y_axis_type="log", x_axis_label=one.x_label, y_axis_label=one.unit)
-    edges = one.edges.astype(np.float64)
-    for place, (name, counts) in enumerate(one.counts.items()):
-        # The logarithmic axis begins at 0.5; a count of 0 gets no bar.
-        tops = np.where(counts > 0, counts, np.nan).astype(np.float64)
-        source = ColumnDataSource(
-            {"left": edges[:-1], "right": edges[1:], "top": tops, "counts": counts.astype(np.float64)}
-            | {"bin": _bins(one)},
-            name=f"{one.key}/{place}",
-        )
-        plot.quad(
-            left="left", right="right", top="top", bottom=0.5, source=source, name=name, legend_label=name,
-            color=COLOURS[place], fill_alpha=0.45 if place else 0.7, line_width=1,
-            hatch_pattern=" " if place == 0 else "right_diagonal_line", hatch_color=COLOURS[place], hatch_alpha=0.7,
-        )  # fmt: skip
-    plot.add_tools(HoverTool(tooltips=[("", "$name"), (one.x_label, "@bin"), ("tokens", "@counts{0,0}")]))
-    if one.is_open:
-        for low, high in ((edges[0], edges[1]), (edges[-2], edges[-1])):
-            plot.add_layout(
-                BoxAnnotation(
-                    left=low, right=high, fill_color="#888888", fill_alpha=0.22, line_color=None, level="underlay"
-                )
-            )
-            plot.add_layout(
-                _label((low + high) / 2, 130, "beyond", y_units="screen", angle=math.pi / 2, text_baseline="middle")
-            )
-    return _styled(plot)
-
-
-def _bins(one: HistogramChart) -> list[str]:
-    bins = [f"{low:.4f} to {high:.4f}" for low, high in zip(one.edges[:-1], one.edges[1:], strict=True)]
-    if one.is_open:
-        bins[0], bins[-1] = f"below {one.edges[1]:.4f}", f"above {one.edges[-2]:.4f}"
-    return bins
 
 
 def _bar_chart(one: BarChart) -> figure:

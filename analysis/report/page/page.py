@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -22,7 +21,7 @@ from markupsafe import Markup, escape
 from ...dynamics.text import summary_sentences
 from ...token_samples.token_sample import TokenSample
 from ..answers import QUESTIONS
-from ..chart import COLOURS, Chart, Heatmap, HistogramChart, LineChart
+from ..chart import COLOURS, LineChart
 from ..contents import Report
 from ..mismatch_charts import grouped
 from ..subject import Subject
@@ -40,10 +39,7 @@ def page(report: Report) -> str:
         *(_embedded([single(one)]) for one in report.mismatch if not one.is_empty),
     ]
     first = report.subjects[0]
-    figures = {
-        "groups": [group for group in groups if group["items"][0]["roots"]],
-        "frames": frames_of(report.mismatch),
-    }
+    figures = {"groups": [group for group in groups if group["items"][0]["roots"]]}
     return str(
         _template().render(
             report=report,
@@ -169,38 +165,6 @@ def floats(values: Any) -> str:
     return base64.b64encode(np.ascontiguousarray(values, "<f4").tobytes()).decode("ascii")
 
 
-def frames_of(charts: Iterable[Chart]) -> dict[str, Any]:
-    """Return a mapping from chart key to the chart's steps and the values that replace the chart's data at each step."""
-    found = {}
-    for one in charts:
-        by_step = getattr(one, "by_step", {})
-        if by_step:
-            steps = sorted(by_step)
-            found[one.key] = {"steps": steps, "fields": _fields(one, steps)}
-    return found
-
-
-def _fields(one: Chart, steps: list[int]) -> list[dict[str, Any]]:
-    if isinstance(one, Heatmap):
-        counts = np.stack([one.by_step[step] for step in steps])
-        return [_field(one.key, 0, "heatmap", counts)]
-    if isinstance(one, HistogramChart):
-        return [
-            _field(one.key, place, "counts", np.stack([one.by_step[step][name] for step in steps]))
-            for place, name in enumerate(one.counts)
-        ]
-    assert isinstance(one, LineChart)
-    return [
-        _field(one.key, place, "values", np.stack([one.by_step[step][place] for step in steps]))
-        for place in range(len(one.lines))
-    ]
-
-
-def _field(key: str, place: int, kind: str, values: np.ndarray) -> dict[str, Any]:
-    size = int(np.prod(values.shape[1:]))
-    return {"source": f"{key}/{place}", "kind": kind, "size": size, "data": floats(values)}
-
-
 def sequences_of(subject: Subject) -> dict[str, Any]:
     """Return the token data that the page needs to show sequences."""
     excerpts = subject.excerpts
@@ -214,7 +178,7 @@ def sequences_of(subject: Subject) -> dict[str, Any]:
 
 def full_colour(subject: Subject) -> float:
     """Return the |d| at which a token is drawn in full colour, nats: the 99.9% quantile over the run, but at least 0.001."""
-    return max(float(subject.spread.edges.d[-1]), 1e-3) if subject.spread is not None else 1.0
+    return max(float(subject.spread.d_edges[-1]), 1e-3) if subject.spread is not None else 1.0
 
 
 def _sequence(one: TokenSample) -> dict[str, Any]:
@@ -233,7 +197,7 @@ def _sequence(one: TokenSample) -> dict[str, Any]:
         "holes": [int(hole) for hole in holes],
     } | {
         name: floats(values)
-        for name, values in (("bias", one.bias), ("entropy", one.entropy), ("advantages", one.advantages))
+        for name, values in (("entropy", one.entropy), ("advantages", one.advantages))
         if values is not None
     }  # fmt: skip
 

@@ -2,7 +2,7 @@
 // The page's own behaviour: unpacks the data, lets Bokeh draw, and shows one chosen step everywhere.
 // Everything is in this file; nothing is fetched. Text of models only ever enters by textContent.
 const timTrace = (() => {
-  const state = {step: null, frames: {}, sequences: null, views: {}};
+  const state = {step: null, sequences: null, views: {}};
   const $ = (selector, root = document) => root.querySelector(selector);
   const $$ = (selector, root = document) => [...root.querySelectorAll(selector)];
   const element = (tag, options = {}, ...children) => {
@@ -44,7 +44,6 @@ const timTrace = (() => {
     const theme = JSON.parse($("#run").dataset.colours), drawn = themed();
     for (const [name, placeholder] of Object.entries(theme)) figures = figures.replaceAll(placeholder, colour(name));
     const packed = JSON.parse(figures);
-    state.frames = packed.frames;
     for (const group of packed.groups) {
       const views = await Bokeh.embed.embed_items(group.docs, group.items);
       for (const one of views) for (const view of one.roots) state.views[view.model.name] = view;
@@ -187,38 +186,10 @@ const timTrace = (() => {
     }
   }
 
-  // A figure shows the chosen step: its values, or a line where that is.
+  // A figure over steps shows a line at the chosen one.
   function update(key) {
     const span = (state.views[key].model.center ?? []).find((each) => each.name === "chosen");
     if (span) span.setv({location: state.step ?? 0, visible: state.step !== null});
-    const frame = state.frames[key];
-    if (frame && (state.step !== null || frame.fields[0].whole)) show(key, frame);
-  }
-
-  // The values of a figure at one step, or of the whole run again.
-  function show(key, frame) {
-    const plot = state.views[key]?.model, told = $(`#f-${key} .of`);
-    if (!plot) return;
-    const place = state.step === null ? -1 : frame.steps.indexOf(nearest(frame.steps, state.step));
-    told.textContent = place < 0 ? "whole run" : frame.steps[place] === state.step ? `step ${state.step}` :
-      `step ${frame.steps[place]}, the nearest one that was read token by token`;
-    frame.fields.forEach((field) => {
-      const held = found(plot, field.source);
-      field.values ??= floats(field.data);
-      const own = place < 0 ? null : field.values.subarray(place * field.size, (place + 1) * field.size);
-      held.data = {...held.data, ...columns(field, held.data, own)};
-    });
-  }
-
-  function columns(field, held, own) {
-    field.whole ??= {...held};
-    if (own === null) return field.whole;
-    if (field.kind === "heatmap") {
-      const of = (values) => new field.whole.counts[0].constructor(values, field.whole.counts[0].shape);
-      return {counts: [of(own)], image: [of(own.map((n) => n > 0 ? Math.log10(n) : NaN))]};
-    }
-    const values = Array.from(own);
-    return field.kind === "counts" ? {counts: values, top: values.map((n) => n > 0 ? n : NaN)} : {y: values};
   }
 
   function whole() {
@@ -277,7 +248,6 @@ const timTrace = (() => {
 
   const MODES = {
     d: {title: "d", of: (one, i) => one.d[i], both: true, unit: "nats"},
-    bias: {title: "contribution", of: (one, i) => one.bias ? one.bias[i] : NaN, both: true, unit: "of the advantage's unit"},
     ratio: {title: "ln ratio", of: (one, i) => one.ratio[i], both: true, unit: "nats"},
   };
 
@@ -313,7 +283,7 @@ const timTrace = (() => {
     if (one.d) return one;
     const passes = state.sequences.passes, [a, b] = state.sequences.pair;
     one.p = Object.fromEntries(passes.filter((name) => one.logprobs[name]).map((name) => [name, floats(one.logprobs[name])]));
-    for (const name of ["bias", "entropy", "advantages"]) if (one[name]) one[name] = floats(one[name]);
+    for (const name of ["entropy", "advantages"]) if (one[name]) one[name] = floats(one[name]);
     const nothing = new Float32Array(one.texts.length).fill(NaN);
     const difference = (x, y) => x && y ? x.map((value, i) => value - y[i]) : nothing;
     one.d = difference(one.p[a], one.p[b]);
@@ -326,11 +296,9 @@ const timTrace = (() => {
     const one = state.open, mode = $("#mode").value;
     const of = mode.startsWith("p:") ? (i) => Math.exp(one.p[mode.slice(2)]?.[i] ?? NaN) : (i) => MODES[mode].of(one, i);
     const both = !mode.startsWith("p:");
-    const sizes = one.texts.map((_, i) => Math.abs(of(i))).filter(Number.isFinite).sort((x, y) => x - y);
-    const full = both ? (mode === "bias" ? Math.max(sizes.at(-1) ?? 1, 1e-12) : state.sequences.full) : 1;
+    const full = both ? state.sequences.full : 1;
     $("#scale").textContent = both ? `Full colour from ${number(full, 3)} ${MODES[mode].unit} on.` : "Dark: improbable.";
-    const [up, down] = mode === "bias" ? ["adds to the objective", "takes from it"] :
-      mode === "ratio" ? ["likelier than when sampled", "less likely"] :
+    const [up, down] = mode === "ratio" ? ["likelier than when sampled", "less likely"] :
       [`likelier under ${state.sequences.pair[0]}`, `likelier under ${state.sequences.pair[1]}`];
     $("#ends").replaceChildren(...(both ? [element("span", {class: "key up", text: up}), element("span", {class: "key down", text: down})] : []));
     const text = $("#tokens-text");
@@ -375,7 +343,6 @@ const timTrace = (() => {
     if (Number.isFinite(one.ratio[place])) facts.push(["ratio", number(Math.exp(one.ratio[place]), 6)]);
     const advantage = one.advantages ? one.advantages[place] : one.advantage;
     if (advantage !== null) facts.push(["advantage", number(advantage, 6)]);
-    if (one.bias && Number.isFinite(one.bias[place])) facts.push(["contribution b", number(one.bias[place], 4)]);
     if (one.entropy && Number.isFinite(one.entropy[place])) facts.push(["entropy", number(one.entropy[place], 6)]);
     if (!one.mask[place]) facts.push(["mask", "does not count in the loss"]);
     $("#token-facts").replaceChildren(...facts.flatMap(([name, value]) => [element("dt", {text: name}), element("dd", {text: value})]));

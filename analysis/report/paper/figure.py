@@ -23,7 +23,7 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
 from ....schemas.errors import InvalidOption
-from ..chart import BAND, COLOURS, LINEAR, LOG, MARK, Array, BarChart, Chart, Heatmap, HistogramChart, LineChart
+from ..chart import BAND, COLOURS, LINEAR, LOG, MARK, Array, BarChart, Chart, Heatmap, LineChart
 
 FONT = "DejaVu Sans"
 WIDTHS: dict[str, tuple[float, float]] = {
@@ -35,7 +35,6 @@ DPI, SMALL = 200, 6.5
 """Resolution, dots per inch; and the font size of tick labels and legends, points (other text is set in 8 points)."""
 _DASHES: tuple[Any, ...] = ("solid", (0, (4, 1.6)), (0, (1.2, 1.6)), (0, (6, 1.6, 1.2, 1.6)), (0, (2.2, 1.6)))
 """Dash patterns of lines. 5 patterns and 8 colours have no common divisor, so the first 40 lines all look different."""
-_FLOOR = 0.5  # lower end of a histogram's log axis, so that a bin with one token is visible
 _SETTINGS = {
     "font.size": 8, "axes.titlesize": 8, "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.linewidth": 0.6, "axes.axisbelow": True, "axes.grid": True, "grid.color": "#E4E4E4", "grid.linewidth": 0.5,
@@ -251,22 +250,6 @@ def _draw_heatmap(axes: Axes, one: Heatmap) -> dict[str, Any]:
     return curves
 
 
-def _draw_histogram(axes: Axes, one: HistogramChart) -> dict[str, Any]:
-    """Draw bars on a logarithmic axis; a bin without tokens has no bar."""
-    axes.set_yscale("log")
-    handles: dict[str, Any] = {}
-    for place, (name, counts) in enumerate(one.counts.items()):
-        look = {"facecolor": (colour(place), 0.3), "edgecolor": colour(place), "linestyle": dash(place)}
-        tops = np.maximum(counts.astype(np.float64), _FLOOR)
-        handles[name] = axes.stairs(tops, one.edges, baseline=_FLOOR, fill=True, linewidth=0.9, **look)
-    highest = max((float(counts.max(initial=0)) for counts in one.counts.values()), default=0.0)
-    axes.set(xlim=one.edges[[0, -1]], ylim=(_FLOOR, max(highest, 5.0) * 2))
-    for low, high in (one.edges[:2], one.edges[-2:]) if one.is_open else ():
-        axes.axvspan(low, high, facecolor="#999999", alpha=0.25, linewidth=0, zorder=0.4)
-        _note(axes, "beyond", ((low + high) / 2, 1.0), "x", (0, -2), ha="center", va="top", rotation=90)
-    return handles
-
-
 def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
     """Draw bars, with confidence intervals where available."""
     height = 0.8 / max(len(one.groups), 1)
@@ -285,7 +268,7 @@ def _draw_bars(axes: Axes, one: BarChart) -> dict[str, Any]:
 
 
 _KINDS: dict[type[Chart], tuple[float, Any]] = {
-    LineChart: (2.1, _draw_lines), Heatmap: (2.7, _draw_heatmap), HistogramChart: (2.1, _draw_histogram), BarChart: (0.75, _draw_bars),
+    LineChart: (2.1, _draw_lines), Heatmap: (2.7, _draw_heatmap), BarChart: (0.75, _draw_bars),
 }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from ....tracer.whole_file import whole_file, write_whole
 from ...rows import Rows, to_csv
-from ..chart import BarChart, Chart, Heatmap, HistogramChart, LineChart
+from ..chart import BarChart, Chart, Heatmap, LineChart
 from ..targets import explained, local, refuse
 from .figure import DPI, PLAIN, PaperStyle, Stack, draw, plain, stack_of
 
@@ -95,8 +95,7 @@ def rows_of(one: Chart) -> Rows:
     row are NULL.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
-    column. Heatmap: `what` is cell (only those with tokens) or line. Histogram: one row per bin; `beyond` is below or above if
-    the bin also holds everything outside the axis. Bar chart: one row per bar.
+    column. Heatmap: `what` is cell (only those with tokens) or line. Bar chart: one row per bar.
     """
     if isinstance(one, Stack):
         return Rows(("chart", *_LINES), [(chart.key, *row) for chart in one.charts for row in _lines(chart)])
@@ -122,14 +121,6 @@ def _heatmap(one: Heatmap) -> Iterator[_Row]:
         yield from (("line", curve.name, x, y, None, None, None, None, None) for x, y in _columns(curve.x, curve.y))
 
 
-def _histogram(one: HistogramChart) -> Iterator[_Row]:
-    beyond: list[str | None] = [None] * (len(one.edges) - 1)
-    if one.is_open:
-        beyond[0], beyond[-1] = "below", "above"
-    for name, counts in one.counts.items():
-        yield from ((name, *row) for row in _columns(one.edges[:-1], one.edges[1:], counts, beyond))
-
-
 def _bars(one: BarChart) -> Iterator[_Row]:
     for group, bars in one.groups.items():
         yield from ((group, bar.name, *_numbers(bar.value, bar.low, bar.high), bar.text) for bar in bars)
@@ -138,7 +129,6 @@ def _bars(one: BarChart) -> Iterator[_Row]:
 _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
     LineChart: (_LINES, _lines),
     Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
-    HistogramChart: (("name", "low", "high", "tokens", "beyond"), _histogram),
     BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
 }
 """Class of a chart -> the columns of the CSV file, and the function that yields the rows."""
