@@ -111,10 +111,9 @@ def _explained(data: PairData) -> list[Finding]:
         where = [place for place in places(data) if _is_told(data, place)]
         best = _best([*_candidates(data), *_since(data, where), *_places(data, where)])
         if best is None:
-            return found + (declared or _left(data) if is_excessive(data) else [])
-        finding = best.finding
-        if behind is not None:
-            finding = replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
+            left = (declared or _left(data)) if is_excessive(data) else []
+            return [*found, *(_behind(each, behind) for each in left)]
+        finding = _behind(best.finding, behind)
         known = {each.code for each in found}
         found += [each for each in _with_cause(data, replace(best, finding=finding)) if each.code not in known]
         if best.right is None:
@@ -122,6 +121,12 @@ def _explained(data: PairData) -> list[Finding]:
         else:
             data, behind = data.corrected(best.tokens, best.right), finding.code
     return found
+
+
+def _behind(finding: Finding, behind: str | None) -> Finding:
+    """Return a finding that shows only after correcting for `behind`; no command can confirm it, as a command reads the trace
+    as it is."""
+    return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 
 def _candidates(data: PairData) -> list[Hypothesis]:
@@ -216,7 +221,8 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         return [best.finding]
     since = best.finding.since
     if since is None:
-        return [best.finding, _state(inside)]
+        within = _best(_candidates(inside))
+        return [best.finding, within.finding if within else _state(inside)]
     cause = _state(data)
     return [replace(cause, numbers=cause.numbers | {"since_step": since}), best.finding]
 

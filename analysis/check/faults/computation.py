@@ -33,8 +33,7 @@ COMPUTATION = Fault(
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
         + _MEASURED,
-        "full_size": _MEASURED
-        + "; it has its full size at the first step, so no update was missed: replay to find the part",
+        "full_size": _MEASURED + "; it has its full size at the first step recorded: replay to find the part",
         "one_step": _MEASURED + "; one step does not show whether weights or the computation differ",
     },
     words={"equal_weights": _dtypes, "full_size": _dtypes, "one_step": _dtypes},
