@@ -60,12 +60,12 @@ RAN = {
     "dumps of verl, slime, miles, SkyRL": (
         "tracer/test_import_dumps.py::test_stats_of_an_import_are_those_of_the_arrays",
         "tracer/test_import_remote.py::test_an_import_from_a_url_is_that_from_the_folder",
-        "tracer/test_attach.py::test_an_import_attaches_its_model_once_and_a_later_import_leaves_it",
+        "tracer/test_attach.py::test_what_is_attached_already_stays_unless_it_is_replaced",
         "analysis/test_verl.py::test_numbers_of_an_imported_dump_are_verl_s_own_of_its_arrays",
     ),
     "a table with two columns": (
         "tracer/test_import_formats.py::test_every_form_gives_the_trace_that_json_lines_give",
-        "tracer/test_attach.py::test_a_parquet_file_is_replayed_with_the_model_that_its_import_names",
+        "tracer/test_attach.py::test_a_parquet_file_is_replayed_with_an_attached_model",
     ),
 }  # fmt: skip
 """Start of a row's first cell -> tests that run what the row says, those of the first command first."""

@@ -25,7 +25,7 @@ not sampled from a side's distribution."""
 
 
 @dataclass(frozen=True, slots=True)
-class Repeats:
+class RepeatedTokens:
     """How far a side's values for the same token after the same prefix lie apart within a step."""
 
     num: int
@@ -39,7 +39,7 @@ class Repeats:
 
 
 @once
-def repeats(data: PairData) -> Repeats:
+def repeats(data: PairData) -> RepeatedTokens:
     """Compare each token with the one before it that has the same prefix and id in the same step."""
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     order = np.lexsort((data.seq, keys, steps))
@@ -47,14 +47,14 @@ def repeats(data: PairData) -> Repeats:
     twin = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (data.rest[one] > 0.05)
     one, two = one[twin], two[twin]
     if len(one) < MIN_REPEATS:
-        return Repeats(len(one), 0.0, 0.0, 0.0)
+        return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
     scale = token_scale(data)[one]
 
     def rms(values: np.ndarray) -> float:
         return float(np.sqrt(np.mean((values / scale) ** 2) / 2))
 
     d = float(np.sqrt(np.mean((data.d[one] / scale) ** 2)))
-    return Repeats(len(one), rms(data.a[one] - data.a[two]), rms(data.b[one] - data.b[two]), d)
+    return RepeatedTokens(len(one), rms(data.a[one] - data.a[two]), rms(data.b[one] - data.b[two]), d)
 
 
 def not_repeatable(data: PairData) -> str | None:
@@ -69,7 +69,7 @@ def not_repeatable(data: PairData) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class MismatchGrowth:
     """Size of the mismatch at the first step compared with later ones."""
 
     first: float
@@ -85,17 +85,17 @@ class Growth:
 
 
 @once
-def growth(data: PairData) -> Growth:
+def growth(data: PairData) -> MismatchGrowth:
     """Return how the mismatch grows over the steps."""
     noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
     level = np.array([np.median(noise[steps == step]) for step in known])
     if len(known) < 2:
-        return Growth(float(level[0]) if len(level) else 0.0, 0.0, None)
+        return MismatchGrowth(float(level[0]) if len(level) else 0.0, 0.0, None)
     middle = np.sqrt(max(level[0], 1e-9) * max(level[1:].max(), 1e-9))
     above = np.flatnonzero(level > middle)
-    return Growth(float(level[0]), float(level[1:].max()), int(known[above[0]]) if len(above) else None)
+    return MismatchGrowth(float(level[0]), float(level[1:].max()), int(known[above[0]]) if len(above) else None)
 
 
 @once

@@ -523,9 +523,6 @@ def test_other_weights_are_found_behind_values_at_other_places(tmp_path, misplac
     assert [finding.code for finding in findings[:2]] == [misplaced, "computation_differs"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="findings of explain._left have no `behind`, so the text hides that rows were put back first"
-)
 def test_what_is_left_behind_values_at_other_places_says_so(tmp_path):
     findings = found_behind(
         tmp_path / "trace", "shift", lambda step, number: step.scored(moved(step.logits, 3, 0.1)), contracts=BOTH_FP32

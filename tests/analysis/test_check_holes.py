@@ -268,10 +268,6 @@ def test_a_mismatch_that_fades_along_the_sequence_is_a_prefix_cache(tmp_path):
     assert first.code == "change_inside_sequence"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="explain._with_cause asks _state alone inside of a part, so that a temperature in two groups is computation_differs",
-)
 def test_a_cause_stands_beside_the_part_that_it_acts_in(tmp_path):
     def rollout(step, number):
         hot = step.scored(step.logits / 0.7)
