@@ -18,9 +18,9 @@ import numpy as np
 import pyarrow as pa
 
 from .statistics.estimators import Array
-from .trace.macros import struct_fields, struct_sql
+from .trace.macros import struct_sql
 from .trace.pair_sums import expm1_minus
-from .trace.ragged import Tokens, blocks, tokens_of
+from .trace.ragged import Tokens, blocks, struct_fields, tokens_of
 
 FUNCTION = "correction_zones_of"
 """Name of the SQL function that returns the groups."""

@@ -16,7 +16,8 @@ from ..schemas.errors import InvalidQuery
 from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
 from .trace.database import Database, macro_file
-from .trace.macros import sql_file, struct_fields, struct_sql
+from .trace.macros import sql_file, struct_sql
+from .trace.ragged import struct_fields
 from .trace.source import Source
 
 FUNCTIONS = ("routing_sums_of", "routing_counts_of")

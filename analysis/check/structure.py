@@ -98,6 +98,13 @@ def growth(data: PairData) -> MismatchGrowth:
     return MismatchGrowth(float(level[0]), float(level[1:].max()), int(known[above[0]]) if len(above) else None)
 
 
+def grows_inside(data: PairData, inside: np.ndarray) -> float:
+    """Return by which factor the mismatch of the tokens `inside`, [K] bool, grows after the first step."""
+    outside = np.zeros(len(data.keep), bool)
+    outside[np.flatnonzero(data.keep)[~inside]] = True
+    return growth(data.without(outside)).ratio
+
+
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind

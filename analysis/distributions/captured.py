@@ -18,7 +18,7 @@ import pyarrow as pa
 from ...schemas.errors import DamagedTrace, TimTraceError
 from ...tracer.dense import HIDDEN, LOGITS, LOGPROBS, TAIL, TOKEN_IDS
 from ...tracer.dense_group import DenseGroup, open_dense
-from ..trace.macros import ARROW
+from ..trace.ragged import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
 from .divergence import MEASURES, Full, compare_full

@@ -11,8 +11,6 @@ from graphlib import TopologicalSorter
 from importlib.resources import files
 from typing import Generic, TypeVar
 
-import pyarrow as pa
-
 Owner = TypeVar("Owner")
 
 _DEFINED = re.compile(r"\b(?:MACRO|VIEW)\s+(\w+)", re.IGNORECASE)
@@ -102,10 +100,6 @@ def quoted_pair(pair: tuple[str, str]) -> str:
     return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
-ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
-"""SQL type -> Arrow type."""
-
-
 def struct_sql(types: Mapping[str, str]) -> str:
     """Return the SQL type of a struct, given field name -> SQL type.
 
@@ -113,8 +107,3 @@ def struct_sql(types: Mapping[str, str]) -> str:
     'STRUCT(num BIGINT, mean DOUBLE)'
     """
     return f"STRUCT({', '.join(f'{name} {kind}' for name, kind in types.items())})"
-
-
-def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
-    """Return the Arrow fields of a struct, given field name -> SQL type."""
-    return [pa.field(name, ARROW[kind]) for name, kind in types.items()]

@@ -185,3 +185,12 @@ def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray)
     of_sequence_N = np.full(len(lengths_N), np.nan) if advantage_N is None else advantage_N
     own_T = fitted(advantages, lengths_N)
     return np.where(np.repeat(own_N > 0, lengths_N), own_T, np.repeat(of_sequence_N, lengths_N))
+
+
+ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
+"""SQL type -> Arrow type."""
+
+
+def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
+    """Return the Arrow fields of a struct, given field name -> SQL type."""
+    return [pa.field(name, ARROW[kind]) for name, kind in types.items()]

@@ -331,7 +331,7 @@ def test_a_version_that_is_a_broken_link_is_named(tmp_path):
     (path,) = (tmp_path / "run" / "weights").glob("*.json")
     path.unlink()
     path.symlink_to("/nowhere")
-    for options in ((), ("--dtype", "bf16"), ("--verify",)):
+    for options in ((), ("--by", "module"), ("--verify",)):
         done = tim_trace("weights", tmp_path / "run", *options)
         assert done.code in (0, 2)
         assert path.name in done.stderr

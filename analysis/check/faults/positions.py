@@ -14,7 +14,7 @@ from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
 from ..rounding import allowed_noise
-from ..structure import error_structure, fades, growth
+from ..structure import error_structure, fades, grows_inside
 from ..where import Where
 from .weights import measured
 
@@ -76,7 +76,7 @@ def find_onset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     for place in places:
         if place.feature not in _COUNTED or place.kind == "one_of" or place.values[0] < 2:
             continue
-        if place.kind == "before" and growth(data).ratio < 2.5:
+        if place.kind == "before" and grows_inside(data, place.inside) < 2.5:
             continue  # at its full size from the first step on, it is no change of weights
         fault = ONSET if place.kind == "from" else CHANGE
         finding = fault.finding(

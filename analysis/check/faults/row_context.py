@@ -13,7 +13,7 @@ from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
 from ..rounding import token_scale
-from ..structure import along_movement, error_structure, exact_rows, fades, growth, repeats
+from ..structure import along_movement, error_structure, exact_rows, fades, grows_inside, growth, repeats
 from ..where import Where, where_text
 from .weights import some_behind
 
@@ -56,7 +56,7 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
         cause = _cause(place)
         if cause is None and place.feature in ("position", "total_position") and place.kind == "before":
             # What is wrong at the first tokens from the first step on is their context.
-            cause = "prompt" if place.values[0] >= 2 and growth(data).ratio < 2.5 else None
+            cause = "prompt" if place.values[0] >= 2 and grows_inside(data, place.inside) < 2.5 else None
         if cause is None or place.kind == "one_of":
             continue
         finding = ROW_CONTEXT.finding(
