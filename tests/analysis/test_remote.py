@@ -56,7 +56,7 @@ def test_a_run_is_recorded_straight_to_object_storage(s3, tmp_path):
     done = tim_trace("record", "-o", "s3://bucket/recorded/run", "--", sys.executable, RECORDS, env=env)
     assert done.code == 0, done.stderr
     assert "next: tim-trace info s3://bucket/recorded/run" in done.stderr
-    here = tim_trace("record", "-o", tmp_path / "run", "--compact", "--", sys.executable, RECORDS)
+    here = tim_trace("record", "-o", tmp_path / "run", "--", sys.executable, RECORDS)
     assert here.code == 0, here.stderr
     assert stats("s3://bucket/recorded/run").rows == stats(tmp_path / "run").rows
     assert verify("s3://bucket/recorded/run").is_whole
