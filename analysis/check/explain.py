@@ -32,7 +32,7 @@ from .faults.unexplained import rounding, too_few, unexplained_tokens
 from .faults.unit import find_shared_unit, find_unit
 from .faults.weights import find_adapter, find_declared, find_growth, level
 from .finding import Finding
-from .hypothesis import Hypothesis, owned
+from .hypothesis import Hypothesis
 from .likelihood import nobodys
 from .pair_data import PairData
 from .rounding import allowed_noise
@@ -140,8 +140,6 @@ def _since(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     split = next((place for place in where if place.feature == "step" and place.kind == "from"), None)
     if split is None:
         return []
-    outside = np.zeros(len(data.keep), bool)
-    outside[np.flatnonzero(data.keep)[~split.inside]] = True
     step = int(split.values[0])
     return [
         replace(
@@ -149,13 +147,13 @@ def _since(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
             gain=each.gain - 5.0,
             finding=replace(each.finding, numbers=each.finding.numbers | {"since_step": step}),
         )
-        for each in _candidates(data.without(outside))
+        for each in _candidates(data.within(split.inside))
     ]
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain, or the simplest one that has half as much: tokens of a row are off
-    together, so that the gain of a longer description is too large."""
+    """Return the explanation with the largest gain. One that gives every step a size of its own has many parameters: another
+    with at least half of its gain is preferred."""
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
@@ -178,7 +176,7 @@ def _is_told(data: PairData, place: Where) -> bool:
     allowed = allowed_noise(data)
     if place.level_outside > allowed / 2:
         return False
-    inside = level(data.without(owned(data, ~place.inside)))
+    inside = level(data.within(place.inside))
     if place.feature in _parts(data):
         return inside > allowed / 8
     if is_above(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
@@ -229,7 +227,7 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
 
 def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
     """Return where the mismatch is in the steps in which it has grown, if the other tokens of these steps have none."""
-    later = data.without(owned(data, data.sample.steps[data.seq] < int(grown.numbers.get("since") or 0)))
+    later = data.within(data.sample.steps[data.seq] >= int(grown.numbers.get("since") or 0))
     where = [place for place in places(later) if _is_told(later, place) and place.feature not in BY_TIME]
     best = _best([each for find in _PLACES for each in find(later, where[:_MAX_PLACES])])
     return [] if best is None or best.finding.code in (SUBSET.code, grown.code) else [best.finding]
@@ -238,7 +236,7 @@ def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
 def _left(data: PairData) -> list[Finding]:
     """Return what is left where nothing predicts it and it is at no particular place."""
     off = nobodys(data)
-    without = data.without(owned(data, off))
+    without = data.within(~off)
     if off.mean() > 0.3 or (off.any() and is_above(without)) or not off.any():
         return [_state(data)]
     flips = [each.finding for each in find_router_flips(data, off)] or find_fading(data)
@@ -248,8 +246,7 @@ def _left(data: PairData) -> list[Finding]:
 def _state(data: PairData) -> Finding:
     """Return what a mismatch that is nowhere in particular depends on: a side that does not repeat itself, the updates,
     neighbouring tokens, token ids, or nothing that can be told apart without a replay."""
-    agree = weights_agree(data)
-    if agree:
+    if weights_agree(data):
         return find_computation(data, is_equal=True)
     grown = [each.finding for each in find_growth(data)]
     if grown:

@@ -25,7 +25,7 @@ class Hypothesis:
     gain: float
     """By how many nats d is more likely under the explanation than without one."""
     rank: int = 0
-    """Length of the description: 0 for a cause or one property of tokens, 1 for a threshold, 2 for a set of values."""
+    """0 for an explanation of some tokens or of their values, 1 for one that gives every step a size of its own."""
     right: np.ndarray | None = None
     """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
 
@@ -42,7 +42,7 @@ def predicting(
         right = np.full(len(data.keep), np.nan)
         right[data.keep] = np.where(tokens, residual, data.d)
     return Hypothesis(
-        finding=finding, tokens=owned(data, tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right
+        finding=finding, tokens=data.marked(tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right
     )  # fmt: skip
 
 
@@ -54,21 +54,14 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float, to
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
     entropy = -right * np.log(right) - (1 - right) * np.log(1 - right)
     worth = num * (np.log(2) - entropy) if right > 0.5 else 0.0
-    return Hypothesis(finding=finding, tokens=owned(data, tokens), gain=float(worth) - cost - CLAIM_NATS)
+    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=float(worth) - cost - CLAIM_NATS)
 
 
-def owned(data: PairData, tokens: np.ndarray) -> np.ndarray:
-    """Return [N] bool for [K] bool."""
-    out = np.zeros(len(data.keep), bool)
-    out[np.flatnonzero(data.keep)[tokens]] = True
-    return out
-
-
-def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float, rank: int = 0) -> Hypothesis:
+def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float) -> Hypothesis:
     """Return an explanation that says at which tokens, [K] bool, d is off, and not by how much: its gain is that of a level
     of mismatch of its own there."""
     return Hypothesis(
-        finding=finding, tokens=owned(data, tokens), gain=apart(data, tokens, ~tokens) - cost - CLAIM_NATS
+        finding=finding, tokens=data.marked(tokens), gain=apart(data, tokens, ~tokens) - cost - CLAIM_NATS
     )
 
 

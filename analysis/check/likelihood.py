@@ -11,7 +11,7 @@ from math import lgamma, log, pi, sqrt
 import numpy as np
 
 from .pair_data import PairData, once
-from .rounding import FLOOR_NATS, allowed_noise, token_scale, value_rounding
+from .rounding import FLOOR_NATS, allowed_noise, logit_error, token_scale, value_rounding
 
 FALSE_SHARE = 1e-3
 """Expected share of wrong ones among the tokens that are called off (Benjamini and Hochberg, 1995)."""
@@ -30,14 +30,8 @@ class Fit:
 
     sigma: float
     """Scale of the rounding error of a logit, nats."""
-    unexplained: float
-    """Share of the tokens with an unexplained error, 0 to 1."""
-    width: float
-    """Mean size of the unexplained errors, nats."""
     log_likelihood: float
     """Of all residuals, nats."""
-    off: np.ndarray
-    """[K] probability that a token's error is unexplained."""
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
@@ -45,12 +39,11 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
     to residuals, [K] nats; sigma is at most `most` nats."""
     size = np.abs(residual)
     if not len(size):
-        return Fit(FLOOR_NATS, 0.0, 1.0, 0.0, np.zeros(0))
+        return Fit(FLOOR_NATS, 0.0)
     noise = size / scale
     sigma = float(np.clip(1.3 * np.median(noise), FLOOR_NATS, most))
     width = max(float(np.mean(size)), sigma)
     unexplained = 0.05
-    off = np.zeros(len(size))
     for _ in range(_ROUNDS):
         spread = np.hypot(sigma * scale, values)
         weighted = (size / spread) ** 2
@@ -62,7 +55,7 @@ def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float
         width = max(float(np.sum(off * size) / max(off.sum(), 1e-9)), sigma, FLOOR_NATS)
         weight = (1 - off) * (DEGREES + 1) / (DEGREES + weighted)
         sigma = float(np.clip(sqrt(np.sum(weight * noise**2) / max(np.sum(1 - off), 1e-9)), FLOOR_NATS, most))
-    return Fit(sigma, unexplained, width, float(total.sum()), off)
+    return Fit(sigma, float(total.sum()))
 
 
 @once
@@ -93,7 +86,7 @@ def _fit(data: PairData, residual: np.ndarray) -> Fit:
 @once
 def levels(data: PairData) -> np.ndarray:
     """Return [K] the logarithm of the logit error that would explain d, first raised by a quarter of its median."""
-    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
+    noise = logit_error(data)
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 

@@ -60,6 +60,16 @@ class PairData:
         changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return PairData(**changed | {"keep": self.keep & ~explained})
 
+    def within(self, inside: np.ndarray) -> PairData:
+        """Return the data of the kept tokens marked in `inside`, [K] bool, alone."""
+        return self.without(self.marked(~inside))
+
+    def marked(self, tokens: np.ndarray) -> np.ndarray:
+        """Return [N] bool for a mark of the kept tokens, [K] bool."""
+        marks = np.zeros(len(self.keep), bool)
+        marks[np.flatnonzero(self.keep)[tokens]] = True
+        return marks
+
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
         """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens for which it is NaN
         are left out, and so are those outside whose d is no smaller than it was inside: they are misplaced, too."""

@@ -16,7 +16,6 @@ WIDTH = 6
 """Number of consecutive tokens compared at once: fewer fit by chance, more miss short blocks."""
 MAX_WINDOWS = 4_000
 """Maximum number of misplaced windows searched."""
-MIN_ROW_TOKENS = 4
 _CHANCE_SEED = 0
 
 

@@ -139,6 +139,12 @@ def token_scale(data: PairData) -> np.ndarray:
     return np.asarray(np.maximum(data.rest, 1e-3))
 
 
+@once
+def logit_error(data: PairData) -> np.ndarray:
+    """Return [K] the size of the error of a logit that explains d, and what rounding of the recorded values adds, nats."""
+    return np.asarray(np.abs(data.d) / token_scale(data) + value_rounding(data))
+
+
 def _has_tf32(contract: Contract) -> bool:
     return bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
 

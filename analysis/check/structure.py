@@ -11,7 +11,7 @@ import numpy as np
 
 from ..statistics.correlations import pearson
 from .pair_data import PairData, once
-from .rounding import allowed_noise, token_scale, value_rounding
+from .rounding import allowed_noise, logit_error, token_scale
 
 MIN_REPEATS = 20
 """Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
@@ -19,9 +19,6 @@ whether a side repeats itself."""
 _LAGS = (1, 2, 4)
 """Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
 sequence rarely falls between the two tokens compared."""
-SAMPLED_SCORE = 6.0
-"""Distance between 0 and the mean of logprob + entropy, in standard errors over sequences, beyond which the tokens were
-not sampled from a side's distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +84,7 @@ class MismatchGrowth:
 @once
 def growth(data: PairData) -> MismatchGrowth:
     """Return how the mismatch grows over the steps."""
-    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
+    noise = logit_error(data)
     steps = data.sample.steps[data.seq]
     known = np.unique(steps)
     level = np.array([np.median(noise[steps == step]) for step in known])
@@ -100,9 +97,7 @@ def growth(data: PairData) -> MismatchGrowth:
 
 def grows_inside(data: PairData, inside: np.ndarray) -> float:
     """Return by which factor the mismatch of the tokens `inside`, [K] bool, grows after the first step."""
-    outside = np.zeros(len(data.keep), bool)
-    outside[np.flatnonzero(data.keep)[~inside]] = True
-    return growth(data.without(outside)).ratio
+    return growth(data.within(inside)).ratio
 
 
 @once
@@ -110,7 +105,7 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind
     has at least five times the mismatch, more than a quarter of what rounding allows, and the sequences of that other kind; 0
     and none if they do not."""
-    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
+    noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
     rows, starts, num = np.unique(data.seq[order], return_index=True, return_counts=True)
     middle, rows = noise[order][starts + num // 2][num >= 4], rows[num >= 4]

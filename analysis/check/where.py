@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .likelihood import levels
 from .pair_data import PairData
-from .rounding import token_scale, value_rounding
+from .rounding import logit_error
 from .sample import Sample
 
 Kind = Literal["one_of", "from", "before", "is"]
@@ -51,18 +52,6 @@ class Where:
     """Mean mismatch inside, in units of that outside."""
     level_outside: float
     """Median logit error outside, nats."""
-
-    @property
-    def rank(self) -> int:
-        """Length of the description: 0 for a property of tokens or rows, 1 for a threshold, 2 for a set of values."""
-        if self.kind == "one_of":
-            return 2 if len(self.values) > 1 else 0
-        is_property = (
-            self.kind == "is"
-            or self.values == (True,)
-            or self.feature.startswith(("pad_left", "forward_row", "prompt_seen"))
-        )
-        return 0 if is_property else 1
 
     @property
     def values_text(self) -> str:
@@ -130,8 +119,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 
 def places(data: PairData) -> list[Where]:
     """Return the descriptions of where the mismatch is large that evidence supports, best first."""
-    noise = np.abs(data.d) / token_scale(data) + value_rounding(data)
-    level = np.log(noise + np.median(noise) / 4)
+    noise, level = logit_error(data), levels(data)
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1)
     rows = np.flatnonzero(num)
@@ -246,11 +234,11 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
         columns[f"pad_left_{side}"] = own.pad_left
     for size in _MICRO_BATCHES:
         batch = sample.steps * 1_000_000 + order // size
-        columns[f"not_first_of_{size}"] = _flag(order % size > 0)
-        columns[f"shorter_prompt_of_{size}"] = _flag(lengths < _largest(lengths, batch))
-        columns[f"shorter_total_of_{size}"] = _flag(total < _largest(total, batch))
-    columns["shorter_prompt_of_step"] = _flag(lengths < _largest(lengths, sample.steps))
-    columns["shorter_total_of_step"] = _flag(total < _largest(total, sample.steps))
+        columns[f"not_first_of_{size}"] = order % size > 0
+        columns[f"shorter_prompt_of_{size}"] = lengths < _largest(lengths, batch)
+        columns[f"shorter_total_of_{size}"] = total < _largest(total, batch)
+    columns["shorter_prompt_of_step"] = lengths < _largest(lengths, sample.steps)
+    columns["shorter_total_of_step"] = total < _largest(total, sample.steps)
     return columns
 
 
@@ -333,10 +321,6 @@ def _largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
     return np.asarray(out[place])
-
-
-def _flag(values: np.ndarray) -> np.ndarray:
-    return np.asarray(values, bool)
 
 
 def _sign(values: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from typing import Any
 
 from score import OF_WEIGHTS, checked
 
-CAUSELESS = ("unrelated", "not_logprobs", "unexplained", "computation_differs")
+CAUSELESS = ("unrelated", "not_logprobs", "unexplained")
 """Codes that say what the values are not, and no cause."""
 
 

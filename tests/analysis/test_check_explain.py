@@ -1,5 +1,6 @@
 """What check says of faults of one kind each: the cause, or else the place of the tokens that nobody explains."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,9 +19,11 @@ from bigrams import (
     table,
     top_p,
 )
+from builders import ROOT
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.analysis.check.text import checked_text
+from tim_trace.analysis.queries.catalogue import catalogue
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
 
@@ -421,3 +424,10 @@ def test_a_sharp_policy_in_bfloat16_is_valid(tmp_path, sharpness):
     )
     found = check(run.write(tmp_path / "trace"))
     assert found.is_valid, found.findings[0]
+
+
+def test_every_query_that_a_finding_proposes_is_in_the_catalogue():
+    sources = [path.read_text() for path in (ROOT / "analysis" / "check").rglob("*.py")]
+    proposed = {name for text in sources for name in re.findall(r'commands\.query\(data, "([^"]+)"\)', text)}
+    assert proposed
+    assert proposed <= {each.name for each in catalogue()}

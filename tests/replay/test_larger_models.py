@@ -6,7 +6,6 @@ import torch
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends import model as models
 from tim_trace.replay.backends.vllm import VllmEngine
-from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
 from tim_trace.tracer.weights.reader import Tensor
 
@@ -55,7 +54,7 @@ def test_vllm_divides_a_model_among_two_processes_and_takes_version_after_versio
         for _ in range(2):
             weights = model.state_dict().items()
             engine.put({name: Tensor("float32", value.numpy().view(np.uint32).copy()) for name, value in weights})
-            (found_T,), _ = engine.score([Row], 1.0, None, None, Capture())
+            (found_T,) = engine.score([Row], 1.0, None, None)
             with torch.no_grad():
                 logits_TV = model(torch.arange(1, 20)[None]).logits[0, 8:18]
                 expected_T = torch.log_softmax(logits_TV, -1)[torch.arange(10), torch.arange(10, 20)]

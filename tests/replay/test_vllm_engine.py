@@ -8,7 +8,6 @@ import torch
 from tim_trace.replay.backends import vllm as module
 from tim_trace.replay.backends.vllm import LOGITS_PROCESSOR, TRACE_REPLAY, VllmEngine
 from tim_trace.replay.recorded import RecordedRow
-from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import CannotReplay, TimTraceWarning
 from tim_trace.tracer.weights.chunks import bits_type
 from tim_trace.tracer.weights.reader import Tensor
@@ -66,7 +65,7 @@ def logprobs(engine):
         seq_id="a", prompt_ids=ids[:8], response_ids=ids[8:], logprobs=np.zeros(11, np.float32), scored=np.ones(11, bool),
         policy_version=0, contract="", writer="", forward_id=0, forward_row=0, pad_left=0, pad_right=0,
     )  # fmt: skip
-    return engine.score([row], 1.0, None, None, Capture())[0][0].tolist()
+    return engine.score([row], 1.0, None, None)[0].tolist()
 
 
 def test_other_weights_are_compared_with_what_the_engine_holds(monkeypatch):

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault, Finding
-from ..hypothesis import Hypothesis, owned
+from ..hypothesis import Hypothesis
 from ..pair_data import PairData, declared
 from ..rounding import HALF_ULP, dtype_of, precisions, token_scale
 from ..structure import growth, not_repeatable, repeats
@@ -81,7 +81,7 @@ def find_not_repeatable(data: PairData) -> list[Finding]:
             data,
             "repeats",
             weight=0.8,
-            next=commands.query(data, "repeats"),
+            next=commands.query(data, "prefix-noise"),
             broken="trainer" if (side == "a") == (data.names["b"] == "rollout") else "engine",
             numbers={
                 "side": data.names[side],
@@ -131,7 +131,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Hypothesis]:
             "tail_share": float(tail.mean()), "tail_ratio": TAIL_RATIO, "bulk": bulk, "experts_known": int(bool(mixture)),
         },
     )  # fmt: skip
-    return [Hypothesis(finding=finding, tokens=owned(data, tail), gain=0.0)]
+    return [Hypothesis(finding=finding, tokens=data.marked(tail), gain=0.0)]
 
 
 def _rounds_routers(data: PairData) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, owned
+from ..hypothesis import Hypothesis
 from ..pair_data import PairData
 
 UNSAMPLED_NATS = -3.0
@@ -57,7 +57,7 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
             "mean_entropy": float(entropy[runs].mean()),
         },
     )
-    return [Hypothesis(finding=finding, tokens=owned(data, runs), gain=float("inf"))]
+    return [Hypothesis(finding=finding, tokens=data.marked(runs), gain=float("inf"))]
 
 
 def unlikely_runs(calibration: np.ndarray, seq: np.ndarray, position: np.ndarray) -> np.ndarray:

@@ -87,7 +87,7 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
                 "share_lower": float(np.mean(data.d[place.inside] < 0)),
             },
         )  # fmt: skip
-        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values), place.rank))
+        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values)))
     return found
 
 
@@ -116,7 +116,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             },
         )  # fmt: skip
         preferred = -2.0 if place.feature == "step" else 0.0
-        found.append(located(data, finding, place.inside, preferred + 10.0 * len(place.values), max(place.rank, 1)))
+        found.append(located(data, finding, place.inside, preferred + 10.0 * len(place.values)))
     return found
 
 

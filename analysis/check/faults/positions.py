@@ -87,7 +87,7 @@ def find_onset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
                 "larger": place.kind, "ratio": place.ratio, "rms_elsewhere": data.rms(~place.inside),
             },
         )  # fmt: skip
-        found.append(located(data, finding, place.inside, np.log(place.values[0] + 2), place.rank))
+        found.append(located(data, finding, place.inside, np.log(place.values[0] + 2)))
     return found
 
 
@@ -251,7 +251,7 @@ def _inside(
             "ratio": float(np.exp(abs(change))),
         },
     )
-    return located(data, finding, affected, len(cuts) * np.log(max(int(position.max()), 2)), 2)
+    return located(data, finding, affected, len(cuts) * np.log(max(int(position.max()), 2)))
 
 
 def find_persistence(data: PairData) -> list[Finding]:

@@ -67,7 +67,7 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
                 "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside),
             },
         )  # fmt: skip
-        found.append(located(data, finding, place.inside, 3.0, place.rank))
+        found.append(located(data, finding, place.inside, 3.0))
     return found
 
 
@@ -99,7 +99,7 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
     unsteady = "a" if twins.a > 3 * twins.b and twins.a > twins.d / 4 else "b" if twins.b > 3 * twins.a else ""
     inside = np.isin(data.seq, rows)
     if abs(along_movement(data)) > 2.5:
-        return [located(data, some_behind(data, exact, inside), inside, np.log(2) * len(np.unique(data.seq)), 2)]
+        return [located(data, some_behind(data, exact, inside), inside, np.log(2) * len(np.unique(data.seq)))]
     finding = ROW_CONTEXT.finding(
         data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
         numbers={
@@ -108,7 +108,7 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
         },
     )  # fmt: skip
     # Each row costs a choice between the two kinds.
-    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)), 2)]
+    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)))]
 
 
 def _replay(data: PairData, is_padding: bool) -> Advice:
