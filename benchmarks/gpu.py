@@ -418,7 +418,8 @@ def _taken_by_weights(size, device, room):
     import torch
     from tim_trace.tracer.recorder import Recorder
 
-    state = dict(_model(size).to(device).state_dict())
+    # A copy, because it changes: the other parts measure the model as it was drawn.
+    state = copy.deepcopy(_model(size)).to(device).state_dict()
     taken = []
     with Recorder(room / "weights") as recorder:
         for version in range(8):
@@ -611,7 +612,7 @@ def _engine_run(arguments, room, options):
 
     folder = room / "model"
     if not folder.exists():
-        export(_trace(arguments.model, room, arguments.device), 0, folder, dtype="bf16")
+        export(_trace(arguments.model, room, arguments.device), 0, folder)
     result = room / "engine.json"
     result.unlink(missing_ok=True)
     given = options | {"result": str(result), "model": arguments.model, "device": arguments.device}
