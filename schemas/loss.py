@@ -48,8 +48,7 @@ class Loss:
     clip_high: float = 0.2
     """For ppo_clip, the distance between the upper bound and 1; for cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """For ppo_clip, an upper bound on the ratio for advantages of either sign (TRL's delta); None if there is no such
-    bound."""
+    """For ppo_clip, a bound on the ratio for advantages of either sign (TRL's delta); None if there is none."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     """Value of tau in sapo: sapo_temperature_pos where A > 0, sapo_temperature_neg elsewhere."""
@@ -60,8 +59,7 @@ class Loss:
     vespo_lambda_neg: float = 2.0
     """Values of k and lambda in vespo where A < 0."""
     denominator: str = TRAIN
-    """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself,
-    which makes rho equal to 1."""
+    """Pass in the ratio's denominator: `train` (recomputed), `rollout` (bypass), or `current`: rho is then 1."""
     aggregation: str = "token_mean"
     """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
     over all tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.

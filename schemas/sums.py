@@ -1,6 +1,4 @@
-"""Column definitions for sums/, which holds per-sequence sums for pairs of passes, so that statistics need not read
-tokens.
-"""
+"""Column definitions for sums/: per-sequence sums for pairs of passes, so that statistics need not read tokens."""
 
 from __future__ import annotations
 

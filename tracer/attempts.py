@@ -1,5 +1,4 @@
-"""Training attempts: a run resumed from a checkpoint repeats some steps, so each row stores the attempt that wrote
-it."""
+"""Training attempts: a resumed run repeats some steps, so each row stores the attempt that wrote it."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ def restarts() -> str:
 
 
 def is_of_this_start(state: WriterState, session: str) -> bool:
-    """Return True if a writer's process belongs to this launch and neither torchrun nor Slurm has restarted it
-    since."""
+    """Return True if a writer's process belongs to this launch, and torchrun and Slurm have not restarted it since."""
     return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
 
 

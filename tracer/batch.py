@@ -28,8 +28,7 @@ class Batch:
         attempt: int | None = None,
         split: str = TRAIN_SPLIT,
     ):
-        """`attempt` is the training attempt that sampled the sequences; None outside training. `split` is one of
-        SPLITS."""
+        """`attempt` is the training attempt that sampled the sequences, None outside training; `split` is in SPLITS."""
         self.step = step
         self.attempt = attempt
         self.split = split
@@ -153,8 +152,7 @@ class SequenceNames:
             seen.add(name)
 
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
-        """Add names to a step, and return all names in that step; with `ordered`, names in earlier steps are
-        forgotten."""
+        """Add names to a step and return all names in it; with `ordered`, names in earlier steps are forgotten."""
         if ordered and step != self.step:
             self.known = {}
         self.refuse_repeated(step, names)

@@ -39,8 +39,7 @@ _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 """Maximum length of a unit's name in an error message, characters."""
 PATIENCE = 6
-"""Number of consecutive checks in which no node has room for an actor before the work fails. An autoscaling cluster
-needs time to grow."""
+"""Number of checks in a row without room on any node before the work fails; autoscaling needs time."""
 
 
 HELD_UP = 3
@@ -63,8 +62,7 @@ class _Held:
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker behind a reference, unless this node has a different version of tim-trace from the
-        driver's."""
+        """Unpickle the worker behind a reference, unless this node's version of tim-trace differs from the driver's."""
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same version on every "

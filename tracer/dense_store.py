@@ -25,14 +25,12 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute name in a group's root. Its value maps each path below the root to the file's size in bytes and the
-base64 of its block checksums."""
+"""Attribute in a group's root: path below the root -> size in bytes, and the base64 of its block checksums."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed size of a chunk, bytes; a larger one is rejected. It holds one row of 128 million 16-bit
-values, more than tim-trace ever writes."""
+"""Maximum uncompressed size of a chunk, bytes. It holds a row of 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -58,8 +56,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 
 
 class SealedGroup:
-    """The files in the Zarr group for one segment. Methods raise DamagedTrace if a file changed after it was
-    written."""
+    """The files in one segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
         """`root` is the root's entry in the writer's state; None if the release wrote none."""
@@ -87,8 +84,7 @@ class SealedGroup:
             file.verify()
 
     def read(self, name: str, start: int | None, stop: int | None) -> bytes | None:
-        """Read bytes from a file; a negative `start` counts from the file's end. Returns None if the group has no
-        such file."""
+        """Read bytes from a file; a negative `start` counts from its end. Returns None if there is no such file."""
         file = self._file(name)
         if file is None:
             return None

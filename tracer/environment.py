@@ -68,8 +68,7 @@ def all_versions() -> dict[str, str]:
 
 
 def rank() -> int | None:
-    """Return this process's rank in its process group, from the variable that torchrun sets; None outside a process
-    group."""
+    """Return this process's rank, from the variable that torchrun sets; None outside a process group."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdecimal() else None
 

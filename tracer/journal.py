@@ -38,8 +38,7 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""Schema of journal rows that each hold a block: `rows` rows of one array in a Zarr group, row-major, before
-sealing."""
+"""Schema of journal rows that each hold a block: `rows` rows of one Zarr array, row-major, before sealing."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
@@ -240,8 +239,7 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a message's rows, validated. Raises ValueError for compressed rows: no writer compresses, and they could
-    claim any size."""
+    """Return a message's validated rows. Raises ValueError for compressed ones, which could claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)

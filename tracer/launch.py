@@ -50,8 +50,7 @@ class Recording:
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """The reason why this node recorded nothing, or the hosts where recording continues; None if recording finished
-    here."""
+    """Why this node recorded nothing, or the hosts where recording continues; None if it finished here."""
     is_stuck: bool = False
     """True if a thread is still waiting for an unresponsive file system."""
 
@@ -295,8 +294,7 @@ class Launcher:
             os.utime(self._path)
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code, and return the hosts that are still recording; the last launcher to end finishes the
-        trace."""
+        """Record the exit code and return the hosts still recording; the last launcher to end finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
         # Hold the lock, so that if two launchers end at once, the second sees that the first has ended.

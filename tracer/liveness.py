@@ -20,8 +20,7 @@ SILENT_S = 900.0
 """Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""What a verdict on a writer is based on: the writer closed itself, its process was checked, its machine rebooted, or
-the age of its last heartbeat."""
+"""Basis of a verdict on a writer: it closed itself, its process, its machine rebooted, its last heartbeat's age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,7 @@ from ..schemas.errors import TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""Name of the lock file used where folders cannot be locked, as on NFS; readers of a trace ignore files with this
-prefix."""
+"""Name of the lock file where folders cannot be locked, as on NFS; readers ignore files with this prefix."""
 
 
 @contextmanager
@@ -59,8 +58,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked_file(folder: Path) -> int | None:
-    """Wait for the lock on the folder's lock file and return the file's descriptor. If the file system has no locks,
-    warn and return None."""
+    """Wait for the lock on the folder's lock file, and return its descriptor; warn and return None without locks."""
     while True:
         file = None
         try:

@@ -53,8 +53,7 @@ def _check(value: Any, what: str) -> None:
 def metric_rows(
     step: int, values: Mapping[str, Any], logged_at: datetime, attempt: int | None, writer: str
 ) -> pa.RecordBatch:
-    """Return one row per value: numbers and one-element tensors are stored as numbers, None as NULL, anything else as
-    text."""
+    """Return one row per value: numbers and one-element tensors as numbers, None as NULL, anything else as text."""
     plain = [_plain(value) for value in values.values()]
     numbers = [_number(value) for value in plain]
     texts = [

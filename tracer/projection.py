@@ -30,8 +30,7 @@ class Projection:
         return self.model.get_output_embeddings()
 
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
-        """Yield [C, V] logits for up to `chunk` tokens at a time, with the model's scale and soft cap, before the
-        temperature is applied."""
+        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped, before the temperature."""
         import torch
 
         dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()

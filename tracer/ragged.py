@@ -67,8 +67,7 @@ def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 _LONG = 1024
-"""Minimum width of a batch, in cells, to copy it row by row; narrower batches are indexed with a mask. Copying one
-row costs as much time as 1,500 masked cells."""
+"""Minimum width at which a batch is copied row by row; one row costs as much time as 1,500 masked cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +214,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return one list as an array in its own dtype, and [T] bool marking the recorded values, or None if all were
-    recorded."""
+    """Return one list as an array in its own dtype, and [T] bool marking the recorded values; None if all are."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
@@ -283,8 +281,7 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np
 
 
 def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return [N] bool marking invalid token ids, invalid flags, and floats that overflowed; None if a quick check
-    finds none."""
+    """Return [N] bool marking invalid ids and flags, and floats that overflowed; None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

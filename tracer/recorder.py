@@ -591,8 +591,7 @@ class Recorder:
         )
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Return router choices in the form in which they are stored; shape and dtypes must be the same in every
-        batch of a pass."""
+        """Return router choices as they are stored; shape and dtypes must be the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"

@@ -84,8 +84,7 @@ def put_back(folder: Path) -> None:
 
 
 def _aside(folder: Path, prefix: str) -> list[Path]:
-    """Return the folders whose name has a prefix; links are left out, since their targets may not belong to the
-    trace."""
+    """Return the folders whose name has a prefix, except links, whose targets may not belong to the trace."""
     return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
 

@@ -31,8 +31,7 @@ class Routing:
     """The router choices for some tokens."""
 
     expert_ids: Any
-    """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if the token was not
-    routed."""
+    """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if not routed."""
     expert_weights: Any = None
     """[N, L, S] floats by which the experts' outputs are multiplied; None if not recorded."""
 
@@ -175,8 +174,7 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens in consecutive forward passes, row after row; return None if the number of cells
-    does not match."""
+    """Select the unmasked tokens of consecutive forward passes, row after row; None if the cells do not match."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:

@@ -20,15 +20,13 @@ from .scalars import per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Maximum logprob, per dtype, that counts as 0 exceeded by rounding, nats; a larger one is invalid. It is one unit in
-the last place of a logit near 16."""
+"""Maximum logprob above 0 by rounding, nats, per dtype: one unit in the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows: `ids`, `rows` and `places` describe each row's forward pass, `pad_left` and
-    `pad_right` the row's padding."""
+    """How a pass batched its rows: the forward pass of each (`ids`, `rows`, `places`), and its padding."""
 
     ids: np.ndarray
     """[B] int64 number of each row's forward pass; rows in the same forward pass share it."""
@@ -127,8 +125,7 @@ class ScoreRows:
 
 
 class _Builder:
-    """Builds record batches for one table. Columns that repeat a single value are cached, since they recur in every
-    batch."""
+    """Builds record batches for one table, caching columns that repeat a single value, which recur in every batch."""
 
     def __init__(self, schema: pa.Schema):
         self.schema = schema
@@ -210,8 +207,7 @@ def aligned(
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob that exceeds 0 by more than `tolerance`; NaN and -inf are accepted and
-    reported as findings."""
+    """Raise InvalidRecord for a logprob more than `tolerance` above 0; NaN and -inf are reported as findings."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid

@@ -23,8 +23,7 @@ from .store import Store
 from .whole_file import trace_file
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum number of response tokens in a row group. Scans hold the lists of one row group in memory, and skip whole
-row groups by step."""
+"""Maximum number of response tokens in a row group, which scans hold in memory or skip whole by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
@@ -93,8 +92,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 
 
 def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Return the options for writing a table with pyarrow's ParquetWriter. Floats, and token ids if `splits_ids`, use
-    BYTE_STREAM_SPLIT."""
+    """Return a table's options for pyarrow's ParquetWriter; `splits_ids`: BYTE_STREAM_SPLIT for token ids too."""
     columns = TABLE_SPECS[table].columns
     split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
     encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}

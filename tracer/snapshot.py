@@ -357,8 +357,7 @@ def _check_footer(
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns missing from a file because an older release wrote it. Raises DamagedTrace if other columns
-    do not match."""
+    """Return the columns that an older release did not write. Raises DamagedTrace if others do not match."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)

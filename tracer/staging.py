@@ -134,8 +134,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer, or None if no piece of this size is free; then the thread that needs the
-        values copies them itself."""
+        """Return a piece of the buffer; None if none is free: the thread that needs the values then copies them."""
         import torch
 
         with self._lock:

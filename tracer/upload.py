@@ -95,8 +95,7 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True if the number of files has grown by a fixed factor since the last index was uploaded. The factor
-        bounds the total cost of uploading indexes."""
+        """True if the number of files has grown by a factor since the last index, which bounds the cost of indexes."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     @property

@@ -26,8 +26,7 @@ _REMEMBERED_S = 0.5
 _FIRST_PACE = 64 << 20
 """Pace assumed before any task has finished, bytes per second."""
 _SHARE = 0.75
-"""The queue holds work for up to this share of the maximum wait; the rest is a margin, since tasks differ in
-duration."""
+"""Share of the maximum wait for which the queue holds work; the rest is a margin, since tasks differ."""
 _LOOKS_EVERY_S = 0.01
 """Interval at which a waiting caller checks `is_behind`, seconds."""
 
@@ -110,8 +109,7 @@ class Worker:
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task has run, and count the wait. With `signs`, wait as long as the signs of
-        progress change."""
+        """Wait until every queued task has run, and count the wait; with `signs`, as long as they change."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 

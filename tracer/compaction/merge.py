@@ -1,6 +1,4 @@
-"""Merges the files of a trace. Merged files are written to a separate folder, and moved into place once all are
-complete.
-"""
+"""Merges the files of a trace: merged files are written to another folder, and moved in once all are complete."""
 
 from __future__ import annotations
 
@@ -96,9 +94,7 @@ def whole_snapshot(store: Store) -> Snapshot:
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
 ) -> dict[str, SealedFile]:
-    """Write the rows of the chosen files to merged files in a folder. Return each merged file's path in the trace ->
-    its record.
-    """
+    """Write the rows of the chosen files to merged files in a folder. Return path in the trace -> record."""
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
@@ -140,9 +136,7 @@ class _Waiting:
         self.next = next(groups, None)
 
     def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
-        """Yield row groups until the file at `path` has reached `file_bytes`. Append each row group's first and last
-        step to `steps`.
-        """
+        """Yield row groups until the file at `path` has `file_bytes`; append each one's first and last step."""
         while self.next is not None and (not steps or path.stat().st_size < file_bytes):
             ends = pc.min_max(self.next["step"])
             steps.append((ends["min"].as_py(), ends["max"].as_py()))
@@ -162,9 +156,7 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
 
 
 def replays(snapshot: Snapshot) -> set[str]:
-    """Return the writers that belong to replays. Their files are not merged, so that a replay can be removed by
-    deleting its files.
-    """
+    """Return the writers of replays, whose files are not merged, so that a replay is removed by deleting its files."""
     return {
         state.writer
         for state in snapshot.writers

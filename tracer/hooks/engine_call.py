@@ -73,9 +73,7 @@ class EngineCall:
         return gathered(parts)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions as sequences in a step, and their logprobs as the rollout pass. `names` holds one name
-        per prompt.
-        """
+        """Record the completions as sequences of a step with the rollout pass. `names` holds one name per prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

@@ -30,9 +30,7 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values in an 8-bit dtype. A row with more was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""Minimum ratio between the numbers of distinct values in a trainer row and in the engine's row, for the engine's
-tensor to count as a coarsely rounded copy.
-"""
+"""Minimum ratio of distinct values, trainer's row to engine's row, for a coarsely rounded copy."""
 _MIN_COSINE_SCORE = 6.0
 """Minimum cosine similarity between trainer and engine rows, in standard deviations of the cosine between random rows.
 Above it, the engine's tensor counts as a coarsely rounded copy of the trainer's.
@@ -130,9 +128,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors gathered from a sharded trainer unchanged, and store their digests as those of the
-        trainer's weights.
-        """
+        """Yield the tensors gathered from a sharded trainer unchanged, taking digests of them as the trainer's."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -203,9 +199,7 @@ class EngineWeights:
         return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the weights that the engine holds, or an empty dict if they need not be read at this
-        version.
-        """
+        """Return digests of the weights that the engine holds; empty if they need not be read at this version."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}

@@ -19,9 +19,7 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record a policy version, unless already recorded. The first process (`is_first`) also records tensors that
-        are not sharded.
-        """
+        """Record a policy version once. The first process (`is_first`) also records tensors that are not sharded."""
         if self._version == version:
             return
         self._version = version
@@ -51,9 +49,7 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return the tensors that this process records: its own shards, and in the first process also tensors that are not
-    sharded.
-    """
+    """Return this process's shards; in the first process, also the tensors that are not sharded."""
     return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
 
 

@@ -26,9 +26,7 @@ class PackedSample:
     """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """Reward function -> its reward for this sample, and `reward` -> the trainer's weighted sum; empty if the sample
-    has no rewards.
-    """
+    """Reward function -> reward of this sample, and `reward` -> the trainer's weighted sum; may be empty."""
     ids: np.ndarray
     """[tokens] int32 ids of the prompt's and the response's tokens."""
     mask: np.ndarray

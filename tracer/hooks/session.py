@@ -41,9 +41,7 @@ class Order:
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
-    """`delta`, `none`, or `auto`, which means `delta` for a model of at most `weights_below` bytes and `none` for a
-    larger one.
-    """
+    """`delta`, `none`, or `auto`: `delta` for a model of at most `weights_below` bytes, `none` for a larger one."""
     weights_below: int = 500_000_000
     routing: bool = False
     """True if router choices are recorded for a mixture of experts."""
@@ -90,9 +88,7 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """The error after which the trace is no longer written: it could not be opened, or its file system stalled.
-        Opening is not retried.
-        """
+        """The error after which the trace is no longer written: it could not be opened, or its file system stalled."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
@@ -196,9 +192,7 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records one part, and return its result. Return None once that part of the recording has
-        ended.
-        """
+        """Call a function that records one part, and return its result; None once that part has ended."""
         if not self.is_recording:
             return None
         with self.guard(part):

@@ -62,9 +62,7 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence that names an untested TRL release and a trainer class's missing functions; None if neither
-    applies.
-    """
+    """Return a sentence on an untested TRL release and a trainer class's missing functions; None without either."""
     version = trl_version()
     return None if version is None else version_sentence("trl", version, missing)
 

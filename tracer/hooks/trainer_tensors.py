@@ -1,6 +1,4 @@
-"""A TRL trainer's tensors as its engine should receive them: under the names used in the weight transfer, with adapters
-merged.
-"""
+"""A TRL trainer's tensors as its engine should receive them: under the transfer's names, adapters merged."""
 
 from __future__ import annotations
 

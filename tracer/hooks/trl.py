@@ -90,9 +90,7 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook only if the trainer is of exactly the hooked class. Calls through super() are covered by the
-        subclass's hook.
-        """
+        """Run a hook only for trainers of exactly this class: calls through super() are the subclass hook's."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
@@ -106,9 +104,7 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's classes around vLLM, to read tensors gathered from shards or sent to a server, and logprobs from a
-    server.
-    """
+    """Hook TRL's classes around vLLM: tensors gathered from shards or sent to a server, and a server's logprobs."""
 
     def gather(original: Callable[..., Any], generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))

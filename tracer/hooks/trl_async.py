@@ -244,9 +244,7 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's values for every term in the loss. `version` is the trainer's policy version; None for the
-        engine's pass.
-        """
+        """Record a pass's values for every term in the loss. `version` is the trainer's; None for the engine's pass."""
         count = len(row.samples)
         forward = None
         if version is not None:

@@ -26,9 +26,7 @@ def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
 
 
 def packed_contract(trainer: Any) -> Contract:
-    """Return the settings that determine the logprobs in a loss over packed rows. A packed row stores a shared prefix
-    once.
-    """
+    """Return the settings behind the logprobs in a loss over packed rows, which store a shared prefix once."""
     contract = _contract(trainer, type(trainer).compute_loss, source="loss", grad=True)
     none: Contract = {"rows_a_forward": None, "prompt_padding_side": None, "response_padding_side": None}
     return contract | none | {"packing": PREFIX_TREE}
@@ -103,9 +101,7 @@ def server_info(trainer: Any) -> Any:
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine rollouts from a vLLM server. `server` is the server's configuration; None if
-    unknown.
-    """
+    """Return the settings behind rollouts from a vLLM server; `server` is its configuration, None if unknown."""
     return {
         "engine": "vllm",
         "function": "a server, through TRL's VLLMClient.generate",
@@ -149,9 +145,7 @@ def sampling_columns(trainer: Any) -> dict[str, Any]:
 
 
 def model_identity(trainer: Any) -> dict[str, Any]:
-    """Return the identity of the trained model. With PEFT adapters, it consists of the base model's identity and the
-    adapters' configs.
-    """
+    """Return the identity of the trained model; with PEFT adapters, of its base model, with the adapters' configs."""
     model = trained_model(trainer)
     configs = _adapters(model)
     below = model.get_base_model() if configs else model

@@ -45,9 +45,7 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the attribute paths to one of the tokenizer's tokens: in TRL 1.3 and newer, before 1.3, and with an image
-    processor.
-    """
+    """Return the paths to a tokenizer's token: since TRL 1.3, before 1.3, and with an image processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
@@ -65,9 +63,7 @@ SERVER_URL = Attribute(  # TRL 0.28 and newer, before 0.28, and AsyncGRPOTrainer
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 """Attributes read from every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from a trainer that generates its own samples. Rewards are among them only here, since queued samples
-carry their own.
-"""
+"""Attributes read from a trainer that generates its own samples; queued samples carry their own rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:

@@ -70,9 +70,7 @@ class Generation:
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs from each server call for which the trainer itself requested none: lists [B][T][1], nats, with None for
-    NaN.
-    """
+    """Logprobs from each server call for which the trainer requested none: lists [B][T][1], nats, None for NaN."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,9 +90,7 @@ class Recorded:
     """True if the trainer may mask whole rows out of attention. Such rows have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return the forward pass in which each given row is scored, with `rows_a_forward` rows per pass. Ids start at
-        `first_id`.
-        """
+        """Return the forward pass of each given row, with `rows_a_forward` rows per pass and ids from `first_id`."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         sizes = np.bincount(forward, minlength=1)
@@ -154,9 +150,7 @@ class TrainerState:
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a recorded batch for later losses, and return its index. Only the newest training batches and one
-        evaluation batch are kept.
-        """
+        """Store a batch for later losses and return its index; only the newest ones and one of evaluation stay."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -179,9 +173,7 @@ class TrainerState:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return the contract stored under `key`, calling `read` if it is not cached. It stays cached until torch's
-        settings change.
-        """
+        """Return the contract stored under `key`, from `read` at first; it stays until torch's settings change."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

@@ -117,9 +117,7 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """Return a routing tap if the scoring call yields the `train` pass and router choices are to be recorded, else
-    None.
-    """
+    """Return a routing tap if a scoring call yields the `train` pass and router choices are recorded, else None."""
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))

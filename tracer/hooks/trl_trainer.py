@@ -214,9 +214,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record metrics that are new or changed at this step. With `only_new`, compare only names, since values may be
-        on a device.
-        """
+        """Record new and changed metrics; `only_new` does not compare values, which may be on a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -331,9 +329,7 @@ class TrainerHooks:
         )
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Return a head tap if the scoring call yields the `train` pass for rows whose distributions are recorded, else
-        None.
-        """
+        """Return a head tap for a scoring call of the `train` pass with rows whose distributions are recorded."""
         if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])

@@ -149,8 +149,7 @@ class TrainerHooks:
         """True from the training's last step on, if records are then to be flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """Sentence about an untested version of verl or functions missing from it; None if there is nothing to report.
-        """
+        """Sentence about an untested version of verl or functions missing from it; None without either."""
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -198,9 +197,7 @@ class TrainerHooks:
     def compute_older_logprobs(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Copy the columns that describe workers' forward passes to the batch of logprobs, so that they stay with their
-        rows.
-        """
+        """Copy the columns on workers' forward passes to the batch of logprobs, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -284,9 +281,7 @@ class TrainerHooks:
             self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record the rows in a step. `values` returns one of verl's columns by name, as one array per row; None if it
-        is missing.
-        """
+        """Record the rows in a step. `values` returns a column of verl by name, one array per row; None if missing."""
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -329,9 +324,7 @@ class TrainerHooks:
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """Return the contract declared by the process that computed a pass. If none was declared, derive it from the
-        configuration.
-        """
+        """Return the contract declared by the process that computed a pass, else one derived from the configuration."""
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:

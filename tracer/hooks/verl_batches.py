@@ -18,9 +18,7 @@ from .verl_forwards import FORWARD_KEYS, ROW_KEY
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed. The mask must be read this early, since verl's rejection later removes
-tokens from it.
-"""
+"""Columns read before advantages are computed: verl's rejection later removes tokens from the mask."""
 ESTIMATED = ("advantages",)
 """Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
@@ -90,9 +88,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Return [B] finish reasons: `stop` after an end token, `length` at the length limit, else None. verl itself keeps
-    none.
-    """
+    """Return [B] finish reasons, which verl drops: `stop` after an end token, `length` at the limit, or None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses

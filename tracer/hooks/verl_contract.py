@@ -123,9 +123,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the policy's loss, and settings for which `Loss` has no field. If the loss is unknown, return None and no
-    settings.
-    """
+    """Return the policy's loss (None if unknown), and settings for which `Loss` has no field."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:

@@ -68,9 +68,7 @@ class VerlEngineWeights(EngineWeights):
         return original(adapter, *args, **kwargs)
 
     def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """Use the tensors that verl gathers for the trainer's digests if the model is sharded, so that no process holds
-        it in full.
-        """
+        """If the model is sharded, take the trainer's digests from the tensors that verl gathers."""
         weights, *rest = original(engine, *args, **kwargs)
         return self.gathered(weights) if self._engine is engine else weights, *rest
 

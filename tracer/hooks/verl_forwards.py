@@ -80,9 +80,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return settings with the number of tokens per padded row that attention sees. In verl before 0.8 it is the loss
-    mask's width.
-    """
+    """Return the number of tokens per padded row that attention sees: before verl 0.8, the loss mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

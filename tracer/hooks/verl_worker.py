@@ -50,9 +50,7 @@ class Update:
     is_last: bool
     """True if this is the last update in the training."""
     is_train: bool
-    """True if the first logprobs computed in the loss are recorded as the `train` pass, since verl computes none before
-    the loss.
-    """
+    """True if the loss's first logprobs are the `train` pass, since verl computes none before the loss."""
     num_mini_batches: int = 0
     engine: Any = None
     """verl's training engine; None if another process records the same rows."""
@@ -253,9 +251,7 @@ class WorkerHooks:
             self.session.note(_OTHER_STRATEGY.format(strategy))
 
     def _keep(self, is_last: bool) -> None:
-        """Flush the records already written, or seal them after the last update, since Ray may kill workers at any
-        time.
-        """
+        """Flush the records written so far, or seal them after the last update: Ray may kill workers at any time."""
         if is_last:
             self.session.seal()
         else:
@@ -307,9 +303,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract for a pass that the driver records. It is recorded once, by one of the processes that
-        compute the pass.
-        """
+        """Record, once and in one process, the contract for a pass that the driver records."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)

@@ -140,9 +140,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return the call's arguments, changed to request the logprobs that recording needs, and the caller's own
-        request per prompt.
-        """
+        """Return the call's arguments, changed to request the logprobs to record, and the caller's own requests."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]

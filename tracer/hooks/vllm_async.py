@@ -141,9 +141,7 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Return the call changed to request the sampled tokens' logprobs, and distributions if captured, with the
-        request to record.
-        """
+        """Return the call, changed to request the logprobs or distributions to record, with the request to record."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -193,17 +191,13 @@ class AsyncEngineHooks(EngineHooks):
         self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
-        """Return the engine's contract, and True if it is new. The same object is returned as long as nothing in it
-        changes.
-        """
+        """Return the engine's contract, and True if it is new; the same object as long as nothing in it changes."""
         key = (id(engine), sampling_settings(params, of_request=False), conditions)
         read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
         return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Record the engine's contract once for each set of sampling settings, before the caller receives the first
-        rollout.
-        """
+        """Record the engine's contract once per set of sampling settings, before the caller receives a rollout."""
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
@@ -212,9 +206,7 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """The part of one completion that the caller has received. Delta outputs are appended to it; any other output
-    replaces it.
-    """
+    """The part of one completion that the caller has received: delta outputs append to it, others replace it."""
 
     index: int
     num_tokens: int = 0

@@ -54,9 +54,7 @@ class Conditions:
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """Return the conditions of a call. `lora_requests` is the caller's argument: None, one request, or one per
-        prompt.
-        """
+        """Return the conditions of a call; `lora_requests` is None, one request, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         return cls(
             adapters=tuple(
@@ -142,9 +140,7 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return a request's sampling settings by name. If `of_request` is False, return only the settings shared by all
-    requests.
-    """
+    """Return a request's sampling settings by name; without `of_request`, only those that all requests share."""
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 

@@ -14,14 +14,10 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
-"""Value for the engine's `max_logprobs` that is larger than any vocabulary. The value -1, no limit, would disable other
-engine features.
-"""
+"""Value for `max_logprobs` above any vocabulary's size; -1, no limit, would disable other engine features."""
 
 DELTA = "DELTA"
-"""Name of vLLM's output kind in which each output holds only new tokens. vLLM joins waiting outputs by position, which
-loses flat logprobs.
-"""
+"""vLLM's output kind with only new tokens. It joins waiting outputs by position, which loses flat logprobs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,9 +56,7 @@ def asking(params: Any, capture: Capture | None) -> Any:
 
 
 def room_for(capture: Capture, given: int) -> int:
-    """Return the `max_logprobs` that the engine needs to capture distributions. `given` is the value that the engine
-    would use otherwise.
-    """
+    """Return the `max_logprobs` that the engine needs to capture distributions, at least `given`."""
     if not capture.dense or given == ALL_LOGPROBS:
         return given
     return max(ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1, given)
@@ -139,9 +133,7 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
-    """Return the logprobs that the caller requested, taken from the engine's, in the container that the caller
-    requested.
-    """
+    """Return the logprobs that the caller requested, taken from the engine's, in the requested container."""
     if requested.logprobs is None or logprobs is None:
         return None
     kept = []

@@ -104,9 +104,7 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Convert Python values to Arrow with Arrow's type inference or, if Arrow rejects a mixture of types, according to
-    `kind`.
-    """
+    """Convert Python values to Arrow with its type inference or, for a mixture of types, according to `kind`."""
     try:
         array = pa.array(values)
         if not _has_floats(array.type) or not _has_flags(values):

@@ -96,9 +96,7 @@ class Fields:
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return column -> checked and converted cell for the given columns or, if none are given, for every column
-        that a trace has.
-        """
+        """Return column -> checked and converted cell, by default for every column that a trace has."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:

@@ -29,9 +29,7 @@ class NotPlain(ValueError):
 
 
 class Budget:
-    """Memory allowed for one file: a multiple of the file's size plus a constant, regardless of the sizes stated in
-    the file.
-    """
+    """Memory allowed for one file: a multiple of its size plus a constant, whatever sizes the file states."""
 
     TIMES, FREE_BYTES = 64, 64 << 20
 
@@ -285,8 +283,7 @@ _HEADERS = {0x80: 1, 0x95: 8}
 """Opcode without effect (PROTO or FRAME) -> size of its argument, bytes."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""Opcode that pushes an empty container -> function that creates the container. A set is read as a list, so that only
-dictionary keys are hashed."""
+"""Opcode of an empty container -> its type. A set is read as a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 

@@ -39,8 +39,7 @@ from .selection import EVERYTHING, Selection
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs; they are recorded with the pass `train` or, if
-it is missing, with `current` or `rollout`."""
+"""Other score columns, recorded with the pass `train` or, if it is missing, with `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
@@ -90,9 +89,7 @@ class RowImport:
         selection: Selection = EVERYTHING,
         ordered: bool = False,
     ):
-        """`source` is the format's name, and `path` the location of the files. `ordered` means that steps never
-        decrease.
-        """
+        """`source` is the format, `path` the location of the files. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection

@@ -132,8 +132,7 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Layout of a zip entry's local header: its size, and the offset and format of the two lengths (file name and extra
-field)."""
+"""A zip entry's local header: its size, and offset and format of the lengths of file name and extra field."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:

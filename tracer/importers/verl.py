@@ -64,9 +64,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    """Return a batch's step from meta.json in the same folder or, without that file, from the last number in the
-    batch's path.
-    """
+    """Return a batch's step from meta.json in its folder or, without it, from the last number in its path."""
     meta = folder.beside(name, "meta.json")
     found = None
     try:

@@ -151,9 +151,7 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """Read a stored result with its tables. Raises DamagedTrace if the content does not match its checksums,
-    NewerTrace, and FileNotFoundError.
-    """
+    """Read a stored result with its tables. Raises DamagedTrace, NewerTrace, and FileNotFoundError."""
     header = read_header(store, result)
     try:
         return _read_tables(store, header)
@@ -167,9 +165,7 @@ def read_result(store: Store, result: str) -> KeptResult:
 
 
 def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
-    """Check one of a result's tables against the recorded hash of the whole file. Raises DamagedTrace if the table does
-    not match or is missing.
-    """
+    """Check one of a result's tables against the hash of the whole file. Raises DamagedTrace, also if it is missing."""
     try:
         read_table(store, header, relative)
         is_whole = whole_hash(store.read_bytes(relative)) == header.files[relative].hash

@@ -251,9 +251,7 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights for a version will be replaced. Raises InvalidOption if replacing them is not
-    allowed.
-    """
+    """Return the writers whose weights for a version will be replaced. Raises InvalidOption if not allowed."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]

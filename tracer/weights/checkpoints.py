@@ -85,9 +85,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded model's config, with `architectures` added if missing, as in a model never loaded from disk.
-    vLLM needs it.
-    """
+    """Return a model's config with `architectures`, which vLLM needs and a model never loaded from disk lacks."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}

@@ -84,9 +84,7 @@ def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
 def write_row(
     folder: Path, dtype: str, row: int, bits_E: np.ndarray, encoders: Sequence[Worker]
 ) -> tuple[list[int], int]:
-    """Write one row using the encoder threads. Return the indices of the nonzero chunks, and their total size on disk
-    in bytes.
-    """
+    """Write one row on the encoder threads; return the indices of its nonzero chunks, and their size in bytes."""
     size = chunk_elements(dtype, len(bits_E))
 
     def write(index: int) -> int:

@@ -86,9 +86,7 @@ class WeightReader:
         """(version, attempt) with a damaged or missing part -> a sentence describing the damage."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """(segment, dtype, chunk index) -> the version held and its bits. It holds all chunks of the version read last,
-        or only the chunk read last.
-        """
+        """(segment, dtype, chunk) -> version and bits held: all chunks of the version read last, or the last chunk."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         """Segment -> number of elements per dtype."""
@@ -149,9 +147,7 @@ class WeightReader:
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """Return a version's records from the given training attempt, by default from the newest attempt that has the
-        version.
-        """
+        """Return a version's records from a training attempt, by default the newest that has the version."""
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -436,9 +432,7 @@ def _segment_of(name: str) -> Segment | None:
 
 
 def _layout(content: bytes, expected: str | None) -> WeightLayout:
-    """Parse the tensor layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError if the content is
-    invalid.
-    """
+    """Parse the tensor layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError."""
     if expected not in (None, whole_hash(content)):
         raise ValueError("its content has changed since it was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])

@@ -37,16 +37,12 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change between versions. A segment gets more while its deltas are
-together smaller than its keyframe.
-"""
+"""Versions per segment if many elements change; more while its deltas are together smaller than its keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Maximum share of elements that may change for an update to be stored as sparse changes; above it, all bits are
-stored.
-"""
+"""Maximum share of changed elements for an update to be stored as sparse changes; above it, all bits are."""
 STRIDE = 4
 """Row r of a segment stores changes relative to row r - STRIDE ** n, where STRIDE ** n is the largest power of STRIDE
 that divides r. This keeps the number of rows needed to rebuild a version small.
@@ -104,13 +100,9 @@ class WeightWriter:
         self._is_few = True
         """True if all rows after the keyframe in the current segment are stored as sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
-        """For each level, the recent changes not yet summed into the next level. Level 0 holds single rows, level 1
-        sums over STRIDE rows, and so on.
-        """
+        """For each level, the changes not yet summed into the next one: single rows, sums over STRIDE rows, ..."""
         self._on_the_way: list[int] = []
-        """[rows] for each row of the segment, the number of changed elements that must be applied to rebuild it from
-        the keyframe.
-        """
+        """[rows] number of changed elements to apply to rebuild each row of the segment from the keyframe."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -129,9 +121,7 @@ class WeightWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """Values that change as long as the writer's threads make progress; writing a large model's weights can take
-        minutes.
-        """
+        """Values that change while the writer's threads make progress; a large model's weights can take minutes."""
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
