@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,11 @@ MAX_DEPTH = 64
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
+
+
+def now() -> str:
+    """Return the current time, ISO 8601 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def to_document(values: Mapping[str, Any]) -> str:

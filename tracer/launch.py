@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..schemas.capture import Capture
-from ..schemas.clock import now
+from ..schemas.documents import now
 from ..schemas.errors import InvalidOption, StorageStalled, TimTraceError, TraceExists, option
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest

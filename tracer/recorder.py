@@ -21,8 +21,8 @@ import numpy as np
 from .. import __version__
 from ..schemas.arguments import checked
 from ..schemas.capture import Capture
-from ..schemas.clock import now
 from ..schemas.contract import Contract
+from ..schemas.documents import now
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
 from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
 from ..schemas.loss import Loss

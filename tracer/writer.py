@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from ..schemas.checksums import SealedFile, sealed
-from ..schemas.clock import now
 from ..schemas.contract import Contract, canonical_json, contract_hash
+from ..schemas.documents import now
 from ..schemas.errors import InvalidRecord, StorageStalled
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState

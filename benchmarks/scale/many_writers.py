@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 from tim_trace import __version__
 from tim_trace.schemas.capture import Capture
-from tim_trace.schemas.clock import now
+from tim_trace.schemas.documents import now
 from tim_trace.schemas.layout import SCORES, SEQUENCES
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.attempts import Attempt

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.checksums import SMALL_BLOCK_BYTES, SealedFile
-from ...schemas.clock import now
+from ...schemas.documents import now
 from ...schemas.errors import DamagedTrace, InvalidOption
 from ...schemas.layout import PASSES, TABLES, WRITERS, Segment
 from ...schemas.passes import REPLAY_PREFIX

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ... import __version__
 from ...schemas.capture import Capture
-from ...schemas.clock import now
+from ...schemas.documents import now
 from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
 from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN

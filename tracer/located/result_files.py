@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from ... import __version__
 from ...schemas.checksums import SealedFile, whole_hash
-from ...schemas.clock import now
+from ...schemas.documents import now
 from ...schemas.errors import DamagedTrace, TimTraceError
 from ...schemas.layout import LOCATE
 from ...schemas.located import OPERATORS, PATCHES

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.checksums import SealedFile, sealed, whole_hash
-from ...schemas.clock import now
+from ...schemas.documents import now
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
 from ..patience import Patience
