@@ -34,7 +34,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     rank = environment.rank()
     own = _attempting(store, rank)
     base = f"{session}/{restarts()}/{ordinal}"
-    before = [state for state in own if _base(state) == base]
+    before = [state for state in own if str(state.attempt_key).rpartition(".")[0] == base]
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
@@ -81,10 +81,6 @@ def is_of_this_start(state: WriterState, session: str) -> bool:
 
 def _is_of(state: WriterState, session: str) -> bool:
     return str(state.attempt_key).startswith(f"{session}/")
-
-
-def _base(state: WriterState) -> str:
-    return str(state.attempt_key).rpartition(".")[0]
 
 
 def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:

@@ -41,7 +41,6 @@ _UNIT_CHARACTERS = 200
 PATIENCE = 6
 """Number of checks in a row without room on any node before the work fails; autoscaling needs time."""
 
-
 HELD_UP = 3
 """Number of consecutive checks without a running actor before a warning reports the missing resources."""
 
@@ -155,7 +154,8 @@ def connected(address: str | None) -> Iterator[Any]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        _check_answers(address)
+        if place := _host_and_port(address):  # Ray itself would retry for minutes
+            socket.create_connection(place, timeout=CONNECT_S).close()
         with _without_tips():
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, RuntimeError, ValueError) as error:
@@ -176,12 +176,6 @@ def connected(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Raise OSError if nothing listens at `host:port`: Ray itself would retry for minutes."""
-    if place := _host_and_port(address):
-        socket.create_connection(place, timeout=CONNECT_S).close()
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:

@@ -13,7 +13,6 @@ from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists
 from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
-from .lock import alone, is_held
 from .replaced import (
     entries,
     move_all,
@@ -28,7 +27,7 @@ from .replaced import (
     tokenizer_files,
 )
 from .store import Store
-from .whole_file import check_no_links, write_once, write_part
+from .whole_file import alone, check_no_links, is_held, write_once, write_part
 
 _NAMED = 3
 """Maximum number of files not written by tim-trace that an error message lists."""

@@ -97,13 +97,10 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
     """Pack rows of one array for the journal; `dtype` says how to interpret the bits (bfloat16 is passed as uint16)."""
-    row = (group, array, _typed(dtype, values), start, len(values), np.ascontiguousarray(values).tobytes())
+    typed = f"{dtype}[{','.join(map(str, values.shape[1:]))}]"
+    row = (group, array, typed, start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
     return pa.record_batch(columns, schema=DENSE_SCHEMA)
-
-
-def _typed(dtype: str, values: np.ndarray) -> str:
-    return f"{dtype}[{','.join(str(size) for size in values.shape[1:])}]"
 
 
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
@@ -129,8 +126,8 @@ def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch])
 def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
     from zarr.codecs import BloscCodec, Crc32cCodec
 
-    dtype, storage, trailing = blocks[0].dtype, blocks[0].values.dtype, blocks[0].values.shape[1:]
-    if any((block.dtype, block.values.shape[1:]) != (dtype, trailing) for block in blocks):
+    storage, (dtype, trailing) = blocks[0].values.dtype, blocks[0].kind
+    if any(block.kind != blocks[0].kind for block in blocks):
         raise DamagedTrace(f"{name}: its rows differ in shape")
     num_rows = sum(len(block.values) for block in blocks)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
@@ -142,10 +139,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
         dtype=storage,
         chunks=(chunk, *trailing),
         shards=(shard, *trailing),
-        compressors=(
-            BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize),
-            Crc32cCodec(),
-        ),
+        compressors=(BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize), Crc32cCodec()),
         attributes={"dtype": dtype},
         config={"write_empty_chunks": True},  # Write chunks of zeros too, so that a missing chunk means data loss.
     )

@@ -97,6 +97,7 @@ class Index:
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
     """For each index: its files without footers, and the schemas that they refer to."""
     documents: dict[str, bytes] = field(default_factory=dict)
+    """Content of files that are named by their hash, which the reader verifies."""
 
     @property
     def paths(self) -> set[str]:
@@ -129,29 +130,22 @@ class Index:
             return None
         return known.state
 
-    def named(self, relative: str) -> bytes | None:
-        """Return the content of a file that is named by its hash; the caller verifies the content."""
-        return self.documents.get(relative)
-
 
 def read_index(store: Store) -> Index:
     """Read all indexes of a trace as one. Damaged ones are ignored."""
     index = Index()
     for name, size in store.files(INDEX).items():
-        if (contents := _contents_of(store, name, size)) is not None:
-            _add(index, contents)
+        if (contents := _contents_of(store, name, size)) is None:
+            continue
+        schemas = _schemas(contents)
+        index.footers |= {path: (footer, schemas[footer.schema]) for path, footer in contents.footers.items()}
+        index.files.append((contents.files, schemas))
+        index.documents |= contents.documents
+        if contents.state_fields == _STATE_FIELDS:
+            for known in contents.states.values():
+                known.state.versions = contents.versions[known.versions]
+            index.states |= contents.states
     return index
-
-
-def _add(index: Index, contents: _Contents) -> None:
-    schemas = _schemas(contents)
-    index.footers |= {path: (footer, schemas[footer.schema]) for path, footer in contents.footers.items()}
-    index.files.append((contents.files, schemas))
-    index.documents |= contents.documents
-    if contents.state_fields == _STATE_FIELDS:
-        for known in contents.states.values():
-            known.state.versions = contents.versions[known.versions]
-        index.states |= contents.states
 
 
 def passed_over(store: Store) -> list[str]:

@@ -25,12 +25,11 @@ from .child import Child
 from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
-from .lock import alone
 from .nodes import SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .patience import MAX_WAIT_S, Patience
 from .sender import Sender
 from .store import Store
-from .whole_file import write_part
+from .whole_file import alone, write_part
 from .worker import Worker
 
 WEIGHTS_CHOICES = ("auto", "delta", "none")
@@ -195,7 +194,9 @@ def record(
             files.close()
             return _run_unrecorded(command, output, _none_found(str(number), output, max_wait))
         order, run_id, is_alone, known = begun
-        child = _started(command, _environment(order))
+        paths = [BOOTSTRAP, *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
+        child = _started(command, os.environ | variables)
     except StorageStalled as error:
         stalled = error
         files.abandon(lambda: claim.__exit__(type(stalled), stalled, None))
@@ -266,7 +267,10 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
     try:
         return Child.start(command, environment)
     except OSError as error:
-        raise InvalidOption(_not_started(command[0], error)) from error
+        why = f"cannot be executed ({error.strerror}); start it as: python {command[0]}"
+        if isinstance(error, FileNotFoundError):
+            why = "no such command; check its name and your PATH"
+        raise InvalidOption(f"record: {command[0]}: {why}") from error
 
 
 def _tell(sentence: str) -> None:
@@ -291,7 +295,7 @@ class Launcher:
     def give_sign(self) -> None:
         """Update the launcher's heartbeat."""
         with contextlib.suppress(OSError):
-            os.utime(self._path)
+            os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
         """Record the exit code and return the hosts still recording; the last launcher to end finishes the trace."""
@@ -303,10 +307,6 @@ class Launcher:
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
             beside = {state.writer for state in same if state.state == OPEN}
         return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / WRITERS / f"{self.state.writer}.json"
 
     def save(self) -> None:
         """Save the launcher's state, ignoring errors from a full disk or a removed folder."""
@@ -348,18 +348,6 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
 
 
 def _adopt(folder: Path) -> None:
-    from .adopt import adopt  # imported here, so that the command starts before Arrow is loaded
+    from .seal import adopt  # imported here, so that the command starts before Arrow is loaded
 
     adopt(folder)
-
-
-def _environment(order: Order) -> dict[str, str]:
-    """Return the command's environment: bootstrap's sitecustomize first on Python's path, and the recording order."""
-    paths = [BOOTSTRAP, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
-
-
-def _not_started(name: str, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"record: {name}: no such command; check its name and your PATH"
-    return f"record: {name}: cannot be executed ({error.strerror}); start it as: python {name}"

@@ -26,9 +26,8 @@ from ..schemas.layout import (
     WRITERS,
     is_own,
 )
-from .lock import is_held
 from .store import Store
-from .whole_file import check_inside, check_no_links
+from .whole_file import check_inside, check_no_links, is_held
 
 
 def entries(folder: Path) -> list[Path]:

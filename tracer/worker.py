@@ -170,9 +170,8 @@ class Worker:
                     self._has_ended = True
                     self._changed.notify_all()
                     return
-                task, num_bytes, _, ready = (
-                    self._tasks.popleft() if self._tasks else (self._idle or _nothing, 0, 0.0, None)
-                )
+                idle = self._idle or (lambda: None)
+                task, num_bytes, _, ready = self._tasks.popleft() if self._tasks else (idle, 0, 0.0, None)
                 self._busy, self._awaits_device = True, ready is not None
             begin = time.monotonic()
             try:
@@ -208,9 +207,6 @@ class Worker:
                 self.error = error
             self._queued_bytes -= sum(task[1] for task in self._tasks)
             self._tasks.clear()
-
-
-def _nothing() -> None: ...
 
 
 def run_within(

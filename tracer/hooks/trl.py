@@ -9,9 +9,8 @@ from typing import Any
 
 from .patches import Patches
 from .session import Session
-from .trainer_class import is_asynchronous, lacks, trl_version, unrecorded
 from .trl_async import AsyncTrainerHooks
-from .trl_release import POINTS, engine_classes
+from .trl_release import POINTS, engine_classes, is_asynchronous, lacks, trl_version, unrecorded
 from .trl_trainer import TrainerHooks
 
 

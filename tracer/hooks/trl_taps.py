@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..dense import Distribution
-from ..projection import Projection
+from ..logits import Projection
 from ..routing import Router, RouterTap, Routing, is_mixture, of_cells, routers
 from ..weights.layout import is_sharded, model_parameters
 from ..writer import Part

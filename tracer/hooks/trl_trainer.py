@@ -23,7 +23,6 @@ from .engine_call import EngineCall
 from .model_contract import tokenizer_identity
 from .patches import arguments
 from .session import Session
-from .trainer_class import is_asynchronous, name_of, own_loss, unknown_output
 from .trainer_tensors import trained_model
 from .trl_batches import (
     ROW_KEY,
@@ -49,7 +48,17 @@ from .trl_contract import (
     server_contract,
     server_info,
 )
-from .trl_release import ATTRIBUTES, GENERATING, NUM_GENERATIONS, find, lost
+from .trl_release import (
+    ATTRIBUTES,
+    GENERATING,
+    NUM_GENERATIONS,
+    find,
+    is_asynchronous,
+    lost,
+    name_of,
+    own_loss,
+    unknown_output,
+)
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 

@@ -20,7 +20,7 @@ from ..contracts import read_contract
 from ..store import Store
 from ..writer import Part
 from .model_contract import tokenizer_identity
-from .patches import Patches, arguments
+from .patches import Patches, arguments, version_sentence
 from .session import Session
 from .verl_batches import (
     ESTIMATED,
@@ -34,6 +34,7 @@ from .verl_batches import (
     get_off,
     one_a_row,
     padded_column,
+    progress_of,
     ride_along,
     rows_of,
     rows_of_padded,
@@ -41,8 +42,6 @@ from .verl_batches import (
 )
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 from .verl_forwards import FORWARD_KEYS, forward_of
-from .verl_progress import progress_of
-from .versions import version_sentence
 
 POINTS = {
     "fit": "steps of a second training in a process as an attempt of their own",

@@ -14,13 +14,11 @@ from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
 from .. import environment
 from ..writer import Part
-from .engine_call import EngineCall
+from .engine_call import EngineCall, Requested, asking, cut_down, room_for
 from .model_contract import tokenizer_identity
-from .patches import Patches, arguments
+from .patches import Patches, arguments, version_sentence
 from .session import Session
-from .versions import version_sentence
 from .vllm_contract import Conditions, engine_contract, sampling_settings
-from .vllm_logprobs import Requested, asking, cut_down, room_for
 
 if TYPE_CHECKING:
     from .trl_state import Generation

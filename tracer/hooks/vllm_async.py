@@ -19,13 +19,11 @@ from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
-from .engine_call import EngineCall
-from .patches import Patches, arguments
+from .engine_call import DELTA, EngineCall, Requested, asking, cut_down, room_for
+from .patches import Patches, arguments, version_sentence
 from .session import Session
-from .versions import version_sentence
 from .vllm import EMBEDDED, EngineHooks, has_embeddings
 from .vllm_contract import Conditions, async_contract, sampling_settings
-from .vllm_logprobs import DELTA, Requested, asking, cut_down, room_for
 
 ABORT, ERROR = "abort", "error"
 """vLLM's finish reasons for a request that its caller aborted, or that an error ended."""

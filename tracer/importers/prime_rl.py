@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Part
 from .fields import Fields, Values
-from .format import Format, read_rows
+from .format import DumpFolder, Format, Part, read_rows
 
 _FILE = r"step_(\d+)/rank_(\d+)\.jsonl"
 _MARKER = "STABLE"

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder
 from .fields import Fields
-from .format import Format, first_object, read_rows
-from .local_file import TIMES_AS_JSON, whole_content
-from .textfiles import parsed, read_lines
+from .format import DumpFolder, Format, first_object, read_rows
+from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0

@@ -33,8 +33,7 @@ from .columns import Columns, read_metrics
 from .import_writer import ImportWriter
 from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
-from .rowbatch import RowBatch
-from .selection import EVERYTHING, Selection
+from .rowbatch import EVERYTHING, RowBatch, Selection
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows, routed
 from .fields import Fields, Values
+from .format import DumpFolder, Part, Reading
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .torch_files import is_cut, read_pickled

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Reading
-from .format import Format
+from .format import Format, Reading
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .samples import (

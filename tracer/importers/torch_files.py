@@ -15,8 +15,8 @@ import pyarrow as pa
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
 from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, raw_tensor
-from .local_file import whole_content
 from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
+from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """First value in a legacy torch.save file; newer releases write zip files."""

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .dump import Reading
 from .dump_rows import DumpRows
-from .format import Format
+from .format import Format, Reading
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
 
 _TEXTS = ("step", "prompt", "completion")

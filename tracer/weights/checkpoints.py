@@ -1,8 +1,9 @@
-"""Reads checkpoints saved by a run as Hugging Face folders, and writes a recorded version as one."""
+"""Reads checkpoints saved by a run as Hugging Face folders, writes a version as one, and finds a trace's weights."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import InvalidOption, StorageError, WeightsMissing
+from ..store import Store
 from .chunks import bits_type
-from .reader import Tensor
+from .reader import Tensor, WeightReader
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -129,3 +131,25 @@ def write_folder(
             (folder / document).write_bytes(content)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error}); give a writable folder") from error
+
+
+FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
+"""Name of the environment variable that sets --weights-from for every command."""
+
+
+def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
+    """Return a reader of a trace's policy versions: `.versions`, `.load(version)`.
+
+    Checkpoints outside the trace are read only from a folder given by the user: `weights_from` or TIM_TRACE_WEIGHTS_FROM. The
+    folder recorded in the trace itself is reported but not read, since the trace may come from an untrusted source.
+    """
+    manifest = store.manifest()
+    writers, damaged = store.writers()
+    reader = WeightReader(store, writers, needs_checksums=manifest.is_checked, checkpoints=manifest.weights_from)
+    reader.damaged[:0] = damaged
+    if weights_from is not None:
+        return CheckpointReader(Path(weights_from))
+    if reader.versions or reader.damaged or manifest.weights_from is None:
+        return reader
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return CheckpointReader(Path(folder)) if folder else reader

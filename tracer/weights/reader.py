@@ -22,8 +22,16 @@ from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
 from ..store import Store, first_line, unreadable
-from .changes import apply_changes, decode_changes
-from .chunks import DOCUMENT, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk
+from .chunks import (
+    DOCUMENT,
+    apply_changes,
+    bits_type,
+    changes_key,
+    chunk_elements,
+    chunk_key,
+    decode_changes,
+    decode_chunk,
+)
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
 """Ways to supply a trace's weights, for use in error messages."""

@@ -21,16 +21,19 @@ from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_ha
 from ..patience import Patience
 from ..whole_file import write_part
 from ..worker import Worker
-from .changes import Changes, added, changes_of, write_changes
 from .chunks import (
     DOCUMENT,
     Bits,
+    Changes,
+    added,
     array_document,
     changes_key,
+    changes_of,
     chunk_elements,
     group_document,
     map_chunks,
     part,
+    write_changes,
     write_row,
     written_chunks,
 )
