@@ -27,16 +27,14 @@ class Requested:
     """The logprobs and output options that the caller set for one request."""
 
     params: Any
-    logprobs: int | None
-    flat: bool
-    changed: bool = False
+    changed: bool
     """True if recording requests more from the engine than the caller did."""
-    captured: bool = False
+    captured: bool
 
-    @classmethod
-    def of(cls, params: Any, *, changed: bool, captured: bool) -> Requested:
-        flat = bool(getattr(params, "flat_logprobs", False))
-        return cls(params=params, logprobs=params.logprobs, flat=flat, changed=changed, captured=captured)
+    @property
+    def logprobs(self) -> int | None:
+        number: int | None = self.params.logprobs
+        return number
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
@@ -147,7 +145,7 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
             if entry.rank <= limit:
                 entries.setdefault(other, entry)
         kept.append(entries)
-    if not requested.flat:
+    if not getattr(requested.params, "flat_logprobs", False):
         return kept
     container = type(logprobs)() if hasattr(logprobs, "start_indices") else None
     if container is None:

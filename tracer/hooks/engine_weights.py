@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from ...schemas.layout import ENGINE_WEIGHTS
 from ...schemas.tables import ENGINE_WEIGHTS_TABLE
-from ..arrow_arrays import column_array
+from ..rows import RowBuilder
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
 from .engine_parameters import held_tensors
@@ -22,6 +22,7 @@ from .trainer_tensors import is_quantised, is_whole, trained_model, trainer_tens
 from .vllm_contract import model_runner
 
 GIVEN, HELD, NONE = "given", "held", "none"
+_ROWS = RowBuilder(ENGINE_WEIGHTS_TABLE.schema)
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes to which a tensor may have been rounded on its way from the trainer to the engine."""
@@ -188,15 +189,11 @@ class EngineWeights:
         names = list(own) + [name for name in given if name not in own]
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
         writer = self._session.recorder.writer
-        columns: list[list[Any]] = [
-            [step] * len(names), [version] * len(names), names, [dtype] * len(names),
-            *([side.get(name) for name in names] for side in (own, unmerged, given, held)),
-            [casts.get(name) for name in names],
-            [writer.state.attempt] * len(names), [writer.name] * len(names),
-        ]  # fmt: skip
-        schema = ENGINE_WEIGHTS_TABLE.schema
-        arrays = [column_array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+        sides = {"trainer": own, "unmerged": unmerged, "given": given, "held": held}
+        columns: dict[str, Any] = {side: [values.get(name) for name in names] for side, values in sides.items()}
+        columns["cast"] = [casts.get(name) for name in names]
+        columns |= {"step": step, "policy_version": version, "tensor": names, "dtype": dtype}
+        return _ROWS.batch(columns | {"attempt": writer.state.attempt, "writer": writer.name}, len(names))
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
         """Return digests of the weights that the engine holds; empty if they need not be read at this version."""

@@ -50,11 +50,8 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
     """Return this process's shards; in the first process, also the tensors that are not sharded."""
-    return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
-
-
-def _is_part(tensor: Any) -> bool:
-    return is_sharded(tensor) and not getattr(tensor, "is_replicated", False)
+    tensors = model_tensors(model).items()
+    return {name: t for name, t in tensors if is_first or (is_sharded(t) and not getattr(t, "is_replicated", False))}
 
 
 def _problem(model: Any) -> str | None:

@@ -100,10 +100,7 @@ def _encoded(samples: Sequence[PackedSample]) -> np.ndarray:
     described = [
         {
             "length": len(sample.ids),
-            "name": sample.name,
-            "group": sample.group,
-            "policy_version": sample.policy_version,
-            "advantage": sample.advantage,
+            **{name: getattr(sample, name) for name in ("name", "group", "policy_version", "advantage")},
             "rewards": dict(sample.rewards),
         }
         for sample in samples

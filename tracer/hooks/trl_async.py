@@ -179,17 +179,10 @@ class AsyncTrainerHooks(TrainerHooks):
     def _declare_rollouts(self, trainer: Any) -> None:
         if not trainer.is_world_process_zero():
             return
-        recorder = self.session.recorder
-        recorder.add_loss(
-            Loss(
-                clip_low=trainer.epsilon_low,
-                clip_high=trainer.epsilon_high,
-                denominator=ROLLOUT,
-                aggregation="micro_token_mean",
-            )
-        )
+        clip = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
+        self.session.recorder.add_loss(Loss(**clip, denominator=ROLLOUT, aggregation="micro_token_mean"))
         server = self._server_info(trainer) if uses_server(trainer) else None
-        recorder.add_contract(ROLLOUT, worker_contract(trainer, server))
+        self.session.recorder.add_contract(ROLLOUT, worker_contract(trainer, server))
 
     def _record_row(self, trainer: Any, state: TrainerState, row: PackedRow, inputs: Any, tap: OutputTap) -> None:
         state.refresh_contracts()
@@ -247,14 +240,9 @@ class AsyncTrainerHooks(TrainerHooks):
         count = len(row.samples)
         forward = None
         if version is not None:
-            first = state.next_forwards(TRAIN_SPLIT, pass_name, 1)
-            none = np.zeros(count, np.int32)
+            ids, none = np.full(count, state.next_forwards(TRAIN_SPLIT, pass_name, 1)), np.zeros(count, np.int32)
             forward = Forward(
-                ids=np.full(count, first, np.int64),
-                places=np.arange(count, dtype=np.int32),
-                rows=np.full(count, count, np.int32),
-                pad_left=none,
-                pad_right=none,
+                ids=ids, places=np.arange(count), rows=np.full(count, count), pad_left=none, pad_right=none
             )
         self.session.recorder.add_scores(
             pass_name,

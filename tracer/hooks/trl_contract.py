@@ -6,10 +6,10 @@ import json
 from typing import Any
 from urllib.request import urlopen
 
-from ...schemas.contract import PREFIX_TREE, Contract
+from ...schemas.contract import PREFIX_TREE, Contract, plain
 from .. import environment
 from ..weights.layout import model_parameters, num_elements
-from .model_contract import as_json, class_path, dtypes, numerics
+from .model_contract import class_path, described, dtypes, numerics
 from .trainer_tensors import trained_model
 from .trl_release import SERVER_URL, TEMPERATURE, find, fused_lm_head
 
@@ -57,7 +57,7 @@ def _contract(trainer: Any, scorer: Any, *, source: str, grad: bool) -> Contract
             "distributed_type": str(accelerator.distributed_type).rpartition(".")[2],
         },
         "model": numerics(model),
-        "torch": environment.torch_settings() | {"autocast_dtype": str(_autocast_dtype(accelerator))},
+        "torch": environment.torch_settings() | {"autocast_dtype": str(autocast_dtype(accelerator))},
         "versions": environment.numeric_versions(),
     }
 
@@ -149,20 +149,11 @@ def model_identity(trainer: Any) -> dict[str, Any]:
     model = trained_model(trainer)
     configs = _adapters(model)
     below = model.get_base_model() if configs else model
-    identity = {
-        "name": getattr(below, "name_or_path", None),
-        "class": class_path(below),
-        "num_parameters": sum(dtypes(model).values()),
-        "dtypes": dtypes(model),
-        "config": below.config.to_dict(),
-    }
+    identity = described(below, getattr(below, "name_or_path", None), below.config.to_dict())
     if configs:
         trained = sum(num_elements(p) for p in model_parameters(model) if p.requires_grad)
-        identity |= {
-            "adapters": configs,
-            "active_adapter": str(model.active_adapter),
-            "num_trained_parameters": trained,
-        }
+        identity |= {"num_parameters": sum(dtypes(model).values()), "dtypes": dtypes(model), "adapters": configs}
+        identity |= {"active_adapter": str(model.active_adapter), "num_trained_parameters": trained}
     return identity
 
 
@@ -173,10 +164,11 @@ def has_adapters(trainer: Any) -> bool:
 
 def _adapters(model: Any) -> dict[str, dict[str, Any]]:
     configs = getattr(model, "peft_config", None) or {}
-    return {str(name): as_json(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
+    return {str(name): plain(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
 
 
-def _autocast_dtype(accelerator: Any) -> Any:
+def autocast_dtype(accelerator: Any) -> Any:
+    """Return the dtype to which accelerate's autocast casts; None without autocast."""
     import torch
 
     with accelerator.autocast():

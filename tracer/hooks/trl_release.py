@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .patches import tested_releases, untested, version_sentence
+from .patches import tested_releases, untested
 
 POINTS = {
     "train": "the repeated steps of a second call of train() as an attempt of their own",
@@ -170,12 +170,6 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
         f"{reason}{release}; only trainers with the functions of TRL's GRPOTrainer are recorded; for your own loop use "
         "tim_trace.Recorder"
     )
-
-
-def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence on an untested TRL release and a trainer class's missing functions; None without either."""
-    version = trl_version()
-    return None if version is None else version_sentence("trl", version, missing)
 
 
 def own_loss(trainer_class: type) -> str | None:

@@ -38,14 +38,18 @@ class Scoring:
     routing: Routing | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TrainRows:
-    """Rows scored by a call that yields the `train` pass."""
+    """Rows that a `train` pass scores."""
 
     captured: np.ndarray
     """[rows] bool: True if the row's distributions are recorded."""
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
+
+    def take(self, rows: np.ndarray) -> TrainRows:
+        """Select some rows."""
+        return TrainRows(self.captured[rows], self.prompt_lengths[rows], self.response_lengths[rows])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,6 +76,13 @@ class Generation:
     server_logprobs: list[Any] = field(default_factory=list)
     """Logprobs from each server call for which the trainer requested none: lists [B][T][1], nats, None for NaN."""
 
+    @property
+    def rows(self) -> TrainRows | None:
+        """The batch's rows; None before they are generated."""
+        if self.prompt_lengths is None or self.response_lengths is None:
+            return None
+        return TrainRows(self.captured, self.prompt_lengths, self.response_lengths)
+
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
@@ -79,13 +90,11 @@ class Recorded:
 
     batch: Batch
     policy_version: int
-    prompt_lengths: np.ndarray
-    response_lengths: np.ndarray
+    generated: TrainRows
     prompt_width: int
     response_width: int
     train_scored: np.ndarray
     """[B] bool: True if the row already has a `train` pass."""
-    captured: np.ndarray
     masks_attention: bool
     """True if the trainer may mask whole rows out of attention. Such rows have no logprobs."""
 
@@ -93,13 +102,12 @@ class Recorded:
         """Return the forward pass of each given row, with `rows_a_forward` rows per pass and ids from `first_id`."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
-        sizes = np.bincount(forward, minlength=1)
         return Forward(
-            ids=(first_id + forward).astype(np.int64),
-            places=(place % rows_a_forward).astype(np.int32),
-            rows=sizes[forward].astype(np.int32),
-            pad_left=(self.prompt_width - self.prompt_lengths[rows]).astype(np.int32),
-            pad_right=(self.response_width - self.response_lengths[rows]).astype(np.int32),
+            ids=first_id + forward,
+            places=place % rows_a_forward,
+            rows=np.bincount(forward, minlength=1)[forward],
+            pad_left=self.prompt_width - self.generated.prompt_lengths[rows],
+            pad_right=self.response_width - self.generated.response_lengths[rows],
         )
 
 

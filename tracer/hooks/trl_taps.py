@@ -18,6 +18,7 @@ from ..writer import Part
 from .session import Session
 from .trainer_tensors import trained_model
 from .trl_batches import left_padded, right_padded
+from .trl_contract import autocast_dtype
 from .trl_release import TEMPERATURE, find
 from .trl_state import TrainRows
 
@@ -86,9 +87,7 @@ class HeadTap:
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
             return torch.float32
-        kind = next(iter(self._hidden.values())).device.type
-        with self._trainer.accelerator.autocast():
-            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return autocast_dtype(self._trainer.accelerator)
 
 
 def _language_model(trainer: Any, model: Any) -> Any:

@@ -320,22 +320,11 @@ class TrainerHooks:
             recorded, rows = state.loss.recorded, state.loss.rows
             if recorded.batch.split == EVAL_SPLIT or state.loss.scorings or recorded.train_scored[rows].any():
                 return None
-            return TrainRows(
-                captured=recorded.captured[rows],
-                prompt_lengths=recorded.prompt_lengths[rows],
-                response_lengths=recorded.response_lengths[rows],
-            )
+            return recorded.generated.take(rows)
         generation = state.generation
         assert generation is not None
-        if generation.split == EVAL_SPLIT or generation.prompt_lengths is None or generation.response_lengths is None:
-            return None
-        if any(not scoring.is_reference for scoring in generation.scorings):
-            return None
-        return TrainRows(
-            captured=generation.captured,
-            prompt_lengths=generation.prompt_lengths,
-            response_lengths=generation.response_lengths,
-        )
+        has_train = any(not scoring.is_reference for scoring in generation.scorings)
+        return None if generation.split == EVAL_SPLIT or has_train else generation.rows
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
         """Return a head tap for a scoring call of the `train` pass with rows whose distributions are recorded."""
@@ -351,8 +340,8 @@ class TrainerHooks:
         self, trainer: Any, state: TrainerState, generation: Generation, output: dict[str, Any]
     ) -> None:
         recorder = self.session.recorder
-        assert generation.prompt_lengths is not None
-        assert generation.response_lengths is not None
+        generated = generation.rows
+        assert generated is not None
         response_ids = output["completion_ids"]
         rows, width = response_ids.shape
         response_mask = output["completion_mask"]
@@ -366,9 +355,9 @@ class TrainerHooks:
             group_ids=generation.group_ids,
             policy_version=generation.policy_version,
             prompt_ids=output["prompt_ids"],
-            prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generation.prompt_lengths),
+            prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generated.prompt_lengths),
             response_ids=response_ids,
-            response_attention_mask=right_padded(width, generation.response_lengths),
+            response_attention_mask=right_padded(width, generated.response_lengths),
             response_mask=response_mask,
             advantage=output["advantages"],
             **local_rewards(trainer, generation, rows),
@@ -378,12 +367,10 @@ class TrainerHooks:
         recorded = Recorded(
             batch=batch,
             policy_version=generation.policy_version,
-            prompt_lengths=generation.prompt_lengths,
-            response_lengths=generation.response_lengths,
+            generated=generated,
             prompt_width=output["prompt_ids"].shape[1],
             response_width=width,
             train_scored=np.zeros(rows, bool),
-            captured=generation.captured,
             masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
         )
         self._record_rollout(trainer, generation, batch, call, output)

@@ -263,7 +263,9 @@ class TrainerHooks:
         recorder, config = self.session.recorder, trainer.config
         if self.sentence:
             self.session.note(self.sentence)
-        self._tell_of_workers(trainer)
+        if modules := _workers_not_hooked(trainer):
+            way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
+            self.session.note(_NOT_HOOKED.format(" and ".join(modules), way_out))
         recorder.describe(tokenizer=tokenizer_identity(trainer.tokenizer))
         recorder.save_tokenizer(trainer.tokenizer)
         recorder.add_hyperparameters(flat(OmegaConf.to_container(config, resolve=True)))
@@ -273,11 +275,6 @@ class TrainerHooks:
             recorder.add_hyperparameters(others)
         if self.session.capture.dense:
             self.session.note(_NO_DISTRIBUTIONS.format(self.session.order.capture))
-
-    def _tell_of_workers(self, trainer: Any) -> None:
-        if others := _workers_not_hooked(trainer):
-            way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
-            self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
         """Record the rows in a step. `values` returns a column of verl by name, one array per row; None if missing."""
@@ -328,20 +325,18 @@ class TrainerHooks:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
                 found = _declared_contract(folder, ROLLOUT, lambda contract: _is_training(contract, sampling(config)))
+                self._contracts[pass_name] = found or configured_rollout(config)
             else:
                 found = _declared_contract(folder, pass_name, lambda contract: contract.get("engine") == "verl")
-            if found is None:
-                found = configured_rollout(config) if pass_name == ROLLOUT else configured_contract(config)
-            self._contracts[pass_name] = found
+                self._contracts[pass_name] = found or configured_contract(config)
         return self._contracts[pass_name]
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
     """Return True if an engine's contract has the sampling settings used in training; validation may use others."""
     given = contract.get("sampling") or {}
-    top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
-    return same and top_k["given"] == top_k["asked"]
+    return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)
 
 
 def _workers_not_hooked(trainer: Any) -> list[str]:

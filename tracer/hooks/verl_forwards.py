@@ -91,11 +91,4 @@ def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T
-    before = np.zeros(len(ids), np.int32)
-    return Forward(
-        ids=ids,
-        places=places.astype(np.int32),
-        rows=rows.astype(np.int32),
-        pad_left=before,
-        pad_right=after.astype(np.int32),
-    )
+    return Forward(ids=ids, places=places, rows=rows, pad_left=np.zeros_like(after), pad_right=after)

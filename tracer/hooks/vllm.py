@@ -157,12 +157,10 @@ class OfflineHooks(EngineHooks):
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
                 new = asking(old, self.session.capture if keep else None)
-                known[id(old), keep] = new, Requested.of(old, changed=new is not old, captured=keep)
+                known[id(old), keep] = new, Requested(params=old, changed=new is not old, captured=keep)
         both = [known[id(old), keep] for old, keep in zip(each, captured, strict=True)]
-        if any(wish.changed for _, wish in known.values()):
-            call["sampling_params"] = [new for new, _ in both]
-        else:
-            call["sampling_params"] = params
+        is_changed = any(wish.changed for _, wish in known.values())
+        call["sampling_params"] = [new for new, _ in both] if is_changed else params
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
@@ -232,8 +230,4 @@ def num_prompts(prompts: Any) -> int:
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
         return 1
     first = prompts[0]
-    if isinstance(first, int):
-        return 1
-    if isinstance(first, dict) and "role" in first:
-        return 1
-    return len(prompts)
+    return 1 if isinstance(first, int) or (isinstance(first, dict) and "role" in first) else len(prompts)

@@ -160,7 +160,7 @@ class AsyncEngineHooks(EngineHooks):
         if own is None:
             asked = asking(params, self.session.capture if captured else None)
             call = call | {"sampling_params": asked}
-        requested = Requested.of(params, changed=asked is not params, captured=captured)
+        requested = Requested(params=params, changed=asked is not params, captured=captured)
         conditions = Conditions.of([params], call.get("lora_request"))
         request = AsyncRequest(name=name, step=self._step, requested=requested, conditions=conditions)
         self._num_running += 1

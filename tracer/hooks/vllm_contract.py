@@ -56,14 +56,9 @@ class Conditions:
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
         """Return the conditions of a call; `lora_requests` is None, one request, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
-        return cls(
-            adapters=tuple(
-                dict.fromkeys(
-                    (str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None
-                )
-            ),
-            has_grammar=any(getattr(one, "structured_outputs", None) is not None for one in params),
-        )
+        named = ((str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None)
+        has_grammar = any(getattr(one, "structured_outputs", None) is not None for one in params)
+        return cls(adapters=tuple(dict.fromkeys(named)), has_grammar=has_grammar)
 
     @property
     def sentences(self) -> list[str]:
@@ -72,9 +67,7 @@ class Conditions:
             f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract has its name and path"
             for name, _, _ in self.adapters
         ]
-        if self.has_grammar:
-            found.append(_GRAMMAR)
-        return found
+        return found + [_GRAMMAR] * self.has_grammar
 
     @property
     def contract(self) -> Contract:
@@ -168,9 +161,7 @@ def _said(value: Any) -> Any:
         return {str(key): _said(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_said(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def model_runner(llm: Any) -> Any:

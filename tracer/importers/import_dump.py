@@ -8,12 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ...schemas.checksums import SealedFile
-from ...schemas.errors import (
-    DamagedTrace,
-    ImportFailed,
-    TraceExists,
-    TraceNotFound,
-)
+from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
@@ -69,9 +64,13 @@ def import_dump(
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
-    options = _options(share, given, steps if chosen.lines else "")
+    mapped = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
+    # These must be the same in every import into one trace.
+    options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
-    parts, held_back = _ready(chosen.parts_of(folder), partial)
+    parts = chosen.parts_of(folder)
+    held_back = [part.waits_for for part in parts if part.waits_for and not partial]
+    parts = [part for part in parts if part.waits_for is None or partial]
     selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
     if selection.steps is not None:
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
@@ -92,7 +91,8 @@ def import_dump(
             unread = [name for name, ours in given.items() if ours and name not in seen]
             if unread:
                 raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
-            rows.lacks = _lacks(chosen, before)
+            lacks = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **chosen.lacks}
+            rows.lacks = {name: note for name, note in lacks.items() if before is None or name not in before.passes}
             rows.state.import_options = options
         result = rows.result
         result.num_files = len(rows.state.sources)
@@ -134,12 +134,6 @@ def _add_parts(
                 rows.state.sources[name] = reading.sources.get(name) or content_of(folder.path(name), lines=lines)
             advance(folder.num_bytes(part.files))
     return seen
-
-
-def _lacks(format: Format, before: _Before | None) -> dict[str, str]:
-    """Return pass -> note to record if no file has logprobs of the pass and no earlier import had."""
-    told = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **format.lacks}
-    return {name: note for name, note in told.items() if before is None or name not in before.passes}
 
 
 _NO_LOGPROBS = "the files have no logprobs for this pass"
@@ -220,12 +214,6 @@ class _Before:
         return 1 if known is None else (known.num_rows or 0) + 1
 
 
-def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, str]:
-    """Return the options that must be the same in every import into one trace."""
-    told = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
-    return {"sample": repr(float(sample)), "map": told, "steps": steps}
-
-
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
     """List the files at a path; None if only `import_parquet` reads it. Raises ImportFailed."""
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
@@ -254,13 +242,6 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
         if ours:
             columns[ours] = (theirs,)
     return columns
-
-
-def _ready(parts: list[Part], partial: bool) -> tuple[list[Part], list[str]]:
-    """Return the parts to read now, and the reasons why the remaining parts must wait."""
-    if partial:
-        return parts, []
-    return [part for part in parts if part.waits_for is None], [part.waits_for for part in parts if part.waits_for]
 
 
 def _chosen_steps(

@@ -57,11 +57,11 @@ def import_parquet(
     wanted = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
     with open_import(output, "parquet", source.url, selection, ordered=False, grows=False, force=force) as rows:
         with progress("importing", sum(source.size(name) for name in source.files)) as advance:
-            for batch in source.batches(wanted):
+            for batch in source.rows(source.files, wanted):
                 rows.add_rows(batch, names[batch.file], passes)
                 advance(batch.num_bytes)
         rows.check_any()
-        for batch in source.metrics(METRIC_KINDS):
+        for batch in source.rows(source.metrics_files, METRIC_KINDS):
             rows.add_metrics(batch)
     result = rows.result
     mapped = {theirs for columns in names.values() for theirs in columns}
@@ -78,7 +78,7 @@ def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}
     there: set[int] = set()
-    for batch in source.batches(theirs):
+    for batch in source.rows(source.files, theirs):
         columns = Columns.of(batch, names[batch.file], {"step": KINDS["step"]})
         there.update(columns.list("step") or ())
     return frozenset(parse_steps(steps, sorted(there), of=source.url))
@@ -153,7 +153,7 @@ class RowFiles:
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
-        metrics = [name for name in found if _stem(name) == METRICS]
+        metrics = [name for name in found if _base(name).split(".", 1)[0] == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
             raise ImportFailed(f"{url}: holds no {_READ} file; name the folder or the file itself, or a pattern with *")
@@ -173,15 +173,8 @@ class RowFiles:
             for name in self.files
         }
 
-    def batches(self, columns: Collection[str]) -> Iterator[RowBatch]:
-        """Yield the rows of all files, with the requested columns that each file has."""
-        return self._rows(self.files, columns)
-
-    def metrics(self, columns: Collection[str]) -> Iterator[RowBatch]:
-        """Yield the rows of the metrics files."""
-        return self._rows(self.metrics_files, columns)
-
-    def _rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
+    def rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
+        """Yield the rows of some files, with the requested columns that each file has."""
         for name in files:
             yield from (parquet_rows if name.endswith(_PARQUET) else json_rows)(self.filesystem, name, columns)
 
@@ -199,10 +192,6 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
 
 def _base(name: str) -> str:
     return name.rsplit("/", 1)[-1]
-
-
-def _stem(name: str) -> str:
-    return _base(name).split(".", 1)[0]
 
 
 def _beside(filesystem: fsspec.AbstractFileSystem, path: str) -> list[str]:

@@ -123,10 +123,6 @@ class ZeroLists:
             found[name] = verdict_B[part.rows]
         return found
 
-    def is_filled(self, name: str) -> bool:
-        """Return True if a pass has had a value other than 0.0."""
-        return name in self.filled
-
     def was_never_filled(self, name: str) -> bool:
         """Return True if a pass has had only 0.0 by the end of the import, and these zeros are placeholders."""
         others = {other for other in POLICY if other != name}

@@ -60,11 +60,11 @@ def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[s
 
 def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
-    **told: Any,
+    rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
     """Return the format for a server's responses, which are recognised by a key.
 
-    `rows_of` returns the rows in one response.
+    `rows_of` returns the rows in one response; `rollout` is the note on responses without logprobs.
     """
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
@@ -81,5 +81,10 @@ def response_format(
         recognises=lambda folder: _holds(folder, key),
         read=lambda reading: read_rows(reading, rows, records=objects, unit="response"),
         lines=True,
+        lacks={
+            "rollout": rollout,
+            "train": "responses have only the engine's logprobs; write them as Parquet together with the trainer's logprobs "
+            "of the same tokens, and import that with `tim-trace import parquet`",
+        },
         **told,
     )

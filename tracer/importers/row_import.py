@@ -116,7 +116,6 @@ class RowImport:
         try:
             if error is None:
                 self._finish()
-                self._tell_lacking()
             self._recorder.close()
         except InvalidRecord as wrong:
             raise ImportFailed(f"{self._where}: {wrong}") from wrong
@@ -158,7 +157,9 @@ class RowImport:
             if name not in self.result.passes:
                 self.result.passes += (name,)
                 self.add_pass(name)
-        for part in _alike(columns):
+        # Rows are recorded together if they have the same step and the same set of non-NULL lists and rewards.
+        has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
+        for part in _groups(np.array(columns.list("step"), np.int64), *has):
             self._add_step(columns.take(part), [given[row] for row in kept[part]], passes)
         self.result.num_sequences += columns.num_rows
 
@@ -176,17 +177,15 @@ class RowImport:
         self._recorder.add_metrics(step, values)
         self.result.num_metrics += len(values)
 
-    def _tell_lacking(self) -> None:
+    def _finish(self) -> None:
+        """Judge the lists of zeros that were left open until all rows were read, and note the missing passes."""
+        for name in tuple(self._open):
+            self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
+        self.result.ignored_columns += self._unowned
         for name, note in self.lacks.items():
             if name not in self.scored:
                 self.add_pass(name, logprobs_note=note)
                 self.result.missing += (f"{name}: {note}",)
-
-    def _finish(self) -> None:
-        """Judge the lists of zeros that could not be judged before all rows were read."""
-        for name in tuple(self._open):
-            self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
-        self.result.ignored_columns += self._unowned
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
         """Record sequences from one step that have the same non-NULL columns."""
@@ -209,7 +208,7 @@ class RowImport:
         owner = next((name for name in (TRAIN, CURRENT, ROLLOUT) if name in named.values()), None)
         verdicts = self._zero_lists.verdicts({name: part for name, part in passes.items() if name in STANDARD}, lengths)
         for name, part in passes.items():
-            if name in self._open and self._zero_lists.is_filled(name):
+            if name in self._open and name in self._zero_lists.filled:
                 self._settle(name, KEPT)
             for verdict in (KEPT, HOLES, OPEN):
                 some = np.flatnonzero(verdicts.get(name, np.full(len(part.rows), KEPT)) == verdict)
@@ -264,15 +263,10 @@ class RowImport:
             owned = [column for column in OF_TOKENS if scores.is_owner and scores.columns[column] is not None]
             own = scores.columns.take(rows) if owned else scores.columns
             experts = [each for place in some if (each := chosen[place]) is not None]
-            beside: dict[str, Any] = {column: own.ragged(column) for column in owned}
-            self._recorder.add_scores(
-                name,
-                scores.batch,
-                rows=rows,
-                logprobs=scores.logprobs.take(some),
-                routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
-                **beside,
-            )
+            given: dict[str, Any] = {column: own.ragged(column) for column in owned}
+            given |= {"rows": rows, "logprobs": scores.logprobs.take(some)}
+            routing = Routing(expert_ids=np.concatenate(experts)) if experts else None
+            self._recorder.add_scores(name, scores.batch, routing=routing, **given)
 
 
 @contextmanager
@@ -326,12 +320,6 @@ def _rewards(columns: Columns) -> dict[str, list[float]] | None:
     rows = [dict(row or ()) for row in columns.list("rewards") or ()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, float("nan")) for row in rows] for name in names} or None
-
-
-def _alike(columns: Columns) -> list[np.ndarray]:
-    """Group rows that can be recorded together: they have the same step and the same set of non-NULL lists and rewards."""
-    has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
-    return _groups(np.array(columns.list("step"), np.int64), *has)
 
 
 def _groups(*keys: np.ndarray) -> list[np.ndarray]:

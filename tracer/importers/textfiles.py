@@ -106,7 +106,7 @@ _Rows = tuple[list[dict[str, Any]], list[int], str, int]
 
 def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Rows]:
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
-        if _is_array(name) and _first_character(file) == b"[":
+        if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
             if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
                 raise ImportFailed(f"{name}: {said}; write one object per line, as .jsonl")
@@ -131,10 +131,6 @@ def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Ro
 
 
 _LINES = "each line is one object, or a .json file is one array of objects"
-
-
-def _is_array(name: str) -> bool:
-    return name.removesuffix(".gz").endswith(".json")
 
 
 def _first_character(file: Any) -> bytes:

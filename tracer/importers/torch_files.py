@@ -9,12 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
-from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, raw_tensor
+from .arrays import NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, not_called, raw_tensor
 from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
 from .textfiles import whole_content
 
@@ -102,7 +101,9 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
                     if entry is None:
                         raise NotPlain(f"its storage {key!r} is missing")
                     budget.take(entry.file_size)
-                    storages[key] = Storage(dtype, _sized(_stored(content, entry), dtype, numel))
+                    storages[key] = Storage(dtype, _stored(content, entry))
+                    if entry.file_size < numel * _item_size(dtype):
+                        raise NotPlain("a storage is shorter than declared")
                 return storages[key]
 
             found = archive.read(pickles[0])
@@ -164,7 +165,7 @@ def _storage_id(identity: Any) -> tuple[str | None, str, int]:
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
         raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
-    if not isinstance(kind, _StorageKind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+    if type(kind) is not _StorageKind or not isinstance(key, str) or type(numel) is not int or numel < 0:
         raise NotPlain("malformed storage")
     if view and view[0] is not None:
         raise NotPlain("a storage that is a view of another one")
@@ -177,33 +178,17 @@ class _StorageKind(Known):
     __slots__ = ("dtype",)
 
     def __init__(self, dtype: str | None):
-        super().__init__(_not_called)
+        super().__init__(not_called)
         self.dtype = dtype
 
 
-class _DtypeName(Known):
+class _DtypeName(_StorageKind):
     """A torch dtype, which files reference but never call."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str):
-        super().__init__(_not_called)
-        self.name = name
-
-
-def _not_called(*_: Any) -> Any:
-    raise NotPlain("it calls a name that may only be referenced")
 
 
 def _item_size(dtype: str | None) -> int:
     """Return the size of one element, bytes; 1 if the storage has no dtype."""
-    return 1 if dtype is None else 2 if dtype == "bfloat16" else np.dtype(TORCH_DTYPES[dtype]).itemsize
-
-
-def _sized(content: Bytes, dtype: str | None, numel: int) -> Bytes:
-    if len(content) < numel * _item_size(dtype):
-        raise NotPlain("a storage is shorter than declared")
-    return content
+    return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
@@ -260,7 +245,7 @@ def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
     def typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Tensor:
         if not isinstance(dtype, _DtypeName):
             raise NotPlain("malformed tensor")
-        return Tensor(storage, offset, shape, strides, budget, dtype.name)
+        return Tensor(storage, offset, shape, strides, budget, dtype.dtype)
 
     def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
         return Tensor(storage, offset, shape, strides, budget)

@@ -71,7 +71,7 @@ def _step_of(folder: DumpFolder, name: str) -> int | None:
             with opened(folder.path(meta)) as file:
                 found = json.loads(file.read(65536)).get("global_steps")
     except (ValueError, AttributeError, RecursionError):
-        found = None
+        pass
     if type(found) is int and found >= 0:
         return found
     numbers = re.findall(r"(?:^|[_/])(\d+)(?=/|\.[a-z]+$)", name)
@@ -158,7 +158,9 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     if temperature is not None:
         columns["temperature"] = [temperature] * num_rows
     experts = _experts(fields, is_token.shape, where)
-    routing = [] if experts is None else [_routed(experts[row], is_token[row], where) for row in range(num_rows)]
+    routing = []
+    if experts is not None:
+        routing = [routed(own[mask], int(mask.sum()), where) for own, mask in zip(experts, is_token, strict=True)]
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1), routing=routing)
 
 
@@ -180,10 +182,6 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
     for row in np.flatnonzero((counts_B > 1) | ((counts_B == 0) & np.signbit(given_BT).any(axis=1))):
         found[row] = rewards[row][there_BT[row]].sum()
     return found
-
-
-def _routed(experts: np.ndarray, is_token: np.ndarray, where: str) -> np.ndarray | None:
-    return routed(experts[is_token], int(is_token.sum()), where)
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from ...schemas.layout import LOCATE
 from ...schemas.located import OPERATORS, PATCHES
 from ...schemas.tables import Table
 from ..environment import numeric_versions
-from ..parquet_file import ParquetFooter, read_footer, write_checked
+from ..parquet_file import read_footer, write_checked
 from ..store import Store, first_line
 from ..verified_file import FileCursor
 from ..whole_file import unnamed_file, write_part
@@ -152,16 +153,12 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 def read_result(store: Store, result: str) -> KeptResult:
     """Read a stored result with its tables. Raises DamagedTrace, NewerTrace, and FileNotFoundError."""
-    header = read_header(store, result)
-    try:
-        return _read_tables(store, header)
-    except FileNotFoundError:  # The result was replaced by a newer one while it was being read.
+    for _ in range(2):  # A newer result may replace this one while it is being read.
         header = read_header(store, result)
-    try:
-        return _read_tables(store, header)
-    except FileNotFoundError as error:
-        missing = [name for name in header.files if not store.exists(name)]
-        raise DamagedTrace(f"{', '.join(map(store.shown, missing))}: is missing; {_AGAIN}") from error
+        with suppress(FileNotFoundError):
+            return _read_tables(store, header)
+    missing = [name for name in header.files if not store.exists(name)]
+    raise DamagedTrace(f"{', '.join(map(store.shown, missing))}: is missing; {_AGAIN}")
 
 
 def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
@@ -175,8 +172,9 @@ def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
         raise DamagedTrace(f"{store.shown(relative)}: its content has changed since locate wrote it; {_AGAIN}")
 
 
-def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
-    where = store.shown(relative)
+def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
+    """Read one of a result's tables, verifying its checksums. Raises DamagedTrace and FileNotFoundError."""
+    where, spec, record = store.shown(relative), _spec(header, relative), header.files[relative]
     if (size := store.file_size(relative)) != record.num_bytes:
         raise DamagedTrace(f"{where}: has {size:,} bytes, but locate wrote {record.num_bytes:,}; {_AGAIN}")
     footer = read_footer(store, relative, size)
@@ -184,7 +182,17 @@ def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
         raise DamagedTrace(f"{where}: has {footer.num_rows:,} rows, more than a locate result can have; {_AGAIN}")
     if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer has changed since locate wrote it; {_AGAIN}")
-    return footer
+    if not footer.schema.remove_metadata().equals(spec.schema):
+        raise DamagedTrace(f"{where}: does not have the columns of a table of {spec.name}; {_AGAIN}")
+    try:
+        file = footer.verified(store, relative)
+        rows: list[dict[str, Any]] = pq.read_table(pa.PythonFile(FileCursor(file), mode="r")).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, (DamagedTrace, FileNotFoundError)):
+            raise
+        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)}); {_AGAIN}") from error
+    _check_rows(rows, spec, len(header.sequences), where)
+    return rows
 
 
 def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
@@ -211,23 +219,6 @@ def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
 
 def _spec(header: ResultHeader, relative: str) -> Table:
     return next(each for each in (OPERATORS, PATCHES) if relative.startswith(f"{_identity(header.id, each)}-"))
-
-
-def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
-    """Read one of a result's tables, verifying its checksums. Raises DamagedTrace and FileNotFoundError."""
-    where, spec = store.shown(relative), _spec(header, relative)
-    footer = _footer(store, relative, header.files[relative])
-    if not footer.schema.remove_metadata().equals(spec.schema):
-        raise DamagedTrace(f"{where}: does not have the columns of a table of {spec.name}; {_AGAIN}")
-    try:
-        file = footer.verified(store, relative)
-        rows: list[dict[str, Any]] = pq.read_table(pa.PythonFile(FileCursor(file), mode="r")).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, (DamagedTrace, FileNotFoundError)):
-            raise
-        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)}); {_AGAIN}") from error
-    _check_rows(rows, spec, len(header.sequences), where)
-    return rows
 
 
 def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
-from ..hooks.model_contract import dtypes, tokenizer_identity
+from ..hooks.model_contract import described, tokenizer_identity
 from ..importers.import_writer import ImportWriter
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line
@@ -79,7 +79,7 @@ def attach(
         has_tokenizer = of_tokenizer is not None and not store.files(TOKENIZER)
         writer = ImportWriter(building)
         writer.state.attached_from = there
-        writer.state.model = _identity(model, there)
+        writer.state.model = described(model, there, model.config.to_dict())
         if of_tokenizer is not None:
             writer.state.tokenizer = tokenizer_identity(of_tokenizer)
         if has_tokenizer:
@@ -182,16 +182,6 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
         raise InvalidOption(
             f"{place}: no tokenizer can be loaded from it ({first_line(error)})", option="tokenizer"
         ) from error
-
-
-def _identity(model: Any, there: str) -> dict[str, Any]:
-    return {
-        "name": there,
-        "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtypes": dtypes(model),
-        "config": model.config.to_dict(),
-    }
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:

@@ -117,11 +117,9 @@ class WeightReader:
         try:
             content = self.store.read_json(f"{WEIGHTS}/{name}")
             record = parse_weight_version(content, where, needs_checksum=needs_checksums)
-        except DamagedTrace as error:
-            self._note_lost(name, str(error), known.get(segment.writer))
-            return
-        except OSError as error:
-            self._note_lost(name, str(unreadable(where, error)), known.get(segment.writer))
+        except (DamagedTrace, OSError) as error:
+            told = str(unreadable(where, error) if isinstance(error, OSError) else error)
+            self._note_lost(name, told, known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
             self.damaged.append(f"{where}: contains the record of {record.segment}.{record.version}.json; remove it")
@@ -241,8 +239,13 @@ class WeightReader:
         for name, by_place in places.items():
             own = list(by_place.values())
             shape = own[0][1].whole_shape
-            if shape is not None:
-                self._check_count(parts, name, sum(tensor.numel for _, tensor in own), math.prod(shape))
+            count = sum(tensor.numel for _, tensor in own)
+            if shape is not None and count != math.prod(shape):
+                held = ", ".join(sorted(record.segment for record in parts))
+                raise WeightsMissing(
+                    f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {math.prod(shape):,} elements; "
+                    f"a writer's part is missing (found: {held})"
+                )
             found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
         return found | {name: found[kept] for name, kept in tied.items()}
 
@@ -291,10 +294,8 @@ class WeightReader:
         # The first version is not kept: it may be the only one.
         rows = self._rows_read.setdefault(record.writer, set())
         rows.add((record.segment, record.row))
-        if (
-            len(rows) == 1
-            or sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items()) > self.most_held
-        ):
+        num_bytes = sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items())
+        if len(rows) == 1 or num_bytes > self.most_held:
             self._held.clear()
         self._held[key] = record, chunk_C
         return chunk_C
@@ -370,9 +371,8 @@ class WeightReader:
                         f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array"
                     )
                 size = chunk_elements(dtype, counts[dtype])
-                if len(set(chunks)) != len(chunks) or not all(
-                    0 <= index * size < max(counts[dtype], 1) for index in chunks
-                ):
+                are_inside = all(0 <= index * size < max(counts[dtype], 1) for index in chunks)
+                if len(set(chunks)) != len(chunks) or not are_inside:
                     raise DamagedTrace(
                         f"{self._shown(record)}: version {record.version} has duplicate chunks of {dtype}, or chunks beyond its tensors"
                     )
@@ -403,14 +403,6 @@ class WeightReader:
             ) from error
         if not in_place:
             np.bitwise_xor(target, part_C[: len(target)], out=target)
-
-    def _check_count(self, parts: list[WeightVersion], name: str, count: int, of: int) -> None:
-        if count != of:
-            held = ", ".join(sorted(record.segment for record in parts))
-            raise WeightsMissing(
-                f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {of:,} elements; "
-                f"a writer's part is missing (found: {held})"
-            )
 
     @property
     def told_checkpoints(self) -> str:

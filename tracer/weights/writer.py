@@ -143,21 +143,16 @@ class WeightWriter:
         if version == self._version:
             return
         self._version = version
-        layout = self._layout_of(tensors)
+        # The layout is computed again only if the tensors are not the same objects as before.
+        known = tuple((name, id(tensor)) for name, tensor in tensors.items())
+        layout = layout_of(tensors) if self._layout is None or known != self._known else self._layout
+        self._known = known
         self.drain()
         if layout != self._layout:
             self._layout, self._spare, self._last = layout, {}, {}
         bits, wait = _copy(layout, tensors, self._spare)
         self._spare = {}
         self._worker.submit(partial(self._write, version, layout, bits), 1, ready=wait)
-
-    def _layout_of(self, tensors: Mapping[str, Any]) -> WeightLayout:
-        """Return the tensors' layout. It is computed again only if the tensors are not the same objects as before."""
-        known = tuple((name, id(tensor)) for name, tensor in tensors.items())
-        if self._layout is None or known != self._known:
-            self._known = known
-            return layout_of(tensors)
-        return self._layout
 
     def drain(self) -> None:
         """Wait until all submitted versions are written."""
@@ -231,7 +226,9 @@ class WeightWriter:
         while row % STRIDE ** (level + 1) == 0:
             together = [*self._recent[level], changes]
             self._recent[level] = []
-            changes = {dtype: self._together([one[dtype] for one in together]) for dtype in delta}
+            for dtype in delta:
+                several = [one[dtype] for one in together]
+                changes[dtype] = map_chunks(partial(_added, several), len(several[0]), self._encoders)
             level += 1
         base_row = row - STRIDE**level
         on_the_way = self._on_the_way[base_row] + sum(len(k) for of_dtype in changes.values() for k, _ in of_dtype)
@@ -250,9 +247,6 @@ class WeightWriter:
             return changes_of(delta_E[within], bits_E[within])
 
         return map_chunks(find, -(-len(bits_E) // size), self._encoders)
-
-    def _together(self, several: list[list[Changes]]) -> list[Changes]:
-        return map_chunks(lambda index: added([one[index] for one in several]), len(several[0]), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
         """Write a row's sparse changes. Return the indices of the changed chunks, and the size on disk in bytes."""
@@ -276,6 +270,10 @@ class WeightWriter:
     def _write_document(self, name: str, content: bytes) -> None:
         write_part(self._trace, f"{WEIGHTS}/{name}", content)
         self._account({f"{WEIGHTS}/{name}": sealed(content)})
+
+
+def _added(several: list[list[Changes]], index: int) -> Changes:
+    return added([one[index] for one in several])
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
