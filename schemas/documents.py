@@ -37,10 +37,7 @@ def to_document(values: Mapping[str, Any]) -> str:
 
 
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return the fields of a document, including its checksum. Raises DamagedTrace if it is not a JSON object.
-
-    Error messages include `where`, the file, and `what`, such as `a writer's state`.
-    """
+    """Return a document's fields with its checksum. Raises DamagedTrace, naming the file (`where`) and its kind."""
     try:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
@@ -96,10 +93,7 @@ def _canonical(values: dict[str, Any]) -> str:
 
 
 def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: str) -> Record:
-    """Convert a document's fields to a dataclass, ignoring unknown fields.
-
-    Raises DamagedTrace for missing fields and wrong types.
-    """
+    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace for missing fields and wrong types."""
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -114,10 +114,7 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if tim-trace gave this name to an unfinished file or folder.
-
-    Other names with the same prefix do not count.
-    """
+    """Return True if tim-trace gave this name to an unfinished file or folder; the prefix alone does not count."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

@@ -234,10 +234,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """Return the aggregation of TRL's GRPO loss.
-
-    TRL averages tokens over a generation batch, which may span several optimizer steps.
-    """
+    """Return TRL's aggregation: it averages over a generation batch, which may span several optimizer steps."""
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):
@@ -246,10 +243,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Return the loss of TRL's RLOO trainer, whose KL term is part of the reward.
-
-    Source: TRL 1.16, RLOOTrainer._compute_loss.
-    """
+    """Return the loss of TRL's RLOO trainer, whose KL term is in the reward (1.16, RLOOTrainer._compute_loss)."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO,

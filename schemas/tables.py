@@ -30,8 +30,7 @@ class Column:
     alignment: str = "one value per row"
     """Description of what each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL in the column; empty for a required column, which is never NULL. Other columns may be missing
-    from files written by older releases and are then read as NULL."""
+    """Meaning of NULL; empty for a required column. Others may be missing in files of older releases."""
     keyword: str = ""
     """Keyword argument of Recorder.add_sequences that supplies the values, if it differs from the column's name."""
     is_made: bool = False
@@ -66,10 +65,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return a batch with NULL in each column that is missing because an older release wrote the file.
-
-        Returns None if the batch does not belong to this table.
-        """
+        """Return a batch with NULL in the columns that an older release lacked; None if it is not of this table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None

@@ -101,10 +101,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the exit code of the newest recording, combined over all nodes.
-
-    This is the first non-zero code; without one, None while a node is still running, else 0.
-    """
+    """Return the newest recording's first non-zero exit code of all nodes; else None while one still runs, or 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code

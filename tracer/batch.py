@@ -111,10 +111,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count another scoring of these rows; return each row's iteration: how often it had been scored before.
-
-        Only `current` may score a sequence repeatedly, once per inner iteration of the loss.
-        """
+        """Count another scoring of these rows; return how often each had been scored. Only `current` repeats."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():

@@ -134,10 +134,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray for the duration of the block; an existing connection is kept. Without an address, do nothing.
-
-    Raises NotInstalled, and InvalidOption if no cluster answers.
-    """
+    """Connect to Ray for the block, unless connected or without an address. Raises NotInstalled and InvalidOption."""
     if address is None:
         yield None
         return

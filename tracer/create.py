@@ -128,10 +128,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the folder of a trace, created if missing, while no other process can create a trace in it.
-
-    On an error, created folders are removed. Raises TraceExists and StorageError.
-    """
+    """Create a trace's folder and claim it for the block; an error removes it. Raises TraceExists and StorageError."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
         raise TraceExists(f"{path}: is a file; use a new folder")
@@ -155,10 +152,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return the folder of a trace that several processes write to; the first process creates it.
-
-    Raises TraceExists if the folder holds anything but a trace.
-    """
+    """Return a trace's folder, which the first of its processes creates. Raises TraceExists if it is not a trace."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -44,10 +44,7 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open a group by its name in a score's column `dense` or `routing`.
-
-    Raises DamagedTrace if it is missing or damaged.
-    """
+    """Open a group by its name in a score's column `dense` or `routing`. Raises DamagedTrace."""
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
@@ -92,10 +89,7 @@ def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
 
 
 def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
-    """Return a sealed group's entry in its writer's state; None if written by a release without file lists.
-
-    Raises DamagedTrace if the writer's state lacks the group.
-    """
+    """Return a sealed group's entry in its writer's state; None without file lists. Raises DamagedTrace."""
     where = f"{segment.dense}/zarr.json"
     try:
         files = store.writer(segment.writer).files

@@ -31,8 +31,7 @@ MAX_BYTES = 64 << 20
 """Maximum size of an index, bytes."""
 
 MANY_FOOTERS = 1024
-"""Maximum number of files in a table whose footers are stored in the index. A query of a larger table seldom needs
-all footers, but every opening of the trace reads the whole index."""
+"""Maximum files of a table with footers in the index: every opening reads them, but few queries need them all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
 """Maximum uncompressed size of an index, bytes; larger ones are ignored."""

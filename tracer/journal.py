@@ -61,10 +61,7 @@ _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends record batches to a file, for one table in one segment.
-
-    Once `append` returns, the operating system has the batch, so that it survives a killed process.
-    """
+    """Appends one table's record batches in a segment to a file; after `append` they survive a killed process."""
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
@@ -170,12 +167,7 @@ class _Torn(Exception):
 
 
 def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, int, bytes]:
-    """Return the message at `start`, its end offset, and its checksum; the message is None at the end of the stream.
-
-    `before` is the previous message's checksum.
-
-    Raises ValueError for damaged bytes, and _Torn.
-    """
+    """Return the message at `start` (None at the stream's end), its end and checksum. Raises ValueError and _Torn."""
     try:
         found = _message_end(content, start, before)
     except _Torn:
@@ -191,10 +183,7 @@ def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, 
 
 
 def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, bytes] | None:
-    """Return the end offset and checksum of the message at `start`; None at the end of the stream.
-
-    Raises ValueError and _Torn.
-    """
+    """Return the end and checksum of the message at `start`; None at the stream's end. Raises ValueError and _Torn."""
     if len(content) - start < _PREFIX.size:
         raise _Torn
     continues, length = _PREFIX.unpack(content[start : start + _PREFIX.size])

@@ -150,9 +150,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording. Return its order, its run id, whether this is its first launcher, and the writers of earlier
-        recordings; None if there is none to join.
-        """
+        """Begin or join a recording: its order and run id, whether this is its first launcher, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread forwards signals
         first = None
         if number is not None:

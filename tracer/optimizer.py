@@ -9,9 +9,7 @@ PREFIX = "optimizer/"
 """Prefix of the names of the optimizer's metrics."""
 
 CHUNK_BYTES = 56 << 20
-"""Chunk size on a GPU, bytes; a GPU needs one temporary tensor of that size. A CPU needs up to three, so its chunks
-are a third
-as large, counted as at least float32."""
+"""Bytes per chunk and its temporary tensor on a GPU; a CPU needs three, so its chunks are a third as large."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:

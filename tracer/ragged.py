@@ -84,10 +84,7 @@ class Padding:
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
-        """Read an attention mask [B, T], nonzero at tokens. `what` names it in errors.
-
-        Raises InvalidRecord for another shape, and for values that are not non-negative integers.
-        """
+        """Read a mask [B, T], nonzero at tokens; `what` names it in errors. Raises InvalidRecord for other values."""
         given = _cells(mask, what)
         if given.ndim != 2:
             raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], like its batch")

@@ -651,11 +651,7 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check and flatten values now if they are on the host, or once copied if they are on a device; queue them
-        for writing.
-
-        `refused` undoes the call's bookkeeping if its values are invalid.
-        """
+        """Check and flatten values, now or once copied from a device, and queue them; `refused` undoes the call."""
 
         def checked() -> Any:
             try:
@@ -719,10 +715,7 @@ def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
 
 
 def _refuse_taken(folder: Path, path: Any) -> None:
-    """Raise TraceExists if this rank's writer is closed, or another live process is recording this rank.
-
-    A rank that torchrun or Slurm restarted, or whose process died, may continue.
-    """
+    """Raise TraceExists if this rank's writer is closed, or alive in another process: a restarted rank may continue."""
     store, rank = Store(folder), environment.rank()
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):

@@ -94,10 +94,7 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an additional part of a trace into the trace, its writers' states last.
-
-    A built folder without a manifest holds a complete part that is being moved.
-    """
+    """Move an additional part into a trace, its writers' states last; one without a manifest is being moved."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]

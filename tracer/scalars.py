@@ -82,10 +82,7 @@ def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
 
 
 def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
-    """Return the names of sequences or groups as strings; integers become their digits, and None is kept if `optional`.
-
-    Raises InvalidRecord.
-    """
+    """Return names as strings; integers become digits, and None is kept if `optional`. Raises InvalidRecord."""
     if is_tensor(values) or hasattr(values, "__array__"):
         values = _array(values, what).tolist()
     if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):

@@ -111,10 +111,7 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal if the journal has reached `seal_bytes`; call it between groups of related records.
-
-        Does nothing while the previous segment is being sealed.
-        """
+        """Seal a full journal, unless the previous one is being sealed; call it between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()

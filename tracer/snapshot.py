@@ -487,10 +487,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return a map from step to the newest training attempt; empty if the run never resumed.
-
-    Attempts are read from sequences, and from metrics for steps without sequences. Raises DamagedTrace.
-    """
+    """Return step -> newest attempt, of sequences or else metrics; empty if never resumed. Raises DamagedTrace."""
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}

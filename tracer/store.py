@@ -458,10 +458,7 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state; `manifest` and `content` are passed if already read.
-
-        Raises DamagedTrace and FileNotFoundError.
-        """
+        """Read a writer's state, with `manifest` and `content` if read. Raises DamagedTrace and FileNotFoundError."""
         manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)

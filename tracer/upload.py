@@ -143,10 +143,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Return a writer's state for upload, without journals, and the files omitted with them.
-
-    Journals stay local, and so do partly sealed segments, since readers would find sequences without scores.
-    """
+    """Return a writer's state for upload without journals, and the partly sealed files omitted with them."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()

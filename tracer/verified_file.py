@@ -273,10 +273,7 @@ _kept = _Kept()
 
 
 class FileCursor(threading.local):
-    """Presents a VerifiedFile as a Python file object to DuckDB and Arrow.
-
-    Every thread has its own position, since threads interleave seeks and reads.
-    """
+    """Presents a VerifiedFile as a file to DuckDB and Arrow, whose threads each have their own position."""
 
     def __init__(self, file: VerifiedFile):
         self._file = file

@@ -26,9 +26,7 @@ SWEEP_BUCKETS = 128
 STEP_TOKENS = 32 << 10
 """Minimum number of response tokens per row group, raised for long runs; smaller steps share a row group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Maximum to which STEP_TOKENS is raised for long runs, and the number of row groups per file above which it is raised.
-Finding a step among thousands of row groups takes longer than reading a larger row group.
-"""
+"""Maximum of STEP_TOKENS in long runs, and row groups per file above which it is raised: many are slow to search."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 

@@ -38,11 +38,7 @@ class Requested:
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """Return sampling parameters that request the logprobs needed for recording. If `params` already does, return the
-    same object.
-
-    `capture` is given for a request whose distributions are recorded.
-    """
+    """Return parameters that request the logprobs to record, with distributions for `capture`; `params` if they do."""
     wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
     have = params.logprobs
     if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
@@ -111,10 +107,7 @@ def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | N
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the top K tokens per position, by rank: ids [T, K] int32 and logprobs [T, K] float32.
-
-    A sampled token outside the top K is left out.
-    """
+    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without a sampled token outside the top K."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
         # At flat positions that vLLM joined from several outputs, the sampled token occurs only once, at its rank.

@@ -1,7 +1,4 @@
-"""Finds the tensors that a vLLM model holds for the weights sent to it.
-
-A weight is stored either as a parameter of its own or as rows in a fused parameter.
-"""
+"""Finds the tensors that a vLLM model holds for the weights sent to it: parameters, or rows of fused ones."""
 
 from __future__ import annotations
 

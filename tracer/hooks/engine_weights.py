@@ -1,7 +1,4 @@
-"""Compares the engine's weights with the trainer's.
-
-It uses digests of the weights that the trainer holds, that the trainer sends, and that the engine holds.
-"""
+"""Compares the engine's weights with the trainer's, by digests of those held, sent and received."""
 
 from __future__ import annotations
 
@@ -33,9 +30,7 @@ _MAX_VALUES = 256
 _MIN_TIMES_MORE = 2
 """Minimum ratio of distinct values, trainer's row to engine's row, for a coarsely rounded copy."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine similarity between trainer and engine rows, in standard deviations of the cosine between random rows.
-Above it, the engine's tensor counts as a coarsely rounded copy of the trainer's.
-"""
+"""Minimum cosine, in standard deviations of random rows' cosines, for a coarsely rounded copy of the trainer's."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -212,10 +207,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> explanation for tensors that differ from the trainer's only by rounding.
-
-        The explanation is the dtype rounded to, or the number of distinct values per row.
-        """
+        """Return tensor -> dtype it was rounded to, or number of distinct values per row, if only rounding differs."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -241,11 +233,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values per row of `coarse`; None if `coarse` is not a coarsely rounded copy
-    of `own`.
-
-    Shapes: R sampled rows, C columns.
-    """
+    """Return the most distinct values in sampled rows [R, C] of `coarse`; None unless it is `own`, coarsely rounded."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -46,10 +46,7 @@ class PackedSample:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Samples of one packed row, in the order of their terms in the loss.
-
-    Shapes: S samples, T tokens in the longest response, M terms in the loss.
-    """
+    """Samples of a packed row, in the loss's order. Shapes: S samples, T longest response, M terms in the loss."""
 
     samples: Sequence[PackedSample]
 

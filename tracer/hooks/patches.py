@@ -55,10 +55,7 @@ class Patches:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, without `self`. Entries of **kwargs are included under their own names.
-
-    Raises TypeError if the arguments do not match the function.
-    """
+    """Return a call's arguments by name, also those in **kwargs, but without `self`. Raises TypeError."""
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})
@@ -89,10 +86,7 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence if a library's release is untested or lacks a hooked function, else None.
-
-    `missing` maps each missing function to the data that would be recorded from it.
-    """
+    """Return a sentence on an untested release or `missing` functions (name -> what it would give), else None."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

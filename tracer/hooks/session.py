@@ -46,9 +46,7 @@ class Order:
     routing: bool = False
     """True if router choices are recorded for a mixture of experts."""
     engine_weights: str = "given"
-    """Which of the engine's weights are compared with the trainer's: `given` for the weights sent to the engine, `held`
-    for also the engine's own copy at every version, or `none`.
-    """
+    """Engine's weights to compare with the trainer's: `given` (sent to it), `held` (also its copy), or `none`."""
     max_wait: float = MAX_WAIT_S
     """Maximum time to wait for a file system that does not respond, seconds. After this time, recording stops."""
 
@@ -133,11 +131,7 @@ class Session:
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Begin another training attempt.
-
-        If the process has trained before, as in a sweep, a notebook or a resumed run, its earlier records are sealed
-        and later ones go to a new writer.
-        """
+        """Begin another attempt: earlier records of this process are sealed, and later ones go to a new writer."""
         with self.guard("the start of a training"):
             self.engine_weights.restart()
             from ..attempts import next_attempt

@@ -13,10 +13,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model without accelerate's wrappers, except FSDP1's, which holds the root's parameters.
-
-    The result is cached, since accelerate searches for installed packages each time it unwraps a model.
-    """
+    """Return the trained model, cached, without accelerate's wrappers; FSDP1's stays, as it has the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:

@@ -23,10 +23,7 @@ ROW_KEY = "tim_trace_row"
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Return each scoring call of a generation with the name of its pass.
-
-    A pass is identified by the tensor in the trainer's output, or, for RLOO, by the order of the calls.
-    """
+    """Return scoring calls with their passes, known by the tensor in the output or, for RLOO, by their order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):

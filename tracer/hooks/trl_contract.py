@@ -17,11 +17,7 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings that determine the logprobs that the trainer computes itself.
-
-    `source` is `recomputed` for a separate forward pass before the loss, or `loss` for the forward pass inside the
-    loss.
-    """
+    """Return the settings behind the trainer's logprobs; `source` is `recomputed`, or `loss` for those inside it."""
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 
@@ -91,10 +87,7 @@ def generation_contract(trainer: Any) -> Contract:
 
 
 def server_info(trainer: Any) -> Any:
-    """Return the configuration of a trainer's vLLM server. Raises OSError.
-
-    The server must have its development endpoints enabled, as TRL 1.11 and newer also require.
-    """
+    """Return a vLLM server's configuration, from the development endpoints that TRL also needs. Raises OSError."""
     url = f"{find(trainer, SERVER_URL)}/server_info?config_format=json"
     with urlopen(url, timeout=_SERVER_TIMEOUT_S) as response:
         return json.load(response)["vllm_config"]
@@ -112,9 +105,7 @@ def server_contract(trainer: Any, server: Any) -> Contract:
 
 
 def worker_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine the rollouts in a trainer's sample queue. `server` is the configuration of the
-    vLLM server that samples them; None if unknown.
-    """
+    """Return the settings behind the rollouts in a sample queue; `server` is its vLLM server's configuration."""
     return {
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),

@@ -101,21 +101,14 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Return the name of the function by which TRL 1.15 and newer add a fused head to the model.
-
-    A replay calls the same function.
-    """
+    """Return the function by which TRL 1.15 and newer, and a replay, add a fused head to the model."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Return the sampled tokens' logprobs found in the result of `_generate`: one list of floats per response, as long
-    as the response.
-
-    This is needed for TRL before 0.28, where the trainer's output does not include the logprobs.
-    """
+    """Return the sampled logprobs in the result of `_generate`, for TRL before 0.28; one list per response."""
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]
         fits = all(isinstance(row, list) and len(row) == length for row, length in zip(rows, lengths, strict=False))

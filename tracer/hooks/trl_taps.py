@@ -26,11 +26,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the model's last hidden states during one scoring call, and computes distributions from them for the
-    captured rows.
-
-    The forward hook only reads tensors, so the trainer's results do not change.
-    """
+    """Reads the last hidden states during one scoring call, for distributions of the captured rows; changes nothing."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows

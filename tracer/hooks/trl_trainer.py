@@ -244,10 +244,7 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the current policy version's weights when they are first used for sampling or scoring.
-
-        If `adapted` is True, only models with adapters are recorded; if False, only models without.
-        """
+        """Record the current weights when first used; `adapted` limits this to models with or without adapters."""
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
@@ -304,7 +301,7 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """Return the configuration of a trainer's vLLM server. If it cannot be read, note the failure and return None."""
+        """Return a vLLM server's configuration; if it cannot be read, note that and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:

@@ -111,10 +111,7 @@ def install_older(session: Session, module: Any) -> Patches:
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program started with `python -m` under its module name too.
-
-    Ray then runs the trainer from that module, where it is hooked.
-    """
+    """Import a program started with `python -m` under its own name, so that Ray runs the hooked trainer from there."""
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -74,10 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the single value of each row's unmasked tokens, or 0.0 if all are masked.
-
-    Return None instead if the values within any row differ.
-    """
+    """Return [B]: the one value of each row's unmasked tokens, or 0.0 without any; None if values in a row differ."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -112,12 +109,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return the rows of a DataProto. Their keys are `<uid>_<sample>_0`, where <sample> counts a prompt's samples in
-    order.
-
-    `sampled_by` is the number of the weight transfer that sampled all rows, if known; otherwise it is read per row from
-    the batch.
-    """
+    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the transfer behind all of them."""
     seen: Counter[str] = Counter()
     rows = []
     oldest, newest = (batch.non_tensor_batch.get(f"{which}_global_steps") for which in ("min", "max"))
@@ -202,10 +194,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return the progress of verl's FullyAsyncTrainer.
-
-    This trainer's global_steps counts actor updates, from 1, and the steps that it logs are weight transfers.
-    """
+    """Return FullyAsyncTrainer's progress: global_steps counts actor updates from 1, logged steps are transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps

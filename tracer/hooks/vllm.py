@@ -208,10 +208,7 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Reduce every completion's logprobs to those that the caller requested.
-
-    Return the engine's full logprobs, one entry per completion, or None if the caller requested the same logprobs.
-    """
+    """Reduce completions' logprobs to those requested; return the engine's, or None if nothing was added."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)

@@ -70,10 +70,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class AsyncEngineHooks(EngineHooks):
-    """Hooks around the functions of `AsyncLLM`.
-
-    A step is a wave of overlapping requests. A new step begins with a request that arrives while no other is running.
-    """
+    """Hooks around `AsyncLLM`. A step begins with a request that arrives while no other is running."""
 
     def __init__(self, session: Session):
         super().__init__(session)

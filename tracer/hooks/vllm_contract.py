@@ -83,9 +83,7 @@ _GRAMMAR = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return the settings that determine the logprobs from vLLM's offline engine: versions, arguments, configuration,
-    sampling.
-    """
+    """Return the settings behind the logprobs of vLLM's offline engine: versions, arguments, configuration."""
     config = getattr(llm.llm_engine, "vllm_config", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
@@ -185,10 +183,7 @@ def _model_class(llm: Any) -> str | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the engine's device.
-
-    The name of a GPU comes from vLLM: asking torch would initialize CUDA, after which the process cannot fork.
-    """
+    """Return the device, a GPU's name from vLLM: torch would initialize CUDA, after which no process can fork."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

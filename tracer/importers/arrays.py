@@ -32,10 +32,7 @@ class Held:
     __slots__ = ()
 
     def array(self) -> np.ndarray:
-        """Return the array, as a view if possible.
-
-        Raises NotPlain if the number of bytes does not match the array's shape.
-        """
+        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
         raise NotImplementedError
 
 

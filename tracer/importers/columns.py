@@ -75,10 +75,7 @@ class Columns:
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column as ragged values, with NULL lists as empty lists.
-
-        Returns None if the column is missing or all NULL.
-        """
+        """Return a list column as ragged values, NULL lists as empty ones; None if it is missing or all NULL."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None

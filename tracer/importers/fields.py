@@ -58,10 +58,7 @@ class Fields:
         return self._record
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return the fields of another record of the same file.
-
-        `columns` maps additional columns to fields (column=field).
-        """
+        """Return the fields of another record of the file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 

@@ -63,10 +63,7 @@ class DumpFolder:
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location.
-
-        Raises ImportFailed if it is a link that leads out of the folder or is not a regular file.
-        """
+        """Return a file's location. Raises ImportFailed for links out of the folder and files that are not regular."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
@@ -83,10 +80,7 @@ class DumpFolder:
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """Return the path of the file `other` in the same folder as `name`, relative to the root.
-
-        Returns None if there is no such file.
-        """
+        """Return the path, relative to the root, of the file `other` in the folder of `name`; None without it."""
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         return found if (self.root / found).is_file() else None
 
@@ -164,8 +158,7 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Function from (a record's fields, a name for the record, the record's number in the file) to the cells of each row
-that the record contains: column in the trace -> value."""
+"""(a record's fields, its name, its number in the file) -> the cells of each of its rows by column in the trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,10 +218,7 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """Return the first object of a JSON Lines file.
-
-    Returns an empty dict if the file has no object or is unreadable.
-    """
+    """Return the first object of a JSON Lines file; empty if there is none, or it is unreadable."""
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:

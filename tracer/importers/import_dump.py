@@ -148,10 +148,7 @@ class _Before:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
-        """Read earlier imports from the trace at a path.
-
-        Returns None if there is no trace or it was not imported from files in this format.
-        """
+        """Read the earlier imports at a path; None if there is no trace imported from files in this format."""
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -229,10 +226,7 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return column -> candidate fields after applying the user's `map`.
-
-    Raises ImportFailed for a column that the format does not fill.
-    """
+    """Return column -> candidate fields after the user's `map`. Raises ImportFailed for a column not in the format."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:

@@ -38,10 +38,7 @@ class Kind:
     """Kind of the elements in a list; None if cells are not lists."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array to `type`; an all-NULL array of any type is accepted.
-
-        Raises WrongValues or an Arrow error.
-        """
+        """Convert an array, or an all-NULL array of any type, to `type`. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues

@@ -146,10 +146,7 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """Find the files at a path, in a folder or by a pattern with `*`. Files named metrics.* are listed separately.
-
-        Raises ImportFailed and StorageError.
-        """
+        """List a path's, a folder's or a pattern's files, metrics.* apart. Raises ImportFailed and StorageError."""
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
@@ -231,10 +228,7 @@ def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], know
 
 
 def names_of(file: str, columns: Sequence[str], given: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """Return the columns to import from a file: file's name -> trace's name.
-
-    Raises ImportFailed if two map to the same column.
-    """
+    """Return file's name -> trace's name of a file's columns. Raises ImportFailed if two map to one."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:

@@ -74,10 +74,7 @@ Persistent = Callable[[Any], Any]
 def load(
     data: bytes, names: Names, where: str, budget: Budget, *, start: int = 0, persistent: Persistent | None = None
 ) -> tuple[Any, int]:
-    """Read the pickle that begins at byte `start`; return its value and end offset.
-
-    Raises ImportFailed, stating the reason, if the content is not a pickle of plain data.
-    """
+    """Read the pickle at byte `start`; return its value and end. Raises ImportFailed unless it is plain data."""
     try:
         return _Machine(data, names, where, budget, persistent).run(start)
     except ImportFailed:

@@ -47,10 +47,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the response and the request from a saved object.
-
-    If no request was saved, the object itself is returned as the request.
-    """
+    """Return the response and the request from a saved object, which itself is the request if none was saved."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):

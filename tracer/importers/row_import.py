@@ -137,10 +137,7 @@ class RowImport:
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names` maps columns in the file to columns in the trace, and `passes` maps those columns to passes.
-
-        Raises ImportFailed.
-        """
+        """Record rows. `names`: column in the file -> in the trace; `passes`: column -> pass. Raises ImportFailed."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
@@ -235,10 +232,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record scores from a pass according to the verdict on lists of zeros.
-
-        Hold the scores back if the verdict is OPEN.
-        """
+        """Record a pass's scores by the verdict on lists of zeros; hold them back if it is OPEN."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -280,10 +274,7 @@ def open_import(
     grows: bool,
     force: bool,
 ) -> Iterator[RowImport]:
-    """Open a RowImport for a new trace, or for the trace at `output` if `grows`. A failed import leaves no files behind.
-
-    Raises ImportFailed.
-    """
+    """Open a RowImport for a new or a growing trace; a failed one leaves no files. Raises ImportFailed."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)

@@ -29,8 +29,7 @@ class RowBatch:
     unit: str = "row"
     """What `numbers` counts: `row`, or `line` in a file with one row per line."""
     routing: Sequence[np.ndarray | None] = ()
-    """Experts selected during the rollout, per row: [prompt and response tokens, layers, slots] int16, or None if not
-    recorded. Empty if no row has router choices."""
+    """Router choices per row: [prompt and response tokens, layers, slots] int16, or None; empty if no row has any."""
     num_bytes: int = 0
     """Size of the rows in the file, bytes."""
 

@@ -45,10 +45,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add the samples in a train dump.
-
-    The field `rollout_position` is a sample's index in the rollout dump and in `raw_reward`.
-    """
+    """Add a train dump's samples; `rollout_position` is their index in the rollout dump and in `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"

@@ -28,10 +28,7 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content.
-
-    Raises ImportFailed if the file cannot be read, or if `times` the file's size does not fit in memory.
-    """
+    """Return a file's content. Raises ImportFailed if unreadable, or `times` its size does not fit in memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
@@ -61,10 +58,7 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the objects in a JSON Lines file or a JSON array, with the requested columns that exist.
-
-    Raises ImportFailed, naming the line.
-    """
+    """Yield a JSON file's objects, with those requested columns that exist. Raises ImportFailed, naming the line."""
     for rows, numbers, unit, num_bytes in _json_rows(filesystem, name):
         present = [column for column in columns if any(column in row for row in rows)]
         values = {column: [row.get(column) for row in rows] for column in present}

@@ -29,10 +29,7 @@ _MAX_INSIDE = 4
 
 
 def read_pickled(path: Path, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read a file written by torch.save or pickle.dump. `shells` adds the framework's own classes to the allowlist.
-
-    Raises ImportFailed, naming the content that is not plain data.
-    """
+    """Read a torch.save or pickle.dump file; `shells` are the framework's allowed classes. Raises ImportFailed."""
     return unpickled(whole_content(path), str(path), shells)
 
 
@@ -56,10 +53,7 @@ def is_cut(path: Path) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """Read a torch.save or pickle.dump file from bytes, charging allocations to the memory budget.
-
-    `depth` is the nesting depth of the bytes in other files.
-    """
+    """Read a torch.save or pickle.dump file from bytes within a budget; `depth` counts the files around it."""
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: holds pickles nested more than {_MAX_INSIDE} deep")
     if content[:4] == b"PK\x03\x04":
@@ -118,10 +112,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return the bytes of an uncompressed zip entry without copying.
-
-    For thousands of entries, this is faster than ZipFile.read.
-    """
+    """Return the bytes of an uncompressed zip entry without copying; for thousands, faster than ZipFile.read."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)

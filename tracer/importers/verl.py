@@ -185,12 +185,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S], with zeros for tokens without choices.
-
-    Returns None if router choices were not recorded.
-
-    After the trainer has scored a batch, the field may hold the trainer's choices (router_replay.mode=R2) and is not read.
-    """
+    """Return the engine's choices [B, P + T, L, S]; None without, or after the trainer's replaced them (R2)."""
     if "train_logprobs" in fields or np.ndim(settled(fields.get("experts"))) != 4:
         return None
     found = fields.array("experts", 4)

@@ -59,11 +59,7 @@ def header_path(result: str) -> str:
 
 
 def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
-    """Store a result in a local trace under its question's id, replacing an earlier result. Return the path of the
-    header.
-
-    Raises OSError, and StorageError if a link points outside the trace.
-    """
+    """Store a result under its question's id and return its header's path. Raises OSError and StorageError."""
     folder = Path(store.root)
     before = _named_before(store, result)
     files = dict(
@@ -82,10 +78,7 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
 
 
 def _named_before(store: Store, result: str) -> set[str]:
-    """Return the tables listed in the header that is about to be replaced.
-
-    Only these may be removed, since another process may be writing newer tables for the same question.
-    """
+    """Return the tables that the header to be replaced lists; others may be another process's newer ones."""
     try:
         return set(read_header(store, result).files)
     except (TimTraceError, OSError):

@@ -40,11 +40,7 @@ class LocateQuestion:
 
 
 def limits(layers: str | None, operators: str | None) -> str:
-    """Return a text for the layers and operators that a question is limited to, such as `layers 2:8` or `operators
-    q_proj,rotary`.
-
-    Return an empty string if the question has no limits.
-    """
+    """Return a question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
     return " and ".join(f"{name} {text}" for name, text in (("layers", layers), ("operators", operators)) if text)
 
 

@@ -105,11 +105,7 @@ def _absolute(folder: str | os.PathLike[str]) -> str:
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load a Hugging Face folder's model on the CPU, each tensor in the dtype stored in the folder, and its tokenizer
-    or None.
-
-    Raises WeightsMissing, InvalidOption and NotInstalled.
-    """
+    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption and others."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
@@ -260,10 +256,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove weights attached by a writer.
-
-    The writer's state is marked first, so that readers ignore the weights from then on.
-    """
+    """Remove weights attached by a writer, whose state is marked first, so that readers ignore them."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

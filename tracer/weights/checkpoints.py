@@ -25,11 +25,7 @@ _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads policy versions that a run saved as Hugging Face folders, such as `checkpoint-100` or `step_200`, inside
-    one folder.
-
-    The number at the end of a folder's name is taken as the policy version, that is, the number of optimizer updates.
-    """
+    """Reads policy versions that a run saved as Hugging Face folders; the number that ends a name is the version."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -46,11 +42,7 @@ class CheckpointReader:
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Load every tensor of a version. Raises WeightsMissing.
-
-        `attempt` is ignored, since checkpoint folders hold each version only once. So is `is_lazy`: tensors are always
-        memory-mapped and take no memory until they are read.
-        """
+        """Memory-map every tensor of a version, whatever `attempt` and `is_lazy`. Raises WeightsMissing."""
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
             raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; available: {there}")

@@ -122,10 +122,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Return a layout of a model's tensors in one array per dtype. Tied tensors are included once.
-
-    Raises InvalidRecord for an unsupported dtype.
-    """
+    """Return a layout with one array per dtype and tied tensors once. Raises InvalidRecord for other dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}

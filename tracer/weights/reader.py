@@ -81,10 +81,7 @@ class WeightReader:
         needs_checksums: bool = False,
         checkpoints: str | None = None,
     ):
-        """`writers` are the writer states, which list their files and training attempts.
-
-        `checkpoints` is the checkpoint folder recorded in the trace, for error messages.
-        """
+        """`writers` list their files and attempts; `checkpoints` is the recorded folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
@@ -303,11 +300,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Convert a chunk held for another version in the segment to this version, by undoing changes back to their
-        common ancestor.
-
-        Return None if the chunk cannot be converted.
-        """
+        """Convert another version's chunk by undoing changes back to the common ancestor; None if impossible."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))

@@ -47,18 +47,12 @@ MOST_A_KEYFRAME = 256
 FEW = 1 / 8
 """Maximum share of changed elements for an update to be stored as sparse changes; above it, all bits are."""
 STRIDE = 4
-"""Row r of a segment stores changes relative to row r - STRIDE ** n, where STRIDE ** n is the largest power of STRIDE
-that divides r. This keeps the number of rows needed to rebuild a version small.
-"""
+"""Row r stores changes to row r - STRIDE ** n, the largest power that divides r: few rows rebuild a version."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of the shares of changed elements over all updates between a keyframe and a version. At this sum,
-applying the changes takes as long as reading the keyframe.
-"""
+"""Maximum sum of changed shares from the keyframe on: applying them then takes as long as reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum size of a version that is copied to pinned memory, bytes. Up to this size, the caller need not wait for the
-copy. Pinned memory is unavailable to other processes, and torch rounds its size up to a power of two.
-"""
+"""Maximum bytes of a version in pinned memory, whose copy the caller need not await; others cannot use it."""
 
 ENCODERS = 2
 """Number of compression threads."""
@@ -277,10 +271,7 @@ def _added(several: list[list[Changes]], index: int) -> Changes:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy every tensor's bits to the host, reusing spare buffers.
-
-    Return the bits, and a function that waits for the copy, or None if the copy is complete.
-    """
+    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits, None once complete."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
