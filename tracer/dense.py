@@ -22,6 +22,7 @@ from .staging import is_tensor
 from .store import Store
 
 TOKEN_IDS, LOGPROBS, TAIL, LOGITS, HIDDEN = "token_ids", "logprobs", "tail_logprob", "logits", "hidden"
+TOP_K = (TOKEN_IDS, LOGPROBS, TAIL)
 
 CHUNK_BYTES = 1 << 20
 CHUNKS_A_SHARD = 64
@@ -44,11 +45,6 @@ class TopK:
     @property
     def arrays(self) -> dict[str, Any]:
         return {TOKEN_IDS: self.token_ids, LOGPROBS: self.logprobs, TAIL: self.tail_logprob}
-
-    @classmethod
-    def of(cls, token_ids: Any, logprobs: Any, tail_logprob: Any) -> TopK:
-        """Name the arrays of `top_k_with_tail`."""
-        return cls(token_ids=token_ids, logprobs=logprobs, tail_logprob=tail_logprob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,6 +267,10 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
 class _Files(ZarrStore):
     """The files of one array as a store that zarr can read."""
 
+    supports_writes: bool = False
+    supports_deletes: bool = False
+    supports_listing: bool = False
+
     def __init__(self, group: SealedGroup, name: str, chunks: _Chunks):
         super().__init__(read_only=True)
         self._group, self._name, self._chunks = group, name, chunks
@@ -274,21 +278,8 @@ class _Files(ZarrStore):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Files) and (self._group, self._name) == (other._group, other._name)
 
-    @property
-    def supports_writes(self) -> bool:
-        return False
-
-    @property
-    def supports_deletes(self) -> bool:
-        return False
-
-    @property
-    def supports_listing(self) -> bool:
-        return False
-
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
-        start: int | None = None
-        stop: int | None = None
+        start = stop = None
         if isinstance(byte_range, RangeByteRequest):
             start, stop = byte_range.start, byte_range.end
         elif isinstance(byte_range, OffsetByteRequest):

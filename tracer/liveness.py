@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from ..schemas.layout import JOURNAL, WRITERS
 from ..schemas.writer_state import OPEN, WriterState
@@ -34,26 +34,15 @@ class Liveness:
     """Seconds since the writer's last heartbeat, if the verdict is based on it; None if unknown."""
 
 
-class Process(TypedDict):
-    """The identity of a process, as stored in a writer's state."""
-
-    host: str
-    boot_id: str | None
-    pid_namespace: str | None
-    pid: int
-    process_start: int | None
-
-
-def this_process() -> Process:
-    """Return the identity of this process."""
-    pid = os.getpid()
-    return Process(
-        host=socket.gethostname(),
-        boot_id=boot_id(),
-        pid_namespace=pid_namespace(),
-        pid=pid,
-        process_start=process_start(pid),
-    )
+def this_process() -> dict[str, Any]:
+    """Return the identity of this process, as stored in a writer's state."""
+    return {
+        "host": socket.gethostname(),
+        "boot_id": boot_id(),
+        "pid_namespace": pid_namespace(),
+        "pid": os.getpid(),
+        "process_start": process_start(os.getpid()),
+    }
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..schemas.capture import LOGITS, Capture
-from .dense import Distribution, Logits, TopK
+from .dense import TOP_K, Distribution, Logits, TopK
 
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
@@ -91,7 +91,9 @@ class Projection:
                         kept.add(logits_CV)
                     else:
                         kept.add(*top_k_with_tail(logits_CV, capture.k or 1, temperature))
-        return Logits(logits=kept.arrays[0]) if capture.level == LOGITS else TopK.of(*kept.arrays)
+        if capture.level == LOGITS:
+            return Logits(logits=kept.arrays[0])
+        return TopK(**dict(zip(TOP_K, kept.arrays, strict=True)))
 
 
 class _Kept:

@@ -60,7 +60,8 @@ class VerifiedFile:
         self.store, self.relative, self.num_bytes = store, relative, num_bytes
         self._read_checksums = None if isinstance(checksums, FileChecksums) else checksums
         self._num_requests = 0
-        self._failed: DamagedTrace | QueryFailed | None = None
+        self.error: DamagedTrace | QueryFailed | None = None
+        """The error from the first failed read; None if no read has failed."""
         self._lock, self._alone = threading.Lock(), threading.Lock()
         if isinstance(checksums, FileChecksums):
             self._know(checksums)
@@ -84,10 +85,10 @@ class VerifiedFile:
                 try:
                     self._know(self._read_checksums())
                 except FileNotFoundError as error:
-                    self._failed = self._gone()
-                    raise self._failed from error
+                    self.error = self._gone()
+                    raise self.error from error
                 except DamagedTrace as error:
-                    self._failed = error
+                    self.error = error
                     raise
                 self._read_checksums = None
 
@@ -101,11 +102,6 @@ class VerifiedFile:
         self._need_checksums()
         return self._blocks is not None
 
-    @property
-    def error(self) -> DamagedTrace | QueryFailed | None:
-        """The error from the first failed read; None if no read has failed."""
-        return self._failed
-
     def read(self, start: int, stop: int) -> bytes:
         """Read bytes [start, stop), or up to the end of a shorter file."""
         self._need_checksums()
@@ -117,7 +113,7 @@ class VerifiedFile:
             tail = self._read_tail() if self._tail is None else self._tail
             return before + tail[max(start - self._end, 0) : stop - self._end]
         except (DamagedTrace, QueryFailed) as error:
-            self._failed = self._failed or error
+            self.error = self.error or error
             raise
 
     @property
@@ -158,7 +154,7 @@ class VerifiedFile:
         try:
             whole.update(self._read_tail())
         except (DamagedTrace, QueryFailed) as error:
-            self._failed = self._failed or error
+            self.error = self.error or error
             raise
         return whole.hexdigest()
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _MISSING = object()
+Points = Mapping[str, tuple[str, str]]
+"""Function of a library -> the method that hooks it, and the data recorded from calls to it."""
 
 
 class Patches:
@@ -40,6 +42,11 @@ class Patches:
         """Wrap several functions of an owner; return the names of missing ones."""
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
+    def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
+        """Wrap functions of a class by methods of `hooks`; return each missing function -> the data lost with it."""
+        wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
+        return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
+
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
         """The owner and the name of every wrapped function."""
@@ -62,9 +69,7 @@ def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return bound | more
 
 
-@functools.lru_cache(maxsize=32)
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+_signature = functools.lru_cache(maxsize=32)(inspect.signature)
 
 
 TESTED: Mapping[str, Sequence[str]] = {

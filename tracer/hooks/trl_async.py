@@ -60,24 +60,6 @@ class SampleQueue:
         return self._versions.get(id(input_ids))
 
 
-class OutputTap:
-    """Collects a model's outputs without changing them."""
-
-    def __init__(self, model: Any):
-        self._model = model
-        self.outputs: list[Any] = []
-
-    def __enter__(self) -> OutputTap:
-        self._handle = self._model.register_forward_hook(self._keep)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _keep(self, _module: Any, _inputs: Any, outputs: Any) -> None:
-        self.outputs.append(outputs)
-
-
 class AsyncTrainerHooks(TrainerHooks):
     """Hooks for a trainer whose samples come from a queue."""
 
@@ -170,10 +152,14 @@ class AsyncTrainerHooks(TrainerHooks):
             return original(trainer, model, inputs, *args, **kwargs)
         state = self._state(trainer)
         self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state)
-        with OutputTap(model) as tap:
+        outputs: list[Any] = []
+        handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        try:
             result = original(trainer, model, inputs, *args, **kwargs)
+        finally:
+            handle.remove()
         with self.session.guard("the samples of a packed row"):
-            self._record_row(trainer, state, of_bytes(packed[0]), inputs, tap)
+            self._record_row(trainer, state, of_bytes(packed[0]), inputs, outputs)
         return result
 
     def _declare_rollouts(self, trainer: Any) -> None:
@@ -184,18 +170,18 @@ class AsyncTrainerHooks(TrainerHooks):
         server = self._server_info(trainer) if uses_server(trainer) else None
         self.session.recorder.add_contract(ROLLOUT, worker_contract(trainer, server))
 
-    def _record_row(self, trainer: Any, state: TrainerState, row: PackedRow, inputs: Any, tap: OutputTap) -> None:
+    def _record_row(self, trainer: Any, state: TrainerState, row: PackedRow, inputs: Any, found: list[Any]) -> None:
         state.refresh_contracts()
         batch = self._add_samples(trainer, row)
         terms = len(row.terms[0])
         self._add_terms(state, ROLLOUT, batch, row, logprobs=inputs["old_log_probs"][0, :terms])
-        if len(tap.outputs) != 1 or getattr(tap.outputs[0], "log_probs", None) is None:
+        if len(found) != 1 or getattr(found[0], "log_probs", None) is None:
             self.session.note(
                 f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss does not take "
                 "them from one forward of the model"
             )
             return
-        outputs, index = tap.outputs[0], inputs["token_index"][0, :terms]
+        outputs, index = found[0], inputs["token_index"][0, :terms]
         logprobs, entropy = (values.detach().flatten()[index] for values in (outputs.log_probs, outputs.entropy))
         contract = self.session.record(Part.CONTRACTS, state.contract, TRAIN, partial(packed_contract, trainer))
         for pass_name in (CURRENT, TRAIN):

@@ -20,7 +20,7 @@ from ..contracts import read_contract
 from ..store import Store
 from ..writer import Part
 from .model_contract import tokenizer_identity
-from .patches import Patches, arguments, version_sentence
+from .patches import Patches, Points, arguments, version_sentence
 from .session import Session
 from .verl_batches import (
     ESTIMATED,
@@ -43,13 +43,27 @@ from .verl_batches import (
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 from .verl_forwards import FORWARD_KEYS, forward_of
 
-POINTS = {
-    "fit": "steps of a second training in a process as an attempt of their own",
-    "_compute_advantage": "sequences, rewards, advantages, rollout, train and reference logprobs",
-    "_update_actor": "current logprobs",
+_POINTS = {
+    "fit": ("fit", "steps of a second training in a process as an attempt of their own"),
+    "_compute_advantage": (
+        "compute_advantage",
+        "sequences, rewards, advantages, rollout, train and reference logprobs",
+    ),
+    "_update_actor": ("update_actor", "current logprobs"),
 }
-"""Function of verl's trainer -> the data recorded from calls to it."""
-_LOGGED = "logged metrics"
+_OLDER_POINTS = {
+    "fit": _POINTS["fit"],
+    "_compute_old_log_prob": (
+        "compute_older_logprobs",
+        "which rows of the train pass went through the model together",
+    ),
+    "_compute_ref_log_prob": (
+        "compute_older_logprobs",
+        "which rows of the reference pass went through the model together",
+    ),
+    "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
+}
+_LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
 """Module of a program in verl 0.8 that defines a trainer of its own."""
@@ -71,42 +85,25 @@ _NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled token
 
 def install(session: Session, module: Any) -> Patches:
     """Hook the trainer in a module of verl."""
-    import verl
-
-    session.hooks["verl"] = verl.__version__
-    hooks, patches = TrainerHooks(session), Patches()
-    wrappers: dict[str, Callable[..., Any]] = {
-        "fit": hooks.fit,
-        "_compute_advantage": hooks.compute_advantage,
-        "_update_actor": hooks.update_actor,
-    }
-    missing = {f"PPOTrainer.{name}": POINTS[name] for name in patches.wrap_all(module.PPOTrainer, wrappers)}
-    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(module.Tracking, {"log": hooks.log})}
-    hooks.sentence = version_sentence("verl", verl.__version__, missing)
-    return patches
+    return _hooked(session, module.PPOTrainer, module.Tracking, _POINTS)
 
 
 def install_older(session: Session, module: Any) -> Patches:
     """Hook verl's older trainer (trainer.use_v1=False), whose batches are padded tensors on the driver."""
-    import verl
     from verl.utils import tracking
+
+    return _hooked(session, module.RayPPOTrainer, tracking.Tracking, _OLDER_POINTS)
+
+
+def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> Patches:
+    import verl
 
     session.hooks["verl"] = verl.__version__
     hooks, patches = TrainerHooks(session), Patches()
-    wrappers: dict[str, Callable[..., Any]] = {
-        "fit": hooks.fit,
-        "_compute_old_log_prob": hooks.compute_older_logprobs,
-        "_compute_ref_log_prob": hooks.compute_older_logprobs,
-        "_update_actor": hooks.update_older_actor,
-    }
-    missing = {
-        f"RayPPOTrainer.{name}": _OLDER_POINTS[name] for name in patches.wrap_all(module.RayPPOTrainer, wrappers)
-    }
-    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(tracking.Tracking, {"log": hooks.log})}
-    if "RayPPOTrainer._update_actor" in missing:
+    missing = patches.wrap_points(trainer, hooks, points) | patches.wrap_points(tracking, hooks, _LOGGED)
+    hooks.sentence = version_sentence("verl", verl.__version__, missing)
+    if points is _OLDER_POINTS and f"{trainer.__qualname__}._update_actor" in missing:
         hooks.sentence = _DUMPS_ALONE.format(verl.__version__)
-    else:
-        hooks.sentence = version_sentence("verl", verl.__version__, missing)
     return patches
 
 
@@ -123,14 +120,6 @@ def install_main(session: Session, module: Any) -> Patches:
 
     patches.wrap(module, "run_ppo", run_ppo)
     return patches
-
-
-_OLDER_POINTS = {
-    "fit": POINTS["fit"],
-    "_compute_old_log_prob": "which rows of the train pass went through the model together",
-    "_compute_ref_log_prob": "which rows of the reference pass went through the model together",
-    "_update_actor": "sequences, rewards, advantages and every pass",
-}
 
 
 class TrainerHooks:

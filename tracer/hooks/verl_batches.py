@@ -188,7 +188,8 @@ def progress_of(trainer: Any) -> Progress:
         version=begin + done,
         old_version=begin if is_separate else begin + done,
         updates_a_transfer=updates,
-        transfers_ahead=int(_is_one_step_off(trainer)),
+        # OneStepOffRayTrainer transfers weights after incrementing its step counter.
+        transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
         is_last=step >= int(trainer.total_training_steps) and done + 1 >= updates,
     )
 
@@ -205,8 +206,3 @@ def _fully_asynchronous(trainer: Any) -> Progress:
         updates_a_transfer=updates,
         is_last=most is not None and done + 1 >= int(most) * updates,
     )
-
-
-def _is_one_step_off(trainer: Any) -> bool:
-    """Return True if the trainer transfers weights after incrementing its step counter, as OneStepOffRayTrainer does."""
-    return any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)

@@ -84,11 +84,6 @@ def install(session: Session, module: Any) -> Patches:
     return patches
 
 
-@lru_cache(maxsize=1)
-def _hooks_of(session: Session) -> WorkerHooks:
-    return WorkerHooks(session)
-
-
 class WorkerHooks:
     """Hooks around a worker's functions. Each calls the original and returns its result."""
 
@@ -316,6 +311,9 @@ class WorkerHooks:
         if pass_name == TRAIN:
             recorder.describe(model=model_identity(engine))
         self.session.seal()
+
+
+_hooks_of = lru_cache(maxsize=1)(WorkerHooks)
 
 
 def keys_of(meta: Any) -> list[str]:

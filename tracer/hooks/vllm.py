@@ -23,10 +23,10 @@ from .vllm_contract import Conditions, engine_contract, sampling_settings
 if TYPE_CHECKING:
     from .trl_state import Generation
 
-POINTS = {
-    "generate": "rollouts of LLM.generate",
-    "chat": "rollouts of LLM.chat",
-    "__init__": "vLLM's engine arguments, and room for captured distributions",
+_POINTS = {
+    "__init__": ("init", "vLLM's engine arguments, and room for captured distributions"),
+    "generate": ("generate", "rollouts of LLM.generate"),
+    "chat": ("generate", "rollouts of LLM.chat"),
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
@@ -47,17 +47,11 @@ def install(session: Session, module: Any) -> Patches:
     import vllm
 
     session.hooks["vllm"] = vllm.__version__
-    patches = Patches()
-    hooks = OfflineHooks(session)
-    wrappers: dict[str, Callable[..., Any]] = {
-        "__init__": hooks.init,
-        "generate": hooks.generate,
-        "chat": hooks.generate,
-        **{name: partial(hooks.tell_of, name) for name in UNRECORDED},
-    }
-    missing = {f"LLM.{name}": POINTS[name] for name in patches.wrap_all(module.LLM, wrappers) if name in POINTS}
-    sentence = version_sentence("vllm", vllm.__version__, missing)
-    if sentence:
+    hooks, patches = OfflineHooks(session), Patches()
+    missing = patches.wrap_points(module.LLM, hooks, _POINTS)
+    for name in UNRECORDED:
+        patches.wrap(module.LLM, name, partial(hooks.tell_of, name))
+    if sentence := version_sentence("vllm", vllm.__version__, missing):
         session.note(sentence)
     return patches
 

@@ -34,10 +34,10 @@ MODEL_PATCHES = ("monkey_patch_model",)
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
 """Module whose import shows that verl samples in this process."""
 
-POINTS = {
-    "__init__": "room for captured distributions",
-    "generate": "rollouts of AsyncLLM",
-    "collective_rpc": "how the caller changed the engine's model",
+_POINTS = {
+    "__init__": ("init", "room for captured distributions"),
+    "generate": ("generate", "rollouts of AsyncLLM"),
+    "collective_rpc": ("collective_rpc", "how the caller changed the engine's model"),
 }
 
 _STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded: their prompt keeps growing"
@@ -57,14 +57,8 @@ def install(session: Session, module: Any) -> Patches:
 
     session.hooks["vllm"] = vllm.__version__
     hooks, patches = AsyncEngineHooks(session), Patches()
-    wrappers: dict[str, Callable[..., Any]] = {
-        "__init__": hooks.init,
-        "generate": hooks.generate,
-        "collective_rpc": hooks.collective_rpc,
-    }
-    missing = {f"AsyncLLM.{name}": POINTS[name] for name in patches.wrap_all(module.AsyncLLM, wrappers)}
-    sentence = version_sentence("vllm", vllm.__version__, missing)
-    if sentence:
+    missing = patches.wrap_points(module.AsyncLLM, hooks, _POINTS)
+    if sentence := version_sentence("vllm", vllm.__version__, missing):
         session.tell(sentence)
     return patches
 

@@ -61,7 +61,9 @@ def header_path(result: str) -> str:
 def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
     """Store a result under its question's id and return its header's path. Raises OSError and StorageError."""
     folder = Path(store.root)
-    before = _named_before(store, result)
+    before: set[str] = set()
+    with suppress(TimTraceError, OSError):  # only the tables of this header: others may be another process's newer ones
+        before = set(read_header(store, result).files)
     files = dict(
         _write_table(folder, result, spec, rows)
         for spec, rows in ((OPERATORS, _operator_rows(found)), (PATCHES, list(map(asdict, found.patches))))
@@ -75,14 +77,6 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
     for name in before - set(files):
         (folder / name).unlink(missing_ok=True)
     return relative
-
-
-def _named_before(store: Store, result: str) -> set[str]:
-    """Return the tables that the header to be replaced lists; others may be another process's newer ones."""
-    try:
-        return set(read_header(store, result).files)
-    except (TimTraceError, OSError):
-        return set()
 
 
 def _write_table(folder: Path, result: str, spec: Table, rows: Sequence[dict[str, Any]]) -> tuple[str, SealedFile]:

@@ -69,7 +69,7 @@ def attach(
     """
     Store(trace).manifest()
     model, of_tokenizer = load_folder(folder, tokenizer)
-    there = _absolute(folder)
+    there = os.path.abspath(os.path.expanduser(folder))
     with grown_trace(trace) as building:
         store = Store(trace)
         snapshot = take_snapshot(store)
@@ -98,10 +98,6 @@ def attach(
         num_bytes=sum(tensor.numel() * tensor.element_size() for tensor in model.parameters()),
         has_tokenizer=has_tokenizer,
     )
-
-
-def _absolute(folder: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.path.expanduser(folder))
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
