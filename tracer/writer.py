@@ -23,8 +23,7 @@ from ..schemas.errors import InvalidRecord, StorageStalled
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
-from .attempts import Attempt, writer_prefix
-from .liveness import HEARTBEAT_S, this_process
+from .liveness import HEARTBEAT_S, Attempt, this_process, writer_prefix
 from .patience import Patience
 from .segments import SegmentWriter
 from .store import Store
@@ -75,7 +74,7 @@ class TraceWriter:
         versions: Mapping[str, str] | None = None,
         max_wait_s: float = math.inf,
     ):
-        """`versions` are of the libraries behind the numbers, by default this process's. `journals` survive a kill."""
+        """`attempt` is None outside training; `versions` are this process's by default; `journals` survive a kill."""
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"

@@ -13,9 +13,8 @@ from ...schemas.tables import ENGINE_WEIGHTS_TABLE
 from ..rows import RowBuilder
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
-from .engine_parameters import held_tensors
 from .patches import Patches
-from .trainer_tensors import is_quantised, is_whole, trained_model, trainer_tensors
+from .trainer_tensors import held_tensors, is_quantised, is_whole, trained_model, trainer_tensors
 from .vllm_contract import model_runner
 
 GIVEN, HELD, NONE = "given", "held", "none"

@@ -134,7 +134,7 @@ class Session:
         """Begin another attempt: earlier records of this process are sealed, and later ones go to a new writer."""
         with self.guard("the start of a training"):
             self.engine_weights.restart()
-            from ..attempts import next_attempt
+            from ..liveness import next_attempt
             from ..store import Store
 
             self._seal()

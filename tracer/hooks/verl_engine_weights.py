@@ -14,10 +14,9 @@ from typing import Any
 
 from ..weights.digests import digest
 from ..weights.layout import model_parameters, model_tensors
-from .engine_parameters import held_tensors
 from .engine_weights import NONE, EngineWeights, read_digests
 from .session import Session
-from .trainer_tensors import is_whole
+from .trainer_tensors import held_tensors, is_whole
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
