@@ -111,7 +111,8 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
     if "exp_avg_sq" not in states[0]:
         return [_local(state["momentum_buffer"]) for state in states], None
     beta1, beta2 = group["betas"]
-    step = _step(states[0])
+    known = _known_step(states[0])
+    step = states[0]["step"] if known is None else max(known, 1.0)
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
     # amsgrad divides by the largest second moment of all steps up to now.
     largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
@@ -164,11 +165,6 @@ def _known_step(state: Mapping[str, Any]) -> Any:
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None
     )
-
-
-def _step(state: Mapping[str, Any]) -> Any:
-    known = _known_step(state)
-    return state["step"] if known is None else max(known, 1.0)
 
 
 def _local(tensor: Any) -> Any:

@@ -27,6 +27,8 @@ class Upload:
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
         self._store = Store(url)
+        protocol = self._store.filesystem.protocol
+        self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
         """Path in the trace -> size of the uploaded file, or hash of the uploaded writer's state."""
         self._num_indexed = 0
@@ -97,11 +99,6 @@ class Upload:
     def has_grown(self) -> bool:
         """True if the number of files has grown by a factor since the last index, which bounds the cost of indexes."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
-
-    @property
-    def _has_buckets(self) -> bool:
-        protocol = self._store.filesystem.protocol
-        return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
         """Remove all other files of a folder at the URL, left by killed processes."""

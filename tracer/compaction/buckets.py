@@ -53,13 +53,10 @@ def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
             steps = np.asarray(_read(store, entry, file, number, ["step"])["step"])
             found, rows = np.unique(steps, return_counts=True)
             group = file.metadata.row_group(number)
-            num_bytes = sum(group.column(index).total_compressed_size for index in range(group.num_columns))
-            yield Part(entry, number, found, rows * (_num_values(group) / len(steps)), num_bytes)
-
-
-def _num_values(group: pq.RowGroupMetaData) -> int:
-    """Return the number of values in a row group's longest column: its tokens, or its rows without list columns."""
-    return int(max(group.column(index).num_values for index in range(group.num_columns)))
+            columns = [group.column(index) for index in range(group.num_columns)]
+            # The longest column has one value per token, or per row in a table without lists.
+            tokens = rows * (max(column.num_values for column in columns) / len(steps))
+            yield Part(entry, number, found, tokens, sum(column.total_compressed_size for column in columns))
 
 
 def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
@@ -127,7 +124,8 @@ def sorted_groups(
                 rows = pa.ipc.open_stream(file).read_all()
             name.unlink()
             if rows.num_rows:
-                yield from _row_groups(_in_order(rows), small)
+                keys = [("pass", "ascending")] if "pass" in rows.column_names else []
+                yield from _row_groups(rows.take(pc.sort_indices(rows, [*keys, ("step", "ascending")])), small)
 
 
 def _fill(
@@ -158,12 +156,6 @@ def _fill(
                 for bucket in np.unique(at[(at >= 0) & (at < len(names))]).tolist():
                     buckets[bucket].write_batch(completed.filter(pa.array(at == bucket)))
             advance(int(np.count_nonzero((steps >= edges[0]) & (steps < edges[-1]))))
-
-
-def _in_order(rows: pa.Table) -> pa.Table:
-    """Return rows sorted by pass, if the table has that column, and then by step; sorting is stable."""
-    keys = [("pass", "ascending")] if "pass" in rows.column_names else []
-    return rows.take(pc.sort_indices(rows, [*keys, ("step", "ascending")]))
 
 
 def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:

@@ -104,7 +104,8 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
         leaf = module.rpartition(".")[2]
         if own in parameters:
             parameter, first = parameters[own].data, 0
-            fits = tuple(parameter.shape) == shape or _is_padded(parameter, shape, own)
+            held, is_vocabulary = tuple(parameter.shape), "embed_tokens" in own or "lm_head" in own
+            fits = held == shape or (is_vocabulary and held[:1] > shape[:1] and held[1:] == shape[1:])
         elif leaf in fused_with:
             fused, parts = fused_with[leaf]
             parameter = getattr(parameters.get(f"{module.removesuffix(leaf)}{fused}.{kind}"), "data", None)
@@ -124,8 +125,3 @@ def _engine_name(model: Any, name: str) -> str:
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
     # Some mappers return the fused parameter's name, but fused tensors must be looked up under their separate names.
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
-
-
-def _is_padded(parameter: Any, shape: tuple[int, ...], name: str) -> bool:
-    is_vocabulary = "embed_tokens" in name or "lm_head" in name
-    return is_vocabulary and parameter.shape[0] > shape[0] and tuple(parameter.shape[1:]) == shape[1:]

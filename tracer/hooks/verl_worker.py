@@ -132,8 +132,11 @@ class WorkerHooks:
         finally:
             self._update = None
             self._forwards = None
-            if update is not None:
-                self._keep(update.is_last)
+            if update is not None and update.is_last:
+                self.session.seal()  # Ray may kill workers at any time.
+            elif update is not None:
+                with self.session.guard("current logprobs"):
+                    self.session.recorder.flush(weights=False)
 
     def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
@@ -244,14 +247,6 @@ class WorkerHooks:
             self._weights.keep(version, engine.module, is_first=engine.get_data_parallel_rank() == 0)
         elif self.session.order.weights != "none":
             self.session.note(_OTHER_STRATEGY.format(strategy))
-
-    def _keep(self, is_last: bool) -> None:
-        """Flush the records written so far, or seal them after the last update: Ray may kill workers at any time."""
-        if is_last:
-            self.session.seal()
-        else:
-            with self.session.guard("current logprobs"):
-                self.session.recorder.flush(weights=False)
 
     def _begin_training(self) -> None:
         """Assign this worker's records to the driver's training attempt."""

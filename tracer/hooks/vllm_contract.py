@@ -9,6 +9,7 @@ from typing import Any
 
 from ...schemas.contract import Contract
 from .. import environment
+from .model_contract import class_path
 
 _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "model_config": (
@@ -84,11 +85,11 @@ _GRAMMAR = (
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
     """Return the settings behind the logprobs of vLLM's offline engine: versions, arguments, configuration."""
-    config = getattr(llm.llm_engine, "vllm_config", None)
+    config, model = getattr(llm.llm_engine, "vllm_config", None), getattr(model_runner(llm), "model", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
         "attention_backend": attention_backends(llm),
-        "model_class": _model_class(llm),
+        "model_class": None if model is None else class_path(model),
         "sampling": dict(sampling_settings(params)),
     }
 
@@ -114,7 +115,11 @@ def async_contract(
 def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
     import vllm
 
-    resolved = {part: _settings(getattr(config, part, None), names) for part, names in _CONFIGS.items()}
+    resolved: dict[str, dict[str, Any] | None] = {}
+    for part, names in _CONFIGS.items():
+        section = getattr(config, part, None)
+        known = {name: _said(getattr(section, name)) for name in names if hasattr(section, name)}
+        resolved[part] = None if section is None else known
     mode = str((resolved.get("model_config") or {}).get("logprobs_mode"))
     return {
         "engine": "vllm",
@@ -144,12 +149,6 @@ _MODES = {
 }
 
 
-def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
-    if config is None:
-        return None
-    return {name: _said(getattr(config, name)) for name in names if hasattr(config, name)}
-
-
 def _said(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
@@ -175,11 +174,6 @@ def attention_backends(llm: Any) -> list[str] | None:
     if not groups:
         return None
     return sorted({group.backend.get_name() for part in groups for group in part})
-
-
-def _model_class(llm: Any) -> str | None:
-    model = getattr(model_runner(llm), "model", None)
-    return None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
 
 
 def _device(config: Any) -> str | None:

@@ -124,7 +124,8 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         raise WeightsMissing(f"{path / 'config.json'}: cannot be read ({first_line(error)})") from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
-    if not _is_language_model(kind):
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model or not hasattr(kind, "generate"):
         raise WeightsMissing(
             f"{path / 'config.json'}: names the architecture {name}, which is not a language model in the installed transformers"
         )
@@ -141,12 +142,6 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     with torch.no_grad():
         _put_own_dtypes(model, path)
     return model, _tokenizer(path, tokenizer)
-
-
-def _is_language_model(kind: object) -> bool:
-    import transformers
-
-    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and hasattr(kind, "generate")
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
@@ -204,7 +199,9 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
             if other:
                 told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
                 raise InvalidOption(f"{there}: does not match the model of {where}: {told}")
-    most = max((_largest(rows) for rows in _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])), default=-1)
+    tables = _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])
+    tokens = (pc.max(pc.list_flatten(column)).as_py() for rows in tables for column in rows.columns)
+    most = max((token for token in tokens if token is not None), default=-1)
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
         raise InvalidOption(
@@ -216,11 +213,6 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
 def _size(config: Mapping[str, Any], name: str) -> Any:
     text = config.get("text_config") or config
     return text.get(name)
-
-
-def _largest(rows: pa.Table) -> int:
-    found = [pc.max(pc.list_flatten(rows[name])).as_py() for name in rows.column_names]
-    return max((each for each in found if each is not None), default=-1)
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:

@@ -220,7 +220,7 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
     places_K -= 1
     if places_K[0] < 0 or places_K[-1] >= size:
         raise ValueError(f"it changes elements beyond its {size:,}")
-    return places_K, _unfolded(folded_K)
+    return places_K, np.asarray((folded_K >> 1) ^ -(folded_K & 1))  # undoes _folded
 
 
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
@@ -234,7 +234,3 @@ def _folded(differences_K: np.ndarray) -> np.ndarray:
     """Encode signed integers as unsigned ones by zigzag: 0, -1, 1, -2, ... become 0, 1, 2, 3, ..."""
     high = 8 * differences_K.dtype.itemsize - 1
     return (differences_K << 1) ^ -(differences_K >> high)
-
-
-def _unfolded(folded_K: np.ndarray) -> np.ndarray:
-    return np.asarray((folded_K >> 1) ^ -(folded_K & 1))

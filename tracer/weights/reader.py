@@ -207,17 +207,13 @@ class WeightReader:
                     self._read(record, tensor)
             except (TimTraceError, ValueError, KeyError, IndexError, TypeError) as error:
                 found.append(str(error))
-            try:
-                self._read_row(record)
+            try:  # decode this version's own chunks, to find damage in them even if earlier versions are lost
+                for dtype, indexes in self._chunks_of(record).items():
+                    for index in indexes:
+                        self._apply(record, dtype, index, self._empty(record, dtype, index))
             except TimTraceError as error:
                 found.append(str(error))
         return found
-
-    def _read_row(self, record: WeightVersion) -> None:
-        """Decode only the chunks stored for this version, to find damage in them even if earlier versions are lost."""
-        for dtype, indexes in self._chunks_of(record).items():
-            for index in indexes:
-                self._apply(record, dtype, index, self._empty(record, dtype, index))
 
     def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
         """Return name -> tensor, each read only when its bits are accessed."""
