@@ -249,9 +249,7 @@ class TrainerHooks:
         recorder, config = self.session.recorder, trainer.config
         if self.sentence:
             self.session.note(self.sentence)
-        if modules := _workers_not_hooked(trainer):
-            way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
-            self.session.note(_NOT_HOOKED.format(" and ".join(modules), way_out))
+        self._tell_of_workers(trainer)
         recorder.describe(tokenizer=tokenizer_identity(trainer.tokenizer))
         recorder.save_tokenizer(trainer.tokenizer)
         recorder.add_hyperparameters(flat(OmegaConf.to_container(config, resolve=True)))
@@ -261,6 +259,11 @@ class TrainerHooks:
             recorder.add_hyperparameters(others)
         if self.session.capture.dense:
             self.session.note(_NO_DISTRIBUTIONS.format(self.session.order.capture))
+
+    def _tell_of_workers(self, trainer: Any) -> None:
+        if modules := _workers_not_hooked(trainer):
+            way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
+            self.session.note(_NOT_HOOKED.format(" and ".join(modules), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
         """Record the rows in a step. `values` returns a column of verl by name, one array per row; None if missing."""
