@@ -482,7 +482,7 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     """
     from .analysis import import_dump
     from .analysis.trace.sums import summarize
-    from .tracer.importers.mapping import parse_map
+    from .tracer.importers.neutral import parse_map
     from .tracer.scored_passes import comparable_pair
 
     imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)

@@ -13,8 +13,7 @@ from ..schemas.errors import DamagedTrace, TimTraceError
 from ..schemas.results import Result
 from ..schemas.size import parse_size
 from ..schemas.sums import KINDS
-from ..tracer.compaction.elsewhere import merge_to
-from ..tracer.compaction.merge import merge
+from ..tracer.compaction.merge import merge, merge_to
 from ..tracer.index import write_index
 from ..tracer.progress import Progress, no_progress
 from ..tracer.verified_file import FileCursor

@@ -21,8 +21,8 @@ from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
 from ..tracer.store import first_line
 from ..tracer.verified_file import FileCursor, VerifiedFile
+from ..tracer.weights.checkpoints import open_weights
 from ..tracer.weights.reader import WeightReader
-from ..tracer.weights.source import open_weights
 from .rows import Rows, printable, to_text
 from .trace.source import Source, open_source
 from .views import open_database

@@ -14,9 +14,8 @@ from ..schemas.modules import module_of
 from ..schemas.weights import ITEM_BYTES, WeightVersion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
-from ..tracer.weights.checkpoints import CheckpointReader, config_of, write_folder
+from ..tracer.weights.checkpoints import CheckpointReader, config_of, open_weights, write_folder
 from ..tracer.weights.reader import SUPPLIES, Tensor, WeightReader
-from ..tracer.weights.source import open_weights
 from .engine_weights import engine_weights
 from .rows import Rows
 

@@ -15,12 +15,11 @@ from ..schemas.contract import Contract, canonical_json
 from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS, Segment
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
-from ..tracer.lock import alone
 from ..tracer.recorder import Recorder
 from ..tracer.routing import joined
 from ..tracer.rows import Forward
 from ..tracer.snapshot import Snapshot
-from ..tracer.whole_file import write_part
+from ..tracer.whole_file import alone, write_part
 from ..tracer.writer import TraceWriter
 from .arms import Arm
 from .batching import ForwardBatch

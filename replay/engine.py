@@ -16,9 +16,9 @@ from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
-from ..tracer.adopt import adopt
 from ..tracer.cluster import connected, run_units
 from ..tracer.progress import Advance, Progress, no_progress, unheard
+from ..tracer.seal import adopt
 from ..tracer.store import first_line
 from .arm_pass import ArmPass
 from .arms import AS_RECORDED, Arm, check_distinct, parse_arm

@@ -22,15 +22,14 @@ from ..schemas.layout import PASSES, SCORES, SEQUENCES
 from ..schemas.modules import has_experts
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.tables import TABLES
-from ..tracer.adopt import adopt
 from ..tracer.contracts import read_contract
 from ..tracer.routing import Routing, read_routing
+from ..tracer.seal import adopt
 from ..tracer.snapshot import newest_attempts, take_snapshot
 from ..tracer.store import Store, first_line
 from ..tracer.trace_files import PROTOCOL, TraceFiles
-from ..tracer.weights.checkpoints import CheckpointReader
+from ..tracer.weights.checkpoints import CheckpointReader, open_weights
 from ..tracer.weights.reader import WeightReader
-from ..tracer.weights.source import open_weights
 from .backends.trusted import KERNELS_VARIABLE, check_contract
 
 _COMPOSITION = ("forward_id", "forward_row", "pad_left", "pad_right")

@@ -68,9 +68,7 @@ def _holds(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool:
     return not arguments or all(fits(element, arguments[0]) for element in value)
 
 
-@cache
-def _hints(owner: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(owner)
+_hints = cache(get_type_hints)
 
 
 def _wanted(hint: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,6 +24,11 @@ _MAX_INTEGER = 1 << 64
 Record = TypeVar("Record")
 
 
+def now() -> str:
+    """Return the current time, ISO 8601 in UTC."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
+
+
 def to_document(values: Mapping[str, Any]) -> str:
     """Return `values` as a JSON document that includes a checksum."""
     content = plain(values)
@@ -31,10 +37,7 @@ def to_document(values: Mapping[str, Any]) -> str:
 
 
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return the fields of a document, including its checksum. Raises DamagedTrace if it is not a JSON object.
-
-    Error messages include `where`, the file, and `what`, such as `a writer's state`.
-    """
+    """Return a document's fields with its checksum. Raises DamagedTrace, naming the file (`where`) and its kind."""
     try:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
@@ -90,10 +93,7 @@ def _canonical(values: dict[str, Any]) -> str:
 
 
 def as_record(values: Mapping[str, Any], kind: type[Record], where: str, what: str) -> Record:
-    """Convert a document's fields to a dataclass, ignoring unknown fields.
-
-    Raises DamagedTrace for missing fields and wrong types.
-    """
+    """Convert fields to a dataclass, ignoring unknown ones. Raises DamagedTrace for missing fields and wrong types."""
     try:
         return msgspec.convert(values, kind)
     except (msgspec.ValidationError, RecursionError) as error:

@@ -12,24 +12,8 @@ PASSES, DENSE, SUMS, WRITERS, JOURNAL = "passes", "dense", "sums", "writers", "j
 TOKENIZER, WEIGHTS, ENGINE_WEIGHTS = "tokenizer", "weights", "engine_weights"
 INDEX = "index"
 LOCATE = "locate"
-FOLDERS = (
-    SEQUENCES,
-    SCORES,
-    METRICS,
-    ENGINE_WEIGHTS,
-    EVAL_SEQUENCES,
-    EVAL_SCORES,
-    PASSES,
-    DENSE,
-    SUMS,
-    WEIGHTS,
-    WRITERS,
-    JOURNAL,
-    TOKENIZER,
-    INDEX,
-    LOCATE,
-)
 TABLES = (SEQUENCES, SCORES, METRICS, ENGINE_WEIGHTS, EVAL_SEQUENCES, EVAL_SCORES)
+FOLDERS = (*TABLES, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER, INDEX, LOCATE)
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
@@ -130,10 +114,7 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if tim-trace gave this name to an unfinished file or folder.
-
-    Other names with the same prefix do not count.
-    """
+    """Return True if tim-trace gave this name to an unfinished file or folder; the prefix alone does not count."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

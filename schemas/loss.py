@@ -48,8 +48,7 @@ class Loss:
     clip_high: float = 0.2
     """For ppo_clip, the distance between the upper bound and 1; for cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """For ppo_clip, an upper bound on the ratio for advantages of either sign (TRL's delta); None if there is no such
-    bound."""
+    """For ppo_clip, a bound on the ratio for advantages of either sign (TRL's delta); None if there is none."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     """Value of tau in sapo: sapo_temperature_pos where A > 0, sapo_temperature_neg elsewhere."""
@@ -60,8 +59,7 @@ class Loss:
     vespo_lambda_neg: float = 2.0
     """Values of k and lambda in vespo where A < 0."""
     denominator: str = TRAIN
-    """Pass in the denominator of the ratio: `train` (recomputed), `rollout` (bypass), or `current` itself,
-    which makes rho equal to 1."""
+    """Pass in the ratio's denominator: `train` (recomputed), `rollout` (bypass), or `current`: rho is then 1."""
     aggregation: str = "token_mean"
     """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
     over all tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.
@@ -236,10 +234,7 @@ def _grpo(values: Mapping[str, Any]) -> Loss | None:
 
 
 def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
-    """Return the aggregation of TRL's GRPO loss.
-
-    TRL averages tokens over a generation batch, which may span several optimizer steps.
-    """
+    """Return TRL's aggregation: it averages over a generation batch, which may span several optimizer steps."""
     found = _GRPO_AGGREGATIONS[kind]
     accumulated = _number(values, "gradient_accumulation_steps", None)
     if found == "token_mean" and accumulated != _number(values, "steps_per_generation", accumulated):
@@ -248,10 +243,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Return the loss of TRL's RLOO trainer, whose KL term is part of the reward.
-
-    Source: TRL 1.16, RLOOTrainer._compute_loss.
-    """
+    """Return the loss of TRL's RLOO trainer, whose KL term is in the reward (1.16, RLOOTrainer._compute_loss)."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO,

@@ -9,8 +9,7 @@ from .errors import DamagedTrace, NewerTrace
 
 FORMAT = "tim-trace"
 FORMAT_VERSION = 2
-"""Current format version. Version 1 has no checksums. In version 2, every writer lists its files, every file has checksums,
-and rows have an `attempt`."""
+"""Version 1 has no checksums. Since version 2, writers list their files and checksums, and rows have an `attempt`."""
 CHECKED_SINCE = 2
 
 _WHAT = "the trace.json of a trace"

@@ -36,10 +36,7 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the default pair to compare: train:rollout, else another pass with rollout, else the first two passes.
-
-    Returns None for fewer than two passes.
-    """
+    """Return the pair to compare: train:rollout, else another pass with rollout, else the first two; None for fewer."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

@@ -1,6 +1,4 @@
-"""Column definitions for sums/, which holds per-sequence sums for pairs of passes, so that statistics need not read
-tokens.
-"""
+"""Column definitions for sums/: per-sequence sums for pairs of passes, so that statistics need not read tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +8,16 @@ from .tables import Column, Table
 
 
 def _count(name: str, doc: str) -> Column:
-    return Column(name=name, type=pa.int64(), doc=doc, unit="tokens", null="")
+    return Column(name, pa.int64(), doc, unit="tokens", null="")
 
 
 def _sum(name: str, doc: str, unit: str = "") -> Column:
-    return Column(name=name, type=pa.float64(), doc=doc, unit=unit, null="no finite token")
+    return Column(name, pa.float64(), doc, unit=unit, null="no finite token")
 
 
 _PAIR = (
-    Column(name="pass_a", type=pa.string(), doc="pass a of the pair: d = logprob(a) - logprob(b)", null=""),
-    Column(name="pass_b", type=pa.string(), doc="pass b of the pair", null=""),
+    Column("pass_a", pa.string(), "pass a of the pair: d = logprob(a) - logprob(b)", null=""),
+    Column("pass_b", pa.string(), "pass b of the pair", null=""),
 )
 
 SEQUENCE_SUMS = Table(
@@ -28,10 +26,10 @@ SEQUENCE_SUMS = Table(
     "finite logprob in both passes.",
     columns=(
         *_PAIR,
-        Column(name="step", type=pa.int64(), doc="the sequence's step", null=""),
-        Column(name="seq_id", type=pa.string(), doc="the sequence", null=""),
-        Column(name="iteration_a", type=pa.int32(), doc="iteration of the row of pass a", null=""),
-        Column(name="iteration_b", type=pa.int32(), doc="iteration of the row of pass b", null=""),
+        Column("step", pa.int64(), "the sequence's step", null=""),
+        Column("seq_id", pa.string(), "the sequence", null=""),
+        Column("iteration_a", pa.int32(), "iteration of the row of pass a", null=""),
+        Column("iteration_b", pa.int32(), "iteration of the row of pass b", null=""),
         _count("num_tokens", "tokens with a finite logprob in both passes"),
         _count("num_nan", "tokens with NaN in either pass, excluded from sums"),
         _count("num_inf", "tokens with an infinity and no NaN in either pass, excluded from sums"),
@@ -68,7 +66,7 @@ _CUTS = (
 STEP_QUANTILES = Table(
     name="step_quantiles",
     doc="One row per (pair, step): quantiles, which cannot be computed from sums.",
-    columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_CUTS),
+    columns=(*_PAIR, Column("step", pa.int64(), "the step", null=""), *_CUTS),
 )
 
 STEP_HISTOGRAMS = Table(
@@ -77,11 +75,8 @@ STEP_HISTOGRAMS = Table(
     "quantiles within a relative error of 2^-10.",
     columns=(
         *_PAIR,
-        Column(name="step", type=pa.int64(), doc="the step", null=""),
-        Column(
-            name="bin", type=pa.int32(),
-            doc="upper 21 bits of |d| as a double: sign, exponent and 9 bits of the mantissa; 0: |d| = 0", null="",
-        ),
+        Column("step", pa.int64(), "the step", null=""),
+        Column("bin", pa.int32(), "upper 21 bits of |d| as a double: sign, exponent and 9 bits of the mantissa; 0: |d| = 0", null=""),
         _count("num_tokens", "tokens in the bin"),
     ),
 )  # fmt: skip
@@ -92,21 +87,12 @@ RUN_QUANTILES = Table(
     columns=(
         *_PAIR,
         *_CUTS,
-        Column(
-            name="quantile_error", type=pa.float64(),
-            doc="bound on the relative error of the quantiles: 0 if exact, 2^-10 from histograms", null="",
-        ),
+        Column("quantile_error", pa.float64(), "bound on the relative error of the quantiles: 0 if exact, 2^-10 from histograms", null=""),
     ),
 )  # fmt: skip
 
 _STATISTICS = (
-    Column(
-        name="num_sequences",
-        type=pa.int64(),
-        doc="sequences with at least one comparable token",
-        unit="sequences",
-        null="",
-    ),
+    Column("num_sequences", pa.int64(), "sequences with at least one comparable token", unit="sequences", null=""),
     _count("num_tokens", "tokens with a finite logprob in both passes"),
     _count("num_nan", "tokens with NaN in either pass"),
     _count("num_inf", "tokens with an infinity and no NaN in either pass"),
@@ -131,7 +117,7 @@ _STATISTICS = (
 STEP_STATISTICS = Table(
     name="step_statistics",
     doc="One row per (pair, step): statistics computed from the sums of its sequences.",
-    columns=(*_PAIR, Column(name="step", type=pa.int64(), doc="the step", null=""), *_STATISTICS),
+    columns=(*_PAIR, Column("step", pa.int64(), "the step", null=""), *_STATISTICS),
 )
 
 RUN_STATISTICS = Table(

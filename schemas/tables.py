@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import pyarrow as pa
 
@@ -16,7 +16,7 @@ REWARDS = pa.map_(pa.string(), pa.float64())
 PER_RESPONSE_TOKEN = "one element per response token"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """Definition of one table column."""
 
@@ -24,13 +24,13 @@ class Column:
     type: pa.DataType
     doc: str
     """Description of the column's values."""
+    _: KW_ONLY
     unit: str = ""
     """Unit of the column's values; empty if they have none."""
     alignment: str = "one value per row"
     """Description of what each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL in the column; empty for a required column, which is never NULL. Other columns may be missing
-    from files written by older releases and are then read as NULL."""
+    """Meaning of NULL; empty for a required column. Others may be missing in files of older releases."""
     keyword: str = ""
     """Keyword argument of Recorder.add_sequences that supplies the values, if it differs from the column's name."""
     is_made: bool = False
@@ -65,10 +65,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return a batch with NULL in each column that is missing because an older release wrote the file.
-
-        Returns None if the batch does not belong to this table.
-        """
+        """Return a batch with NULL in the columns that an older release lacked; None if it is not of this table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -81,39 +78,42 @@ class Table:
 
 
 _STEP = Column(
-    name="step",
-    type=pa.int64(),
-    doc="training step that first used the sequence, as numbered in the framework's logs (first: 1)",
+    "step",
+    pa.int64(),
+    "training step that first used the sequence, as numbered in the framework's logs (first: 1)",
     null="",
 )
 _SEQ_ID = Column(
-    name="seq_id",
-    type=pa.string(),
-    doc="name of the sequence; (step, seq_id, attempt) is unique in the trace",
+    "seq_id",
+    pa.string(),
+    "name of the sequence; (step, seq_id, attempt) is unique in the trace",
     null="",
     keyword="seq_ids",
     is_name=True,
 )
 _ATTEMPT = Column(
-    name="attempt",
-    type=pa.int32(),
-    doc="training attempt that wrote the row, from 1: a run resumed from a checkpoint repeats some steps. Views "
+    "attempt",
+    pa.int32(),
+    "training attempt that wrote the row, from 1: a run resumed from a checkpoint repeats some steps. Views "
     "show the newest attempt of each step",
     null="not recorded in training, or written by an older release",
     is_made=True,
 )
 _WRITER = Column(
-    name="writer",
-    type=pa.string(),
-    doc="the process that recorded the row: a file in writers/",
-    null="",
-    is_made=True,
-    repeats=True,
+    "writer", pa.string(), "the process that recorded the row: a file in writers/", null="", is_made=True, repeats=True
 )
 
 
 def _setting(name: str, type: pa.DataType, doc: str, unit: str = "") -> Column:
-    return Column(name=name, type=type, doc=doc, unit=unit, is_sampling=True)
+    return Column(name, type, doc, unit=unit, is_sampling=True)
+
+
+def _score(name: str, doc: str) -> Column:
+    return Column(name, FLOATS, doc, unit="nats", alignment=PER_RESPONSE_TOKEN)
+
+
+def _digest(name: str, doc: str, null: str) -> Column:
+    return Column(name, pa.uint64(), doc, null=null)
 
 
 SEQUENCES_TABLE = Table(
@@ -123,61 +123,37 @@ SEQUENCES_TABLE = Table(
         _STEP,
         _SEQ_ID,
         Column(
-            name="group_id",
-            type=pa.string(),
-            doc="sequences with the same group_id and step share a prompt and a baseline",
+            "group_id",
+            pa.string(),
+            "sequences with the same group_id and step share a prompt and a baseline",
             keyword="group_ids",
             is_name=True,
             repeats=True,
         ),
+        Column("policy_version", pa.int64(), "number of optimizer updates in the sampling weights", unit="updates"),
+        Column("prompt_ids", TOKENS, "token ids of the prompt", alignment="one element per prompt token"),
+        Column("response_ids", TOKENS, "token ids of the response", alignment=PER_RESPONSE_TOKEN, null=""),
         Column(
-            name="policy_version",
-            type=pa.int64(),
-            doc="number of optimizer updates in the sampling weights",
-            unit="updates",
-        ),
-        Column(name="prompt_ids", type=TOKENS, doc="token ids of the prompt", alignment="one element per prompt token"),
-        Column(
-            name="response_ids", type=TOKENS, doc="token ids of the response", alignment=PER_RESPONSE_TOKEN, null=""
-        ),
-        Column(
-            name="response_mask",
-            type=FLAGS,
-            doc="true if the token counts in the loss; false for tool output and masked parts",
+            "response_mask",
+            FLAGS,
+            "true if the token counts in the loss; false for tool output and masked parts",
             alignment=PER_RESPONSE_TOKEN,
             null="every response token counts",
         ),
-        Column(name="num_prompt_tokens", type=pa.int32(), doc="length of prompt_ids", unit="tokens", is_made=True),
+        Column("num_prompt_tokens", pa.int32(), "length of prompt_ids", unit="tokens", is_made=True),
+        Column("num_response_tokens", pa.int32(), "length of response_ids", unit="tokens", null="", is_made=True),
+        Column("reward", pa.float64(), "the weighted sum of the reward functions, before baselines", takes_flags=True),
         Column(
-            name="num_response_tokens",
-            type=pa.int32(),
-            doc="length of response_ids",
-            unit="tokens",
-            null="",
-            is_made=True,
-        ),
-        Column(
-            name="reward",
-            type=pa.float64(),
-            doc="the weighted sum of the reward functions, before baselines",
-            takes_flags=True,
-        ),
-        Column(
-            name="rewards",
-            type=REWARDS,
-            doc="value of each reward function; NaN if it returned none",
+            "rewards",
+            REWARDS,
+            "value of each reward function; NaN if it returned none",
             alignment="one entry per reward function",
         ),
+        Column("advantage", pa.float64(), "advantage, if one value applies to the whole response", takes_flags=True),
         Column(
-            name="advantage",
-            type=pa.float64(),
-            doc="advantage, if one value applies to the whole response",
-            takes_flags=True,
-        ),
-        Column(
-            name="advantages",
-            type=FLOATS,
-            doc="advantage of each token, if it differs by token",
+            "advantages",
+            FLOATS,
+            "advantage of each token, if it differs by token",
             alignment=PER_RESPONSE_TOKEN,
             null="the same for every token: see advantage",
             keyword="advantage",
@@ -189,9 +165,9 @@ SEQUENCES_TABLE = Table(
         _setting("repetition_penalty", pa.float64(), "divisor of the logits of repeated tokens; neutral: 1.0"),
         _setting("max_tokens", pa.int32(), "maximum number of response tokens", "tokens"),
         Column(
-            name="finish_reason",
-            type=pa.string(),
-            doc="why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own word",
+            "finish_reason",
+            pa.string(),
+            "why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own word",
             repeats=True,
         ),
         _ATTEMPT,
@@ -204,89 +180,67 @@ SCORES_TABLE = Table(
     doc="One row a (pass, step, sequence, iteration): what one pass gave each token of one sequence.",
     columns=(
         Column(
-            name="pass",
-            type=pa.string(),
-            doc="`rollout` (returned by the engine), `train` (trainer, at the sampling weights), "
+            "pass",
+            pa.string(),
+            "`rollout` (returned by the engine), `train` (trainer, at the sampling weights), "
             "`current` (inside the loss), `reference` (of the KL term), or `replay/<arm>`",
             null="",
             repeats=True,
         ),
-        Column(name="step", type=pa.int64(), doc="the step of the sequence that was scored", null=""),
-        Column(name="seq_id", type=pa.string(), doc="the sequence that was scored", null=""),
+        Column("step", pa.int64(), "the step of the sequence that was scored", null=""),
+        Column("seq_id", pa.string(), "the sequence that was scored", null=""),
         Column(
-            name="iteration",
-            type=pa.int32(),
-            doc="number of earlier uses of the sequence in the loss; 0 for all passes but `current`",
+            "iteration",
+            pa.int32(),
+            "number of earlier uses of the sequence in the loss; 0 for all passes but `current`",
             null="",
         ),
-        Column(
-            name="policy_version",
-            type=pa.int64(),
-            doc="number of optimizer updates in the scoring weights",
-            unit="updates",
-        ),
-        Column(name="contract", type=pa.string(), doc="hash of the pass's contract: a file in passes/", repeats=True),
-        Column(
-            name="logprobs",
-            type=FLOATS,
-            doc="log-probability of each sampled token, as the framework had it; an element is NULL if the pass "
+        Column("policy_version", pa.int64(), "number of optimizer updates in the scoring weights", unit="updates"),
+        Column("contract", pa.string(), "hash of the pass's contract: a file in passes/", repeats=True),
+        _score(
+            "logprobs",
+            "log-probability of each sampled token, as the framework had it; an element is NULL if the pass "
             "has none for the token (tool output, masked parts)",
-            unit="nats",
-            alignment=PER_RESPONSE_TOKEN,
         ),
+        _score("entropy", "entropy of the token's distribution"),
+        _score("top2_gap", "logprob of the most probable token minus that of the second"),
         Column(
-            name="entropy",
-            type=FLOATS,
-            doc="entropy of the token's distribution",
-            unit="nats",
-            alignment=PER_RESPONSE_TOKEN,
+            "forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) went through the model together"
         ),
+        Column("forward_row", pa.int32(), "index of the row in that forward, from 0"),
+        Column("forward_rows", pa.int32(), "number of rows in that forward", unit="rows"),
+        Column("pad_left", pa.int32(), "padding before the prompt in that forward", unit="tokens"),
         Column(
-            name="top2_gap",
-            type=FLOATS,
-            doc="logprob of the most probable token minus that of the second",
-            unit="nats",
-            alignment=PER_RESPONSE_TOKEN,
-        ),
-        Column(
-            name="forward_id",
-            type=pa.int64(),
-            doc="rows with the same (writer, pass, forward_id) went through the model together",
-        ),
-        Column(name="forward_row", type=pa.int32(), doc="index of the row in that forward, from 0"),
-        Column(name="forward_rows", type=pa.int32(), doc="number of rows in that forward", unit="rows"),
-        Column(name="pad_left", type=pa.int32(), doc="padding before the prompt in that forward", unit="tokens"),
-        Column(
-            name="pad_right",
-            type=pa.int32(),
-            doc="padding after the response in that forward; the width is pad_left + prompt + response + pad_right, summed "
+            "pad_right",
+            pa.int32(),
+            "padding after the response in that forward; the width is pad_left + prompt + response + pad_right, summed "
             "over packed rows",
             unit="tokens",
         ),
         Column(
-            name="dense",
-            type=pa.string(),
-            doc="Zarr group below dense/ that holds this row's distributions",
+            "dense",
+            pa.string(),
+            "Zarr group below dense/ that holds this row's distributions",
             null="none were captured",
             repeats=True,
         ),
         Column(
-            name="dense_start",
-            type=pa.int64(),
-            doc="first row of this sequence in that group's arrays, followed by one row per response token",
+            "dense_start",
+            pa.int64(),
+            "first row of this sequence in that group's arrays, followed by one row per response token",
             unit="rows",
             null="none were captured",
         ),
         Column(
-            name="routing",
-            type=pa.string(),
-            doc="Zarr group below dense/ with the routers' expert choices for this row's tokens",
+            "routing",
+            pa.string(),
+            "Zarr group below dense/ with the routers' expert choices for this row's tokens",
             null="not recorded, or no mixture of experts",
         ),
         Column(
-            name="routing_start",
-            type=pa.int64(),
-            doc="first row of this sequence in that group's arrays, followed by one row per prompt token, then per response "
+            "routing_start",
+            pa.int64(),
+            "first row of this sequence in that group's arrays, followed by one row per prompt token, then per response "
             "token",
             unit="rows",
             null="not recorded, or no mixture of experts",
@@ -300,18 +254,11 @@ METRICS_TABLE = Table(
     name=METRICS,
     doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named `hyperparameter/...`, at step 0 or the step from which a new value applies.",
     columns=(
-        Column(name="step", type=pa.int64(), doc="step at which the framework logged the value", null=""),
-        Column(name="name", type=pa.string(), doc="name, as logged by the framework", null="", repeats=True),
-        Column(
-            name="value", type=pa.float64(), doc="the value; may be NaN", null="the value is not a number: see text"
-        ),
-        Column(
-            name="text",
-            type=pa.string(),
-            doc="the value, if it is not a number",
-            null="the value is a number, or was None",
-        ),
-        Column(name="logged_at", type=pa.timestamp("us", tz="UTC"), doc="when it was recorded"),
+        Column("step", pa.int64(), "step at which the framework logged the value", null=""),
+        Column("name", pa.string(), "name, as logged by the framework", null="", repeats=True),
+        Column("value", pa.float64(), "the value; may be NaN", null="the value is not a number: see text"),
+        Column("text", pa.string(), "the value, if it is not a number", null="the value is a number, or was None"),
+        Column("logged_at", pa.timestamp("us", tz="UTC"), "when it was recorded"),
         _ATTEMPT,
         _WRITER,
     ),
@@ -322,50 +269,38 @@ ENGINE_WEIGHTS_TABLE = Table(
     doc="One row per (step, tensor): the trainer's tensor when the engine began sampling for the step, and the engine's. "
     "Digests have 64 bits and are taken in `dtype`; equal bits give equal digests.",
     columns=(
-        Column(name="step", type=pa.int64(), doc="step for which the engine sampled", null=""),
+        Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(
-            name="policy_version",
-            type=pa.int64(),
-            doc="number of optimizer updates in the trainer's weights",
+            "policy_version",
+            pa.int64(),
+            "number of optimizer updates in the trainer's weights",
             unit="updates",
             null="",
         ),
-        Column(name="tensor", type=pa.string(), doc="name under which the engine receives it", null="", repeats=True),
+        Column("tensor", pa.string(), "name under which the engine receives it", null="", repeats=True),
         Column(
-            name="dtype",
-            type=pa.string(),
-            doc="the engine's compute dtype; all tensors are rounded to it before hashing",
+            "dtype",
+            pa.string(),
+            "the engine's compute dtype; all tensors are rounded to it before hashing",
             null="the tensor's own dtype: the engine is in another process",
             repeats=True,
         ),
-        Column(
-            name="trainer",
-            type=pa.uint64(),
-            doc="digest of the trainer's tensor, adapters merged",
-            null="not read, or the trainer has no tensor of this name",
+        _digest(
+            "trainer",
+            "digest of the trainer's tensor, adapters merged",
+            "not read, or the trainer has no tensor of this name",
+        ),
+        _digest("unmerged", "digest of the trainer's tensor without its adapter", "no adapter changes the tensor"),
+        _digest("given", "digest of the tensor last sent to the engine since the previous step", "none was sent"),
+        _digest(
+            "held",
+            "digest of the engine's tensor, split from fused parameters",
+            "not read, or not found among the engine's parameters",
         ),
         Column(
-            name="unmerged",
-            type=pa.uint64(),
-            doc="digest of the trainer's tensor without its adapter",
-            null="no adapter changes the tensor",
-        ),
-        Column(
-            name="given",
-            type=pa.uint64(),
-            doc="digest of the tensor last sent to the engine since the previous step",
-            null="none was sent",
-        ),
-        Column(
-            name="held",
-            type=pa.uint64(),
-            doc="digest of the engine's tensor, split from fused parameters",
-            null="not read, or not found among the engine's parameters",
-        ),
-        Column(
-            name="cast",
-            type=pa.string(),
-            doc="dtype that, applied to the trainer's tensor, yields the engine's; `N values` if each row of the engine's "
+            "cast",
+            pa.string(),
+            "dtype that, applied to the trainer's tensor, yields the engine's; `N values` if each row of the engine's "
             "tensor is the trainer's rounded to at most N distinct values",
             null="none, or the engine has the trainer's tensor of some step",
         ),

@@ -97,18 +97,15 @@ class WeightVersion:
     chunks: dict[str, list[int]]
     """Dtype -> indices of the chunks with a non-zero byte; all-zero chunks have no file."""
     chain: str
-    """SHA-256 of the previous version's chain and this version's hashes; identifies the
-    whole version history."""
+    """SHA-256 of the previous version's chain and this version's hashes; identifies the whole version history."""
     num_bytes: int
     """Size of the version on disk, bytes."""
     stored_at: str
     """Time when the version was written, ISO 8601 in UTC."""
     base_row: int | None = None
-    """Row that an element delta is relative to, a power of 4 rows earlier; None for a keyframe or an XOR with the
-    previous row."""
+    """Row that an element delta is relative to, a power of 4 rows earlier; None for a keyframe or an XOR."""
     layout_hash: str | None = None
-    """XXH3-128 of the segment's zarr.json, which gives the location of each tensor; None if the version was written
-    without checksums."""
+    """XXH3-128 of the segment's zarr.json, which locates the tensors; None without checksums."""
 
     @property
     def is_keyframe(self) -> bool:

@@ -13,8 +13,7 @@ OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
 """Prefix of writer names for writers that merge other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, with an id appended if the name is taken. This writer records the
-command's exit code."""
+"""Writer name of `tim-trace record` itself, which records the exit code; with an id appended if it is taken."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,20 +45,17 @@ class WriterState:
     attempt: int | None = None
     """Number of the training attempt, from 1; resuming a run begins a new attempt. None outside training."""
     attempt_key: str | None = None
-    """Key shared by all writers of one attempt; for `tim-trace record` itself, the prefix shared by
-    the keys of all attempts in the recording."""
+    """Key shared by all writers of one attempt; for `tim-trace record`, the prefix of the keys of all attempts."""
     files: dict[str, SealedFile] | None = None
     """Path in the trace -> record of the sealed file; None if an older release, which kept no such list, wrote the state."""
     replaced: tuple[str, ...] = ()
-    """Other writers' files whose rows were merged into this writer's; readers ignore
-    the other files until they are removed."""
+    """Other writers' files whose rows were merged into this writer's; readers ignore them until they are removed."""
     journals: tuple[str, ...] = ()
     """Paths of journals that are not sealed."""
     torn_journals: dict[str, int] = field(default_factory=dict)
     """Journal that was sealed after its process died -> size of the incomplete record at the journal's end, bytes."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Path of an imported file, relative to the imported folder -> size and checksums at import. `num_rows` is the number of
-    lines read."""
+    """Path in the imported folder -> size and checksums at import. `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
     """Import options that later imports into the same trace must repeat."""
     attached_from: str | None = None
@@ -82,8 +78,7 @@ class WriterState:
     spent_s: float = 0.0
     """Time that hooks spent in the recorded program's thread, including waiting time, seconds."""
     cpu_s: float | None = None
-    """CPU time of this process's hooks and writer threads, seconds; None until the process ends or if
-    an older release wrote the state."""
+    """CPU time of this process's hooks and writer threads, seconds; None until the process ends."""
     waited_s: float = 0.0
     """Time that the recording thread waited for the disk, seconds."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -106,10 +101,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the exit code of the newest recording, combined over all nodes.
-
-    This is the first non-zero code; without one, None while a node is still running, else 0.
-    """
+    """Return the newest recording's first non-zero exit code of all nodes; else None while one still runs, or 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code

@@ -4,7 +4,7 @@ import numpy as np
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.layout import TABLES
 from tim_trace.schemas.loss import Loss
-from tim_trace.tracer.attempts import Attempt
+from tim_trace.tracer.liveness import Attempt
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.writer import TraceWriter
 

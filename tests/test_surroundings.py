@@ -17,7 +17,7 @@ import tim_trace
 from builders import TIM_TRACE, in_process, make_trace, run
 from shared import rest_slow
 from tim_trace.schemas.errors import ImportFailed, StorageError
-from tim_trace.tracer.importers import local_file
+from tim_trace.tracer.importers import textfiles
 from tim_trace.tracer.importers.textfiles import read_lines
 from tim_trace.tracer.store import Store
 
@@ -220,7 +220,7 @@ def test_an_import_reads_no_file_that_claims_terabytes(tmp_path, name, format, b
 
 
 def test_a_long_line_is_read_and_one_without_end_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_file, "MAX_LINE", 100)
+    monkeypatch.setattr(textfiles, "MAX_LINE", 100)
     (tmp_path / "rows.jsonl").write_bytes(b'{"a": "' + b"x" * 90 + b'"}\n' + b'{"a": "' + b"x" * 92)
     found = read_lines(tmp_path / "rows.jsonl")
     assert next(found)[0] == 1

@@ -28,8 +28,7 @@ class Batch:
         attempt: int | None = None,
         split: str = TRAIN_SPLIT,
     ):
-        """`attempt` is the training attempt that sampled the sequences; None outside training. `split` is one of
-        SPLITS."""
+        """`attempt` is the training attempt that sampled the sequences, None outside training; `split` is in SPLITS."""
         self.step = step
         self.attempt = attempt
         self.split = split
@@ -112,10 +111,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count another scoring of these rows; return each row's iteration: how often it had been scored before.
-
-        Only `current` may score a sequence repeatedly, once per inner iteration of the loss.
-        """
+        """Count another scoring of these rows; return how often each had been scored. Only `current` repeats."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
@@ -153,8 +149,7 @@ class SequenceNames:
             seen.add(name)
 
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
-        """Add names to a step, and return all names in that step; with `ordered`, names in earlier steps are
-        forgotten."""
+        """Add names to a step and return all names in it; with `ordered`, names in earlier steps are forgotten."""
         if ordered and step != self.step:
             self.known = {}
         self.refuse_repeated(step, names)

@@ -24,8 +24,7 @@ def _stop() -> None:
 
 
 class Child:
-    """A running command. From `start` to the end of `wait`, signals sent to this process are held back for the
-    command."""
+    """A running command. From `start` to the end of `wait`, signals sent to this process are held back for it."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock
@@ -54,9 +53,7 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Wait for the command to end and return its exit code, 128 + signal number if a signal killed it.
-
-        `meanwhile` is called every `every_s` seconds.
+        """Wait for the command's exit code, 128 + a signal that killed it; call `meanwhile` every `every_s` seconds.
 
         Signals from processes are forwarded. Signals from the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly
         and are not forwarded. This process stops and continues together with the command.

@@ -39,9 +39,7 @@ _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 """Maximum length of a unit's name in an error message, characters."""
 PATIENCE = 6
-"""Number of consecutive checks in which no node has room for an actor before the work fails. An autoscaling cluster
-needs time to grow."""
-
+"""Number of checks in a row without room on any node before the work fails; autoscaling needs time."""
 
 HELD_UP = 3
 """Number of consecutive checks without a running actor before a warning reports the missing resources."""
@@ -63,8 +61,7 @@ class _Held:
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker behind a reference, unless this node has a different version of tim-trace from the
-        driver's."""
+        """Unpickle the worker behind a reference, unless this node's version of tim-trace differs from the driver's."""
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same version on every "
@@ -137,10 +134,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray for the duration of the block; an existing connection is kept. Without an address, do nothing.
-
-    Raises NotInstalled, and InvalidOption if no cluster answers.
-    """
+    """Connect to Ray for the block, unless connected or without an address. Raises NotInstalled and InvalidOption."""
     if address is None:
         yield None
         return
@@ -157,7 +151,8 @@ def connected(address: str | None) -> Iterator[Any]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options |= {"include_dashboard": False, "object_store_memory": STORE_BYTES}
     try:
-        _check_answers(address)
+        if place := _host_and_port(address):  # Ray itself would retry for minutes
+            socket.create_connection(place, timeout=CONNECT_S).close()
         with _without_tips():
             ray.init(log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, RuntimeError, ValueError) as error:
@@ -178,12 +173,6 @@ def connected(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _check_answers(address: str) -> None:
-    """Raise OSError if nothing listens at `host:port`: Ray itself would retry for minutes."""
-    if place := _host_and_port(address):
-        socket.create_connection(place, timeout=CONNECT_S).close()
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:

@@ -12,10 +12,7 @@ from .store import Store, first_line
 
 
 def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
-    """Return the contract with a given hash; `content` is the file's content if already read.
-
-    Raises DamagedTrace if the content does not have this hash.
-    """
+    """Return the contract with a hash; `content` is its file's if read. Raises DamagedTrace if it does not match."""
     relative = f"{PASSES}/{pass_name}/{digest}.json"
     where = store.shown(relative)
     try:

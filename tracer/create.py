@@ -13,7 +13,6 @@ from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists
 from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
 from ..schemas.manifest import Manifest
 from .liveness import liveness
-from .lock import alone, is_held
 from .replaced import (
     entries,
     move_all,
@@ -28,7 +27,7 @@ from .replaced import (
     tokenizer_files,
 )
 from .store import Store
-from .whole_file import check_no_links, write_once, write_part
+from .whole_file import alone, check_no_links, is_held, write_once, write_part
 
 _NAMED = 3
 """Maximum number of files not written by tim-trace that an error message lists."""
@@ -129,10 +128,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield the folder of a trace, created if missing, while no other process can create a trace in it.
-
-    On an error, created folders are removed. Raises TraceExists and StorageError.
-    """
+    """Create a trace's folder and claim it for the block; an error removes it. Raises TraceExists and StorageError."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
         raise TraceExists(f"{path}: is a file; use a new folder")
@@ -156,10 +152,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return the folder of a trace that several processes write to; the first process creates it.
-
-    Raises TraceExists if the folder holds anything but a trace.
-    """
+    """Return a trace's folder, which the first of its processes creates. Raises TraceExists if it is not a trace."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,7 @@ from .staging import is_tensor
 from .store import Store
 
 TOKEN_IDS, LOGPROBS, TAIL, LOGITS, HIDDEN = "token_ids", "logprobs", "tail_logprob", "logits", "hidden"
+TOP_K = (TOKEN_IDS, LOGPROBS, TAIL)
 
 CHUNK_BYTES = 1 << 20
 CHUNKS_A_SHARD = 64
@@ -44,11 +45,6 @@ class TopK:
     @property
     def arrays(self) -> dict[str, Any]:
         return {TOKEN_IDS: self.token_ids, LOGPROBS: self.logprobs, TAIL: self.tail_logprob}
-
-    @classmethod
-    def of(cls, token_ids: Any, logprobs: Any, tail_logprob: Any) -> TopK:
-        """Name the arrays of `top_k_with_tail`."""
-        return cls(token_ids=token_ids, logprobs=logprobs, tail_logprob=tail_logprob)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +93,10 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
     """Pack rows of one array for the journal; `dtype` says how to interpret the bits (bfloat16 is passed as uint16)."""
-    row = (group, array, _typed(dtype, values), start, len(values), np.ascontiguousarray(values).tobytes())
+    typed = f"{dtype}[{','.join(map(str, values.shape[1:]))}]"
+    row = (group, array, typed, start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
     return pa.record_batch(columns, schema=DENSE_SCHEMA)
-
-
-def _typed(dtype: str, values: np.ndarray) -> str:
-    return f"{dtype}[{','.join(str(size) for size in values.shape[1:])}]"
 
 
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
@@ -129,8 +122,8 @@ def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch])
 def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
     from zarr.codecs import BloscCodec, Crc32cCodec
 
-    dtype, storage, trailing = blocks[0].dtype, blocks[0].values.dtype, blocks[0].values.shape[1:]
-    if any((block.dtype, block.values.shape[1:]) != (dtype, trailing) for block in blocks):
+    storage, (dtype, trailing) = blocks[0].values.dtype, blocks[0].kind
+    if any(block.kind != blocks[0].kind for block in blocks):
         raise DamagedTrace(f"{name}: its rows differ in shape")
     num_rows = sum(len(block.values) for block in blocks)
     row_bytes = storage.itemsize * int(np.prod(trailing, dtype=np.int64))
@@ -142,10 +135,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
         dtype=storage,
         chunks=(chunk, *trailing),
         shards=(shard, *trailing),
-        compressors=(
-            BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize),
-            Crc32cCodec(),
-        ),
+        compressors=(BloscCodec(cname="zstd", clevel=3, shuffle="shuffle", typesize=storage.itemsize), Crc32cCodec()),
         attributes={"dtype": dtype},
         config={"write_empty_chunks": True},  # Write chunks of zeros too, so that a missing chunk means data loss.
     )

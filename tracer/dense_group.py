@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -43,10 +44,7 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open a group by its name in a score's column `dense` or `routing`.
-
-    Raises DamagedTrace if it is missing or damaged.
-    """
+    """Open a group by its name in a score's column `dense` or `routing`. Raises DamagedTrace."""
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
@@ -91,10 +89,7 @@ def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
 
 
 def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
-    """Return a sealed group's entry in its writer's state; None if written by a release without file lists.
-
-    Raises DamagedTrace if the writer's state lacks the group.
-    """
+    """Return a sealed group's entry in its writer's state; None without file lists. Raises DamagedTrace."""
     where = f"{segment.dense}/zarr.json"
     try:
         files = store.writer(segment.writer).files
@@ -108,32 +103,27 @@ def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
 
 
 def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
-    blocks: dict[str, list[tuple[int, np.ndarray]]] = {}
-    dtypes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    where = store.shown(segment.journal(DENSE_TABLE))
+    blocks: dict[str, list[Block]] = {}
     for block in blocks_of(read_journal(store, segment, DENSE_TABLE).batches, segment):
         if block.group == group:
-            blocks.setdefault(block.array, []).append((block.start, block.values))
-            if dtypes.setdefault(block.array, (block.dtype, block.values.shape[1:])) != (
-                block.dtype,
-                block.values.shape[1:],
-            ):
-                raise DamagedTrace(f"{store.shown(segment.journal(DENSE_TABLE))}: rows of {group} differ in shape")
+            blocks.setdefault(block.array, []).append(block)
+            if block.kind != blocks[block.array][0].kind:
+                raise DamagedTrace(f"{where}: rows of {group} differ in shape")
 
-    def rows_of(name: str) -> Rows:
-        def bits(start: int, rows: int) -> np.ndarray:
-            parts = [
-                values[max(start - begins, 0) : max(start + rows - begins, 0)]
-                for begins, values in blocks[name]
-                if begins < start + rows and start < begins + len(values)
-            ]
-            if sum(map(len, parts)) != rows:
-                raise DamagedTrace(f"{store.shown(segment.journal(DENSE_TABLE))}: lacks rows of {group}/{name}")
-            return np.concatenate([blocks[name][0][1][:0], *parts])
+    def bits(name: str, start: int, rows: int) -> np.ndarray:
+        parts = [
+            block.values[max(start - block.start, 0) : max(start + rows - block.start, 0)]
+            for block in blocks[name]
+            if block.start < start + rows and start < block.start + len(block.values)
+        ]
+        if sum(map(len, parts)) != rows:
+            raise DamagedTrace(f"{where}: lacks rows of {group}/{name}")
+        return np.concatenate([blocks[name][0].values[:0], *parts])
 
-        return bits
-
+    kinds = {name: of_array[0].kind for name, of_array in blocks.items()}
     return DenseGroup(
-        {name: DenseArray(dtype, int(np.prod(shape)), rows_of(name)) for name, (dtype, shape) in dtypes.items()}
+        {name: DenseArray(dtype, math.prod(shape), partial(bits, name)) for name, (dtype, shape) in kinds.items()}
     )
 
 
@@ -147,6 +137,11 @@ class Block:
     """What the bits mean: `bfloat16` comes as uint16."""
     start: int
     values: np.ndarray
+
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of a row."""
+        return self.dtype, self.values.shape[1:]
 
 
 def blocks_of(batches: Iterable[pa.RecordBatch], segment: Segment) -> Iterator[Block]:

@@ -25,14 +25,12 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute name in a group's root. Its value maps each path below the root to the file's size in bytes and the
-base64 of its block checksums."""
+"""Attribute in a group's root: path below the root -> size in bytes, and the base64 of its block checksums."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed size of a chunk, bytes; a larger one is rejected. It holds one row of 128 million 16-bit
-values, more than tim-trace ever writes."""
+"""Maximum uncompressed size of a chunk, bytes. It holds a row of 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -58,8 +56,7 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 
 
 class SealedGroup:
-    """The files in the Zarr group for one segment. Methods raise DamagedTrace if a file changed after it was
-    written."""
+    """The files in one segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
         """`root` is the root's entry in the writer's state; None if the release wrote none."""
@@ -87,8 +84,7 @@ class SealedGroup:
             file.verify()
 
     def read(self, name: str, start: int | None, stop: int | None) -> bytes | None:
-        """Read bytes from a file; a negative `start` counts from the file's end. Returns None if the group has no
-        such file."""
+        """Read bytes from a file; a negative `start` counts from its end. Returns None if there is no such file."""
         file = self._file(name)
         if file is None:
             return None
@@ -271,6 +267,10 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
 class _Files(ZarrStore):
     """The files of one array as a store that zarr can read."""
 
+    supports_writes: bool = False
+    supports_deletes: bool = False
+    supports_listing: bool = False
+
     def __init__(self, group: SealedGroup, name: str, chunks: _Chunks):
         super().__init__(read_only=True)
         self._group, self._name, self._chunks = group, name, chunks
@@ -278,21 +278,8 @@ class _Files(ZarrStore):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Files) and (self._group, self._name) == (other._group, other._name)
 
-    @property
-    def supports_writes(self) -> bool:
-        return False
-
-    @property
-    def supports_deletes(self) -> bool:
-        return False
-
-    @property
-    def supports_listing(self) -> bool:
-        return False
-
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
-        start: int | None = None
-        stop: int | None = None
+        start = stop = None
         if isinstance(byte_range, RangeByteRequest):
             start, stop = byte_range.start, byte_range.end
         elif isinstance(byte_range, OffsetByteRequest):

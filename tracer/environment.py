@@ -51,10 +51,7 @@ def numeric_versions() -> dict[str, str]:
 
 
 def all_versions() -> dict[str, str]:
-    """Return every installed distribution: normalised name (PEP 503) -> version.
-
-    Reads only the names of the metadata folders, 1000 times faster than their content.
-    """
+    """Return normalised name -> version of all distributions, from folder names: 1000 times faster than metadata."""
     found = {"python": platform.python_version()}
     for folder in reversed(sys.path):  # the first folder on the path wins, as for imports
         try:
@@ -68,8 +65,7 @@ def all_versions() -> dict[str, str]:
 
 
 def rank() -> int | None:
-    """Return this process's rank in its process group, from the variable that torchrun sets; None outside a process
-    group."""
+    """Return this process's rank, from the variable that torchrun sets; None outside a process group."""
     value = os.environ.get("RANK", "")
     return int(value) if value.isdecimal() else None
 

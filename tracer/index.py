@@ -31,8 +31,7 @@ MAX_BYTES = 64 << 20
 """Maximum size of an index, bytes."""
 
 MANY_FOOTERS = 1024
-"""Maximum number of files in a table whose footers are stored in the index. A query of a larger table seldom needs
-all footers, but every opening of the trace reads the whole index."""
+"""Maximum files of a table with footers in the index: every opening reads them, but few queries need them all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
 """Maximum uncompressed size of an index, bytes; larger ones are ignored."""
@@ -97,6 +96,7 @@ class Index:
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
     """For each index: its files without footers, and the schemas that they refer to."""
     documents: dict[str, bytes] = field(default_factory=dict)
+    """Content of files that are named by their hash, which the reader verifies."""
 
     @property
     def paths(self) -> set[str]:
@@ -104,8 +104,7 @@ class Index:
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """Return the entry and the schema of a file without a footer in the index, if its size and footer checksum
-        match."""
+        """Return entry and schema of a file whose footer is not in the index, if its size and checksum match."""
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:
@@ -130,29 +129,22 @@ class Index:
             return None
         return known.state
 
-    def named(self, relative: str) -> bytes | None:
-        """Return the content of a file that is named by its hash; the caller verifies the content."""
-        return self.documents.get(relative)
-
 
 def read_index(store: Store) -> Index:
     """Read all indexes of a trace as one. Damaged ones are ignored."""
     index = Index()
     for name, size in store.files(INDEX).items():
-        if (contents := _contents_of(store, name, size)) is not None:
-            _add(index, contents)
+        if (contents := _contents_of(store, name, size)) is None:
+            continue
+        schemas = _schemas(contents)
+        index.footers |= {path: (footer, schemas[footer.schema]) for path, footer in contents.footers.items()}
+        index.files.append((contents.files, schemas))
+        index.documents |= contents.documents
+        if contents.state_fields == _STATE_FIELDS:
+            for known in contents.states.values():
+                known.state.versions = contents.versions[known.versions]
+            index.states |= contents.states
     return index
-
-
-def _add(index: Index, contents: _Contents) -> None:
-    schemas = _schemas(contents)
-    index.footers |= {path: (footer, schemas[footer.schema]) for path, footer in contents.footers.items()}
-    index.files.append((contents.files, schemas))
-    index.documents |= contents.documents
-    if contents.state_fields == _STATE_FIELDS:
-        for known in contents.states.values():
-            known.state.versions = contents.versions[known.versions]
-        index.states |= contents.states
 
 
 def passed_over(store: Store) -> list[str]:

@@ -38,8 +38,7 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""Schema of journal rows that each hold a block: `rows` rows of one array in a Zarr group, row-major, before
-sealing."""
+"""Schema of journal rows that each hold a block: `rows` rows of one Zarr array, row-major, before sealing."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
@@ -62,10 +61,7 @@ _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends record batches to a file, for one table in one segment.
-
-    Once `append` returns, the operating system has the batch, so that it survives a killed process.
-    """
+    """Appends one table's record batches in a segment to a file; after `append` they survive a killed process."""
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
@@ -171,12 +167,7 @@ class _Torn(Exception):
 
 
 def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, int, bytes]:
-    """Return the message at `start`, its end offset, and its checksum; the message is None at the end of the stream.
-
-    `before` is the previous message's checksum.
-
-    Raises ValueError for damaged bytes, and _Torn.
-    """
+    """Return the message at `start` (None at the stream's end), its end and checksum. Raises ValueError and _Torn."""
     try:
         found = _message_end(content, start, before)
     except _Torn:
@@ -192,10 +183,7 @@ def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, 
 
 
 def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, bytes] | None:
-    """Return the end offset and checksum of the message at `start`; None at the end of the stream.
-
-    Raises ValueError and _Torn.
-    """
+    """Return the end and checksum of the message at `start`; None at the stream's end. Raises ValueError and _Torn."""
     if len(content) - start < _PREFIX.size:
         raise _Torn
     continues, length = _PREFIX.unpack(content[start : start + _PREFIX.size])
@@ -240,8 +228,7 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a message's rows, validated. Raises ValueError for compressed rows: no writer compresses, and they could
-    claim any size."""
+    """Return a message's validated rows. Raises ValueError for compressed ones, which could claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)

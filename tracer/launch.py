@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..schemas.capture import Capture
-from ..schemas.clock import now
+from ..schemas.documents import now
 from ..schemas.errors import InvalidOption, StorageStalled, TimTraceError, TraceExists, option
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
@@ -25,12 +25,11 @@ from .child import Child
 from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
-from .lock import alone
 from .nodes import SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .patience import MAX_WAIT_S, Patience
 from .sender import Sender
 from .store import Store
-from .whole_file import write_part
+from .whole_file import alone, write_part
 from .worker import Worker
 
 WEIGHTS_CHOICES = ("auto", "delta", "none")
@@ -50,8 +49,7 @@ class Recording:
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """The reason why this node recorded nothing, or the hosts where recording continues; None if recording finished
-    here."""
+    """Why this node recorded nothing, or the hosts where recording continues; None if it finished here."""
     is_stuck: bool = False
     """True if a thread is still waiting for an unresponsive file system."""
 
@@ -152,9 +150,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording. Return its order, its run id, whether this is its first launcher, and the writers of earlier
-        recordings; None if there is none to join.
-        """
+        """Begin or join a recording: its order and run id, whether this is its first launcher, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread forwards signals
         first = None
         if number is not None:
@@ -196,7 +192,9 @@ def record(
             files.close()
             return _run_unrecorded(command, output, _none_found(str(number), output, max_wait))
         order, run_id, is_alone, known = begun
-        child = _started(command, _environment(order))
+        paths = [BOOTSTRAP, *filter(None, [os.environ.get("PYTHONPATH")])]
+        variables = {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
+        child = _started(command, os.environ | variables)
     except StorageStalled as error:
         stalled = error
         files.abandon(lambda: claim.__exit__(type(stalled), stalled, None))
@@ -267,7 +265,10 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
     try:
         return Child.start(command, environment)
     except OSError as error:
-        raise InvalidOption(_not_started(command[0], error)) from error
+        why = f"cannot be executed ({error.strerror}); start it as: python {command[0]}"
+        if isinstance(error, FileNotFoundError):
+            why = "no such command; check its name and your PATH"
+        raise InvalidOption(f"record: {command[0]}: {why}") from error
 
 
 def _tell(sentence: str) -> None:
@@ -292,11 +293,10 @@ class Launcher:
     def give_sign(self) -> None:
         """Update the launcher's heartbeat."""
         with contextlib.suppress(OSError):
-            os.utime(self._path)
+            os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code, and return the hosts that are still recording; the last launcher to end finishes the
-        trace."""
+        """Record the exit code and return the hosts still recording; the last launcher to end finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
         # Hold the lock, so that if two launchers end at once, the second sees that the first has ended.
@@ -305,10 +305,6 @@ class Launcher:
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
             beside = {state.writer for state in same if state.state == OPEN}
         return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
-
-    @property
-    def _path(self) -> Path:
-        return self.folder / WRITERS / f"{self.state.writer}.json"
 
     def save(self) -> None:
         """Save the launcher's state, ignoring errors from a full disk or a removed folder."""
@@ -350,18 +346,6 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
 
 
 def _adopt(folder: Path) -> None:
-    from .adopt import adopt  # imported here, so that the command starts before Arrow is loaded
+    from .seal import adopt  # imported here, so that the command starts before Arrow is loaded
 
     adopt(folder)
-
-
-def _environment(order: Order) -> dict[str, str]:
-    """Return the command's environment: bootstrap's sitecustomize first on Python's path, and the recording order."""
-    paths = [BOOTSTRAP, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), ENVIRONMENT: order.to_environment()}
-
-
-def _not_started(name: str, error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"record: {name}: no such command; check its name and your PATH"
-    return f"record: {name}: cannot be executed ({error.strerror}); start it as: python {name}"

@@ -1,17 +1,19 @@
-"""Determine whether a writer may still add to its trace."""
+"""Whether a writer may still add to its trace, and training attempts: a resumed run repeats some steps."""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 from ..schemas.layout import JOURNAL, WRITERS
 from ..schemas.writer_state import OPEN, WriterState
+from . import environment
 from .store import Store
 
 HEARTBEAT_S = 60.0
@@ -20,8 +22,7 @@ SILENT_S = 900.0
 """Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""What a verdict on a writer is based on: the writer closed itself, its process was checked, its machine rebooted, or
-the age of its last heartbeat."""
+"""Basis of a verdict on a writer: it closed itself, its process, its machine rebooted, its last heartbeat's age."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,26 +36,15 @@ class Liveness:
     """Seconds since the writer's last heartbeat, if the verdict is based on it; None if unknown."""
 
 
-class Process(TypedDict):
-    """The identity of a process, as stored in a writer's state."""
-
-    host: str
-    boot_id: str | None
-    pid_namespace: str | None
-    pid: int
-    process_start: int | None
-
-
-def this_process() -> Process:
-    """Return the identity of this process."""
-    pid = os.getpid()
-    return Process(
-        host=socket.gethostname(),
-        boot_id=boot_id(),
-        pid_namespace=pid_namespace(),
-        pid=pid,
-        process_start=process_start(pid),
-    )
+def this_process() -> dict[str, Any]:
+    """Return the identity of this process, as stored in a writer's state."""
+    return {
+        "host": socket.gethostname(),
+        "boot_id": boot_id(),
+        "pid_namespace": pid_namespace(),
+        "pid": os.getpid(),
+        "process_start": process_start(os.getpid()),
+    }
 
 
 def liveness(state: WriterState, store: Store) -> Liveness:
@@ -132,3 +122,88 @@ def _text(path: str) -> str | None:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """A training attempt: training from one start or resumption to its end."""
+
+    number: int
+    """Number of the attempt, counted from 1 in the order in which attempts started."""
+    key: str
+    """Key shared by all processes in the attempt."""
+
+
+def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
+    """Return the attempt that this process begins or joins.
+
+    `session` identifies the launch; `ordinal` is the number of earlier trainings in this process. `resumes` means that earlier
+    recordings of this process belong to a previous attempt even if still open, as in a notebook.
+
+    A rank counts its own earlier writers, because ranks restart together while torchrun's restart counts are per node. A rank
+    that is new in this session takes the number of rank 0, or of a driver without a rank. No other state is read.
+    """
+    rank = environment.rank()
+    own = _attempting(store, rank)
+    base = f"{session}/{restarts()}/{ordinal}"
+    before = [state for state in own if str(state.attempt_key).rpartition(".")[0] == base]
+    beside = next((state for state in before if _is_beside(state, store, resumes)), None)
+    if beside is not None:
+        return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
+    # All earlier writers of this rank have ended: only their number distinguishes iterations of a loop around a script.
+    key = f"{base}.{len(before)}"
+    if any(_is_of(state, session) for state in own):
+        return Attempt(number=_newest(own) + 1, key=key)
+    leading = _attempting(store, 0, None)
+    begun = [state for state in leading if _is_of(state, session)]
+    return Attempt(number=_newest(begun) if begun else _newest([*own, *leading]) + 1, key=key)
+
+
+def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
+    """Return the writers, among those of the given ranks, that belong to an attempt."""
+    return [
+        state for state in states_of_rank(store, *ranks) if state.attempt is not None and state.attempt_key is not None
+    ]
+
+
+def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
+    """Return the states of the writers for the given ranks; no other state file is read."""
+    return store.writers_named(*map(writer_prefix, ranks))
+
+
+def writer_prefix(rank: int | None) -> str:
+    """Return the prefix shared by all writer names of a rank."""
+    return "p" if rank is None else f"r{rank}-p"
+
+
+def _newest(states: Iterable[WriterState]) -> int:
+    return max((state.attempt or 0 for state in states), default=0)
+
+
+def restarts() -> str:
+    """Return the restart counts of torchrun and Slurm from the environment; empty if neither is set."""
+    told = [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+    return "-".join(told).strip("-")
+
+
+def is_of_this_start(state: WriterState, session: str) -> bool:
+    """Return True if a writer's process belongs to this launch, and torchrun and Slurm have not restarted it since."""
+    return state.attempt_key is None or state.attempt_key.startswith(f"{session}/{restarts()}/")
+
+
+def _is_of(state: WriterState, session: str) -> bool:
+    return str(state.attempt_key).startswith(f"{session}/")
+
+
+def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
+    """Return True if a writer without a rank, or a writer in this process, is still recording."""
+    if state.state != OPEN:
+        return False
+    if is_this_process(state):
+        return not resumes
+    return state.rank is None and liveness(state, store).is_alive
+
+
+def is_this_process(state: WriterState) -> bool:
+    """Return True if this process opened the writer."""
+    return (state.boot_id, state.pid, state.process_start) == (boot_id(), os.getpid(), process_start(os.getpid()))

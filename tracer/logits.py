@@ -1,11 +1,16 @@
-"""Scale and cap logits after the projection, and reduce them to the top K.
+"""Logits and captured distributions from hidden states: scale, cap, top K.
 
-Shapes: T tokens, V vocabulary, K kept tokens.
+Shapes: T tokens, N tokens of several rows, C tokens per chunk, H hidden width, V vocabulary, K kept tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from ..schemas.capture import LOGITS, Capture
+from .dense import TOP_K, Distribution, Logits, TopK
 
 _SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
@@ -45,3 +50,64 @@ def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, An
     top = logprobs_TV.topk(k, dim=-1)
     rest_TV = logprobs_TV.scatter(-1, top.indices, float("-inf"))
     return top.indices.to(torch.int32), top.values.float(), torch.logsumexp(rest_TV, dim=-1).float()
+
+
+CHUNK_BYTES = 256 << 20
+"""Maximum size of temporary float32 logits, bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A model's output head as a pass applies it."""
+
+    model: Any
+    dtype: Any = None
+    """torch dtype for the matrix product; None for the dtype of the hidden states."""
+
+    @property
+    def head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
+        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped, before the temperature."""
+        import torch
+
+        dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()
+        weight_VH = self.head.weight.to(dtype)
+        bias_V = None if self.head.bias is None else self.head.bias.to(dtype)
+        for hidden_CH in hidden_NH.split(chunk):
+            yield scaled(torch.nn.functional.linear(hidden_CH.to(dtype), weight_VH, bias_V), config)
+
+    def distribution(self, hidden: Sequence[Any], capture: Capture, temperature: float) -> Distribution:
+        """Return the captured distributions for rows of hidden states [T, H], concatenated."""
+        import torch
+
+        with torch.no_grad():
+            kept = _Kept(sum(len(rows) for rows in hidden))
+            chunk = max(1, CHUNK_BYTES // (4 * self.head.weight.shape[0]))
+            for rows_TH in hidden:
+                for logits_CV in self.logits(rows_TH, chunk):
+                    if capture.level == LOGITS:
+                        kept.add(logits_CV)
+                    else:
+                        kept.add(*top_k_with_tail(logits_CV, capture.k or 1, temperature))
+        if capture.level == LOGITS:
+            return Logits(logits=kept.arrays[0])
+        return TopK(**dict(zip(TOP_K, kept.arrays, strict=True)))
+
+
+class _Kept:
+    """Preallocated arrays with N rows that are filled chunk by chunk."""
+
+    def __init__(self, num_rows: int):
+        self.arrays: list[Any] = []
+        self._num_rows, self._filled = num_rows, 0
+
+    def add(self, *chunks: Any) -> None:
+        """Append rows to each array."""
+        if not self.arrays:
+            self.arrays = [chunk.new_empty((self._num_rows, *chunk.shape[1:])) for chunk in chunks]
+        end = self._filled + len(chunks[0])
+        for array, chunk in zip(self.arrays, chunks, strict=True):
+            array[self._filled : end].copy_(chunk)
+        self._filled = end

@@ -15,14 +15,11 @@ from .ragged import Padding, is_padded
 from .staging import to_numpy
 
 MIN_RUN = 2
-"""Minimum length, in tokens, of a run of one repeated token at a row's edge that may be padding. A single end token
-is written by the model itself."""
+"""Minimum run of one token at a row's edge that may be padding; the model itself writes a single end token."""
 MIN_LONGEST_RUN = 4
-"""Minimum length, in tokens, of a batch's longest run of one repeated token for a padding warning; chance repeats of
-a token are shorter."""
+"""Minimum length of a batch's longest run of one token for a padding warning; chance repeats are shorter."""
 MIN_SHARE = 0.25
-"""Minimum share of a batch's rows that begin or end with repeats of one token for a padding warning. In a padded
-batch most rows are shorter than the longest."""
+"""Minimum share of rows that begin or end with repeats of one token for a padding warning; padding is in most rows."""
 
 Warn = Callable[[str, str], None]
 """Function that is called with a key, so that each warning is given only once, and the warning's sentence."""

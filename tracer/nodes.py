@@ -29,11 +29,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting, such as RANK=1, that makes this a later node or process, which joins the trace; None if
-    this process starts it.
-
-    The command's arguments take precedence over the environment.
-    """
+    """Return the setting, such as RANK=1, that makes this process a later one; arguments precede the environment."""
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]

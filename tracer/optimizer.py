@@ -9,9 +9,7 @@ PREFIX = "optimizer/"
 """Prefix of the names of the optimizer's metrics."""
 
 CHUNK_BYTES = 56 << 20
-"""Chunk size on a GPU, bytes; a GPU needs one temporary tensor of that size. A CPU needs up to three, so its chunks
-are a third
-as large, counted as at least float32."""
+"""Bytes per chunk and its temporary tensor on a GPU; a CPU needs three, so its chunks are a third as large."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
@@ -58,8 +56,7 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each setting's largest value over the parameter groups; if values are tensors, the first group's, on its
-    device."""
+    """Return each setting's largest value over the parameter groups; of tensors, the first group's, on its device."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -114,7 +111,8 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
     if "exp_avg_sq" not in states[0]:
         return [_local(state["momentum_buffer"]) for state in states], None
     beta1, beta2 = group["betas"]
-    step = _step(states[0])
+    known = _known_step(states[0])
+    step = states[0]["step"] if known is None else max(known, 1.0)
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
     # amsgrad divides by the largest second moment of all steps up to now.
     largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
@@ -138,8 +136,7 @@ def _square(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Return a vector's squared norm, summed over pieces: torch's norm accumulates sequentially, but its sum
-    pairwise."""
+    """Return a vector's squared norm, summed over pieces: torch's norm adds sequentially, its sum pairwise."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
@@ -168,11 +165,6 @@ def _known_step(state: Mapping[str, Any]) -> Any:
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None
     )
-
-
-def _step(state: Mapping[str, Any]) -> Any:
-    known = _known_step(state)
-    return state["step"] if known is None else max(known, 1.0)
 
 
 def _local(tensor: Any) -> Any:

@@ -34,8 +34,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""A footer that claims more values in a column than a constant plus a multiple of the file's size in bytes is
-rejected. In real files a token takes more than half a byte."""
+"""Bound on a footer's values: a constant plus a multiple of the file's bytes; real tokens take half a byte."""
 
 
 def write_checked(
@@ -47,10 +46,7 @@ def write_checked(
     block_bytes: int = BLOCK_BYTES,
     **options: Any,
 ) -> SealedFile:
-    """Write each part as a row group, and return the file's SealedFile without step range.
-
-    `identity` is its path in the trace; `options` are those of pyarrow's ParquetWriter.
-    """
+    """Write parts as row groups to a file that will be at `identity` in the trace; return its SealedFile."""
     with checked_writer(path, identity, schema, block_bytes=block_bytes, **options) as writer:
         for part in parts:
             writer.write(part)
@@ -146,10 +142,7 @@ class ParquetFooter:
         return size
 
     def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:
-        """Open the file for verified reading; `keeps_tail` caches the footer in memory.
-
-        Raises DamagedTrace if the checksums cannot be read.
-        """
+        """Open the file for verified reading; `keeps_tail` caches the footer in memory. Raises DamagedTrace."""
         checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
@@ -166,10 +159,7 @@ class ParquetFooter:
 
 
 def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int = _TAIL_BYTES) -> ParquetFooter:
-    """Read the footer of a file of `num_bytes`; `tail_bytes` is the size of the first read.
-
-    Raises DamagedTrace if the file is not Parquet, and FileNotFoundError.
-    """
+    """Read a file's footer; `tail_bytes` is the size of the first read. Raises DamagedTrace and FileNotFoundError."""
     where = store.shown(relative)
     content = _read_tail(store, relative, num_bytes, tail_bytes)
     try:

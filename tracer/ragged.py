@@ -5,7 +5,7 @@ Shapes: B rows, T padded width, N tokens of all rows together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +67,7 @@ def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 _LONG = 1024
-"""Minimum width of a batch, in cells, to copy it row by row; narrower batches are indexed with a mask. Copying one
-row costs as much time as 1,500 masked cells."""
+"""Minimum width at which a batch is copied row by row; one row costs as much time as 1,500 masked cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +84,12 @@ class Padding:
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
-        """Read an attention mask [B, T], nonzero at tokens. `what` names it in errors.
-
-        Raises InvalidRecord for another shape, and for values that are not non-negative integers.
-        """
+        """Read a mask [B, T], nonzero at tokens; `what` names it in errors. Raises InvalidRecord for other values."""
         given = _cells(mask, what)
         if given.ndim != 2:
             raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], like its batch")
-        cells: np.ndarray = _narrow(given.reshape(-1), np.dtype(bool), what, _of_width(given.shape[1])).reshape(
-            given.shape
-        )
+        flat = _narrow(given.reshape(-1), np.dtype(bool), what, np.full(*given.shape))
+        cells: np.ndarray = flat.reshape(given.shape)
         lengths = cells.sum(axis=1, dtype=np.int64)
         starts = cells.argmax(axis=1).astype(np.int64) if cells.shape[1] else np.zeros(len(cells), np.int64)
         width = cells.shape[1]
@@ -169,19 +164,19 @@ def shown(value: Any) -> str:
 def _flatten_padded(cells: np.ndarray, dtype: np.dtype, padding: Padding | None, what: str) -> Ragged:
     if padding is None:
         lengths = np.full(len(cells), cells.shape[1], np.int64)
-        return Ragged(_narrow(cells.reshape(-1), dtype, what, _of_width(cells.shape[1])), lengths)
+        return Ragged(_narrow(cells.reshape(-1), dtype, what, lengths), lengths)
     if cells.shape != padding.mask.shape:
         raise InvalidRecord(
             f"{what}: got shape {cells.shape}, but the attention mask has {padding.mask.shape}; pad both the same way, or "
             "pass this batch's own attention mask"
         )
-    return Ragged(_narrow(padding.flatten(cells), dtype, what, _of_lengths(padding.lengths)), padding.lengths)
+    return Ragged(_narrow(padding.flatten(cells), dtype, what, padding.lengths), padding.lengths)
 
 
 def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
     if (alike := _alike(data, dtype)) is not None:
         lengths = np.array([len(array) for array in alike], np.int64)
-        return Ragged(_narrow(np.concatenate(alike), dtype, what, _of_lengths(lengths)), lengths)
+        return Ragged(_narrow(np.concatenate(alike), dtype, what, lengths), lengths)
     arrays, flags = [], []
     for index, row in enumerate(data):
         array, valid = _row(row, dtype, what, index)
@@ -190,7 +185,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
     lengths = np.array([len(array) for array in arrays], np.int64)
     # An empty list has NumPy's default dtype, which must not affect the result's.
     filled = [array for array in arrays if len(array)]
-    values = _narrow(np.concatenate(filled), dtype, what, _of_lengths(lengths)) if filled else np.empty(0, dtype)
+    values = _narrow(np.concatenate(filled), dtype, what, lengths) if filled else np.empty(0, dtype)
     if all(valid is None for valid in flags):
         return Ragged(values, lengths)
     known = [np.ones(n, bool) if valid is None else valid for n, valid in zip(lengths, flags, strict=True)]
@@ -215,8 +210,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return one list as an array in its own dtype, and [T] bool marking the recorded values, or None if all were
-    recorded."""
+    """Return one list as an array in its own dtype, and [T] bool marking the recorded values; None if all are."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
@@ -267,8 +261,8 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
         raise InvalidRecord(f"{what} is {shown(data)}{reason}; {needed}") from error
 
 
-def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np.ndarray:
-    """Copy flat values to a dtype. Raises InvalidRecord for the first value that the dtype cannot hold."""
+def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray) -> np.ndarray:
+    """Copy the flat values of rows to a dtype. Raises InvalidRecord for the first value that it cannot hold."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):
@@ -277,14 +271,15 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, place: _Place) -> np
             return out
         wrong = _wrong(values, out)
     if wrong is not None and wrong.any():
-        first = int(wrong.argmax())
-        raise InvalidRecord(f"{what}: {place(first)} is {values[first]}; {_needed(dtype)}")
+        first, ends = int(wrong.argmax()), np.cumsum(lengths)
+        row = int(np.searchsorted(ends, first, side="right"))
+        token = first - int(ends[row] - lengths[row])
+        raise InvalidRecord(f"{what}: row {row}, token {token} is {values[first]}; {_needed(dtype)}")
     return out
 
 
 def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return [N] bool marking invalid token ids, invalid flags, and floats that overflowed; None if a quick check
-    finds none."""
+    """Return [N] bool marking invalid ids and flags, and floats that overflowed; None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)
@@ -295,20 +290,3 @@ def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
         return None
     whole = np.floor(values) == values if is_float else True
     return np.asarray(~((values >= 0) & (values <= most) & (values < np.inf) & whole))
-
-
-_Place = Callable[[int], str]
-"""Function that turns the index of a flat value into its row and token, for error messages."""
-
-
-def _of_width(width: int) -> _Place:
-    return lambda index: f"row {index // width}, token {index % width}"
-
-
-def _of_lengths(lengths: np.ndarray) -> _Place:
-    def place(index: int) -> str:
-        ends = np.cumsum(lengths)
-        row = int(np.searchsorted(ends, index, side="right"))
-        return f"row {row}, token {index - int(ends[row] - lengths[row])}"
-
-    return place

@@ -21,8 +21,8 @@ import numpy as np
 from .. import __version__
 from ..schemas.arguments import checked
 from ..schemas.capture import Capture
-from ..schemas.clock import now
 from ..schemas.contract import Contract
+from ..schemas.documents import now
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
 from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
 from ..schemas.loss import Loss
@@ -31,14 +31,11 @@ from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
 from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, Column
 from ..schemas.writer_state import CLOSED
 from . import environment
-from .attempts import is_of_this_start, is_this_process, next_attempt, states_of_rank
 from .batch import Batch, SequenceNames
 from .create import join_trace, new_trace
 from .dense import Distribution, Hidden, bits, check_num_rows
-from .liveness import PROCESS, liveness
-from .lock import alone
+from .liveness import PROCESS, is_of_this_start, is_this_process, liveness, next_attempt, states_of_rank
 from .masks import padding_of
-from .metrics import check_metrics, metric_rows
 from .optimizer import optimizer_statistics
 from .patience import MAX_WAIT_S, Patience
 from .ragged import Padding, Ragged, flatten, is_padded, num_rows, shown
@@ -52,14 +49,16 @@ from .rows import (
     check_logprobs,
     check_whole,
     is_per_token,
+    metric_rows,
     of_rows,
     reward_array,
     rounding_tolerance,
     with_holes,
 )
-from .scalars import listed, names, per_row, step_number
+from .scalars import check_metrics, listed, names, per_row, step_number
 from .staging import Staged, local_part, to_numpy
 from .store import Store
+from .whole_file import alone
 from .worker import run_within
 from .writer import QUEUE_BYTES, Part, TraceWriter
 
@@ -364,9 +363,11 @@ class Recorder:
         self._raise_earlier()
         batch.check(self.folder)
         what = f"step {batch.step}, pass {pass_name!r}"
-        _check_types(
-            what, forward=(forward, Forward), distribution=(distribution, Distribution), routing=(routing, Routing)
-        )
+        kinds: dict[str, Any] = {"forward": Forward, "distribution": Distribution, "routing": Routing}
+        for (name, kind), value in zip(kinds.items(), (forward, distribution, routing), strict=True):
+            if value is not None and not isinstance(value, kind):
+                wanted = " or ".join(part.__name__ for part in getattr(kind, "__args__", (kind,)))
+                raise InvalidRecord(f"{what}, {name}: got {shown(value)}; give a {wanted}")
         chosen = batch.rows(rows)
         given["logprobs"] = logprobs = local_part(logprobs, f"{what}, logprobs")
         found = num_rows(logprobs, f"{what}, logprobs")
@@ -402,7 +403,7 @@ class Recorder:
         arrays = [] if distribution is None else list(distribution.arrays)
         routed = [] if routing is None else list(routing.arrays)
 
-        def prepare() -> tuple[ScoreRows, dict[str, tuple[np.ndarray, str]], np.ndarray, _Arrays]:
+        def prepare() -> tuple[ScoreRows, _Arrays, np.ndarray, _Arrays]:
             values = staged.values()
             scores = self._score_rows(pass_name, batch, chosen, values, tolerance)
             scores.contract, scores.iteration, scores.forward = contract, iteration, forward
@@ -591,8 +592,7 @@ class Recorder:
         )
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Return router choices in the form in which they are stored; shape and dtypes must be the same in every
-        batch of a pass."""
+        """Return router choices as they are stored; shape and dtypes must be the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"
@@ -603,10 +603,8 @@ class Recorder:
             )
         check_routing(Routing(**given), int(lengths.sum()), what)
         # Copy the arrays, since the caller may change them before they are written.
-        arrays = {
-            name: (np.array(values), dtype)
-            for name, (values, dtype) in zip(given, map(bits, given.values()), strict=True)
-        }
+        stored = {name: bits(values) for name, values in given.items()}
+        arrays = {name: (np.array(values), dtype) for name, (values, dtype) in stored.items()}
         kind = {name: (values.shape[1:], dtype) for name, (values, dtype) in arrays.items()}
         known = self._routed.setdefault(pass_name, kind)
         if known != kind:
@@ -628,7 +626,7 @@ class Recorder:
         batch: Batch,
         chosen: np.ndarray,
         scores: ScoreRows,
-        dense: dict[str, tuple[np.ndarray, str]],
+        dense: _Arrays,
         captured: np.ndarray,
         experts: _Arrays,
     ) -> None:
@@ -652,11 +650,7 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check and flatten values now if they are on the host, or once copied if they are on a device; queue them
-        for writing.
-
-        `refused` undoes the call's bookkeeping if its values are invalid.
-        """
+        """Check and flatten values, now or once copied from a device, and queue them; `refused` undoes the call."""
 
         def checked() -> Any:
             try:
@@ -698,11 +692,9 @@ class Recorder:
         with np.errstate(invalid="ignore", over="ignore"):  # infinities count as recorded values
             change = np.abs(np.nan_to_num(exact - exact.astype(np.float32), posinf=0.0, neginf=0.0)).max(initial=0.0)
         if change > 0.0:
-            self._warned.add(pass_name)
-            warnings.warn(
+            self._warn_once(
+                pass_name,
                 f"float64 logprobs of pass {pass_name!r} are stored as float32: rounding error up to {change:.1e} nats",
-                TimTraceWarning,
-                stacklevel=2,
             )
 
 
@@ -716,26 +708,13 @@ def _unmasked(batch: Batch) -> str:
     )
 
 
-def _check_types(what: str, **given: tuple[Any, Any]) -> None:
-    for name, (value, type) in given.items():
-        if value is not None and not isinstance(value, type):
-            raise InvalidRecord(f"{what}, {name}: got {shown(value)}; give a {' or '.join(_type_names(type))}")
-
-
 def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
     if not hasattr(value, attribute):
         raise InvalidRecord(f"{what}: got {shown(value)}; give a {wanted}")
 
 
-def _type_names(type: Any) -> list[str]:
-    return [part.__name__ for part in getattr(type, "__args__", (type,))]
-
-
 def _refuse_taken(folder: Path, path: Any) -> None:
-    """Raise TraceExists if this rank's writer is closed, or another live process is recording this rank.
-
-    A rank that torchrun or Slurm restarted, or whose process died, may continue.
-    """
+    """Raise TraceExists if this rank's writer is closed, or alive in another process: a restarted rank may continue."""
     store, rank = Store(folder), environment.rank()
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):

@@ -26,9 +26,8 @@ from ..schemas.layout import (
     WRITERS,
     is_own,
 )
-from .lock import is_held
 from .store import Store
-from .whole_file import check_inside, check_no_links
+from .whole_file import check_inside, check_no_links, is_held
 
 
 def entries(folder: Path) -> list[Path]:
@@ -84,8 +83,7 @@ def put_back(folder: Path) -> None:
 
 
 def _aside(folder: Path, prefix: str) -> list[Path]:
-    """Return the folders whose name has a prefix; links are left out, since their targets may not belong to the
-    trace."""
+    """Return the folders whose name has a prefix, except links, whose targets may not belong to the trace."""
     return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
 
@@ -96,10 +94,7 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an additional part of a trace into the trace, its writers' states last.
-
-    A built folder without a manifest holds a complete part that is being moved.
-    """
+    """Move an additional part into a trace, its writers' states last; one without a manifest is being moved."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]

@@ -31,8 +31,7 @@ class Routing:
     """The router choices for some tokens."""
 
     expert_ids: Any
-    """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if the token was not
-    routed."""
+    """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if not routed."""
     expert_weights: Any = None
     """[N, L, S] floats by which the experts' outputs are multiplied; None if not recorded."""
 
@@ -88,11 +87,8 @@ def facts(model: Any) -> dict[str, Any]:
     known = routers(model)
     if not known:
         return {}
-    return {
-        "moe_layers": [router.layer for router in known],
-        "num_experts": known[0].num_experts,
-        "experts_per_token": known[0].num_slots,
-    }
+    layers = [router.layer for router in known]
+    return {"moe_layers": layers, "num_experts": known[0].num_experts, "experts_per_token": known[0].num_slots}
 
 
 def choice(output: Any) -> tuple[Any, Any, int] | None:
@@ -175,16 +171,14 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens in consecutive forward passes, row after row; return None if the number of cells
-    does not match."""
+    """Select the unmasked tokens of consecutive forward passes, row after row; None if the cells do not match."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
         return None
     chosen = torch.from_numpy(np.ascontiguousarray(mask_BW)).reshape(-1)
-    parts = [torch.cat([getattr(part, name) for part in heard]) for name in (EXPERT_IDS, EXPERT_WEIGHTS)]
-    ids_NLS, weights_NLS = (part[chosen.to(part.device)] for part in parts)
-    return Routing(expert_ids=ids_NLS, expert_weights=weights_NLS)
+    whole = joined(heard)
+    return whole and Routing(**{name: values[chosen.to(values.device)] for name, values in whole.arrays.items()})
 
 
 def joined(parts: Sequence[Routing]) -> Routing | None:
@@ -214,31 +208,20 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
 
     Rows of one sealed group are read together, since segments are small. Raises DamagedTrace.
     """
+    from .dense import read_dense
+
     spans: dict[str, tuple[int, int]] = {}
     for group, start, count in places:
         first, last = spans.get(group, (start, start + count))
         spans[group] = min(first, start), max(last, start + count)
-    spanned = {group: _arrays(store, group, first, last - first) for group, (first, last) in spans.items()}
+    spanned = {group: read_dense(store, group, first, last - first) for group, (first, last) in spans.items()}
     found = []
     for group, start, count in places:
-        arrays = spanned[group]
-        if arrays is None:  # a read from a journal returns a single recorded block
-            arrays, begin = _arrays(store, group, start, count), 0
-        else:
-            begin = start - spans[group][0]
-        if arrays is None:
+        if EXPERT_IDS not in spanned[group]:
             raise DamagedTrace(
                 f"{store.shown(f'{DENSE}/{group}')}: holds no routing for rows {start} to {start + count}"
             )
-        part = {name: values[begin : begin + count] for name, values in arrays.items()}
+        begin = start - spans[group][0]
+        part = {name: values[begin : begin + count] for name, values in spanned[group].items()}
         found.append(Routing(expert_ids=part[EXPERT_IDS], expert_weights=part.get(EXPERT_WEIGHTS)))
     return found
-
-
-def _arrays(store: Store, group: str, start: int, count: int) -> dict[str, np.ndarray] | None:
-    """Return `count` rows from a group's arrays; None if a single read does not return that many rows of routing."""
-    from .dense import read_dense
-
-    arrays = read_dense(store, group, start, count)
-    whole = EXPERT_IDS in arrays and all(len(values) == count for values in arrays.values())
-    return arrays if whole else None

@@ -7,28 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ..schemas.errors import InvalidRecord
-from ..schemas.tables import SCORES_TABLE, SEQUENCES_TABLE
+from ..schemas.tables import METRICS_TABLE, SCORES_TABLE, SEQUENCES_TABLE
 from .arrow_arrays import column_array, float_values, number_array, text_array
 from .ragged import Padding, Ragged, flatten
-from .scalars import per_row
+from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Maximum logprob, per dtype, that counts as 0 exceeded by rounding, nats; a larger one is invalid. It is one unit in
-the last place of a logit near 16."""
+"""Maximum logprob above 0 by rounding, nats, per dtype: one unit in the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows: `ids`, `rows` and `places` describe each row's forward pass, `pad_left` and
-    `pad_right` the row's padding."""
+    """How a pass batched its rows: the forward pass of each (`ids`, `rows`, `places`), and its padding."""
 
     ids: np.ndarray
     """[B] int64 number of each row's forward pass; rows in the same forward pass share it."""
@@ -126,44 +125,65 @@ class ScoreRows:
         return _SCORES.batch(columns, len(self.seq_ids))
 
 
-class _Builder:
-    """Builds record batches for one table. Columns that repeat a single value are cached, since they recur in every
-    batch."""
+class RowBuilder:
+    """Builds record batches for one table, caching columns that repeat a single value, which recur in every batch."""
 
     def __init__(self, schema: pa.Schema):
         self.schema = schema
-        self.types: dict[str, pa.DataType] = {field.name: field.type for field in schema}
         self._repeated: dict[tuple[str, Any, int], pa.Array] = {}
 
     def batch(self, columns: Mapping[str, Any], rows: int) -> pa.RecordBatch:
         """Build a batch with `rows` rows; missing columns are NULL."""
-        arrays = [self._column(name, columns.get(name), rows) for name in self.types]
+        arrays = [self._column(field.name, field.type, columns.get(field.name), rows) for field in self.schema]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
-    def _column(self, name: str, value: Any, rows: int) -> pa.Array:
+    def _column(self, name: str, type: pa.DataType, value: Any, rows: int) -> pa.Array:
         if isinstance(value, pa.Array):
             return value
         if isinstance(value, Ragged):
-            return value.to_arrow(self.types[name])
+            return value.to_arrow(type)
         if isinstance(value, Mapping):
             return _reward_maps(value, rows)
         if isinstance(value, (list, tuple)):
-            return column_array(value, self.types[name])
+            return column_array(value, type)
         if is_tensor(value) or isinstance(value, np.ndarray):
-            return number_array(to_numpy(value), self.types[name])
+            return number_array(to_numpy(value), type)
         key = (name, value, rows)
         if key not in self._repeated:
             if len(self._repeated) > 512:
                 self._repeated.clear()
-            given = [value] * rows
-            self._repeated[key] = (
-                pa.nulls(rows, self.types[name]) if value is None else column_array(given, self.types[name])
-            )
+            self._repeated[key] = pa.nulls(rows, type) if value is None else column_array([value] * rows, type)
         return self._repeated[key]
 
 
-_SEQUENCES = _Builder(SEQUENCES_TABLE.schema)
-_SCORES = _Builder(SCORES_TABLE.schema)
+_SEQUENCES = RowBuilder(SEQUENCES_TABLE.schema)
+_SCORES = RowBuilder(SCORES_TABLE.schema)
+_METRICS = RowBuilder(METRICS_TABLE.schema)
+
+
+def metric_rows(
+    step: int, values: Mapping[str, Any], logged_at: datetime, attempt: int | None, writer: str
+) -> pa.RecordBatch:
+    """Return one row per value: numbers and one-element tensors as numbers, None as NULL, anything else as text."""
+    numbers, texts = [], []
+    for value in values.values():
+        if isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1:
+            value = value.item()
+        numbers.append(_number(value))
+        texts.append(None if numbers[-1] is not None or value is None else _text(value))
+    columns = {"step": step, "name": list(map(_text, values)), "value": numbers, "text": texts, "logged_at": logged_at}
+    return _METRICS.batch(columns | {"attempt": attempt, "writer": writer}, len(numbers))
+
+
+def _number(value: Any) -> float | None:
+    if is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
+        array = to_numpy(value)
+        return float(array.item()) if array.size == 1 and array.dtype.kind in "fiub" else None
+    return as_float(value) if isinstance(value, (bool, int, float)) else None
+
+
+def _text(value: Any) -> str:
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
@@ -201,17 +221,16 @@ def aligned(
         raise InvalidRecord(f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences")
     wrong = np.flatnonzero(ragged.lengths != lengths)
     if len(wrong):
-        row = int(wrong[0])
+        row, more = int(wrong[0]), "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"
         raise InvalidRecord(
             f"step {step}, sequence {seq_ids[row]!r}: {ragged.lengths[row]} values of {what} for {lengths[row]} response "
-            f"tokens{_more(wrong)}; {remedy}"
+            f"tokens{more}; {remedy}"
         )
     return ragged
 
 
 def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], step: int, pass_name: str) -> None:
-    """Raise InvalidRecord for a logprob that exceeds 0 by more than `tolerance`; NaN and -inf are accepted and
-    reported as findings."""
+    """Raise InvalidRecord for a logprob more than `tolerance` above 0; NaN and -inf are reported as findings."""
     too_high = logprobs.values > tolerance
     if logprobs.valid is not None:
         too_high &= logprobs.valid
@@ -268,7 +287,3 @@ def with_holes(values: Ragged | None, scored: Ragged | None) -> Ragged | None:
         return values
     valid = scored.values if values.valid is None else values.valid & scored.values
     return Ragged(values.values, values.lengths, valid)
-
-
-def _more(wrong: np.ndarray) -> str:
-    return "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"

@@ -1,4 +1,4 @@
-"""Check scalar values that belong to steps and sequences, and convert them to their column's type.
+"""Check scalar values that belong to steps, sequences and metrics, and convert them to their column's type.
 
 Shapes: B sequences.
 """
@@ -68,25 +68,21 @@ def _is_of_column(values: list[Any], column: pa.DataType) -> bool:
 
 def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
     """Return per-row values as an array [B] or a list. Raises InvalidRecord unless there is one per row."""
+    give = f"give one value, or one for each of the {rows} sequences"
     if is_tensor(value) or hasattr(value, "__array__"):
         values = _array(value, what)
         if values.shape != (rows,):
-            raise InvalidRecord(
-                f"{what}: got shape {values.shape}; give one value, or one for each of the {rows} sequences"
-            )
+            raise InvalidRecord(f"{what}: got shape {values.shape}; {give}")
         return values
     if not isinstance(value, Sequence):
-        raise InvalidRecord(f"{what}: got {shown(value)}; give one value, or one for each of the {rows} sequences")
+        raise InvalidRecord(f"{what}: got {shown(value)}; {give}")
     if len(value) != rows:
         raise InvalidRecord(f"{what}: got {len(value)} values for {rows} sequences")
     return list(value)
 
 
 def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
-    """Return the names of sequences or groups as strings; integers become their digits, and None is kept if `optional`.
-
-    Raises InvalidRecord.
-    """
+    """Return names as strings; integers become digits, and None is kept if `optional`. Raises InvalidRecord."""
     if is_tensor(values) or hasattr(values, "__array__"):
         values = _array(values, what).tolist()
     if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):
@@ -126,7 +122,7 @@ def _one(value: Any, type: pa.DataType, what: str, flags: bool) -> Any:
         if isinstance(value, str):
             return text(value, what)
     elif isinstance(value, Real) and (flags or not isinstance(value, (bool, np.bool_))):
-        found = _whole(value, type) if pa.types.is_integer(type) else _float(value)
+        found = _whole(value, type) if pa.types.is_integer(type) else as_float(value)
         if found is not None:
             return found
     raise InvalidRecord(f"{what}: got {shown(value)}; give {_WANTED[str(type)]}")
@@ -142,14 +138,15 @@ _WANTED = {
 
 def _whole(value: Any, type: pa.DataType) -> int | None:
     """Return an integer or integral float as an int in the type's range; None for anything else."""
-    number = _float(value)
+    number = as_float(value)
     if not isinstance(value, Integral) and (number is None or not number.is_integer()):
         return None
     bound = 2 ** (type.bit_width - 1)
     return int(value) if -bound <= int(value) < bound else None
 
 
-def _float(value: Any) -> float | None:
+def as_float(value: Any) -> float | None:
+    """Return a number as a float; None for one that float64 cannot hold."""
     try:
         return float(value)
     except OverflowError:
@@ -162,7 +159,37 @@ def _is_array(value: Any) -> bool:
 
 def _array(value: Any, what: str) -> np.ndarray:
     try:
-        array = to_numpy(value.cpu() if is_tensor(value) else value)
+        return to_numpy(value.cpu() if is_tensor(value) else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidRecord(f"{what}: cannot be read ({str(error).splitlines()[0]}): {shown(value)}") from error
-    return array
+
+
+def check_metrics(values: Any, what: str) -> None:
+    """Raise InvalidRecord unless the metrics are a dict of name -> number, text or None."""
+    if not isinstance(values, Mapping):
+        raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of name -> value")
+    for name, value in values.items():
+        if not isinstance(name, str):
+            raise InvalidRecord(f"{what}: the name {shown(name)} is not a string")
+        text(name, what)
+        _check_metric(value, f"{what}, {name!r}")
+
+
+def _check_metric(value: Any, what: str) -> None:
+    if isinstance(value, str):
+        text(value, what)
+    elif isinstance(value, Mapping):
+        raise InvalidRecord(
+            f"{what}: got {shown(value)}; give each of its values its own name, for example 'loss/policy'"
+        )
+    elif _is_array(value):
+        if int(np.prod(value.shape)) != 1:
+            raise InvalidRecord(
+                f"{what}: got values of shape {tuple(value.shape)}; give one number, such as their mean, or name each value"
+            )
+        if not is_tensor(value) and value.dtype.kind in "OU":
+            _check_metric(value.item(), what)
+    elif isinstance(value, (Sequence, Set)):
+        raise InvalidRecord(f"{what}: got {shown(value)}; give one number, such as their mean, or name each value")
+    elif isinstance(value, int) and as_float(value) is None:
+        raise InvalidRecord(f"{what}: the number is too large for float64; give it as text")

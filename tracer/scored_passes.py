@@ -22,8 +22,7 @@ def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Return a pair of passes: a replay and the trainer's pass, or a replay and another pass if the trainer's has no
-    logprobs."""
+    """Return a replay and the trainer's pass, or another pass if the trainer's has no logprobs, as a pair."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 

@@ -1,7 +1,8 @@
-"""Sealing: turn a segment's journal into Parquet and Zarr, then drop the journal."""
+"""Sealing: turn a segment's journal into Parquet and Zarr, then drop the journal, also for writers that were killed."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -13,18 +14,20 @@ import pyarrow as pa
 
 from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace
-from ..schemas.layout import EVAL_SCORES, SCORES, Segment
+from ..schemas.layout import EVAL_SCORES, JOURNAL, SCORES, WRITERS, Segment
 from ..schemas.tables import FLOATS, TOKENS
 from ..schemas.tables import TABLES as TABLE_SPECS
+from ..schemas.writer_state import WriterState
 from . import dense
-from .journal import DENSE_TABLE, JOURNALED, read_journal
+from .journal import DENSE_TABLE, JOURNALED, journaled_segments, read_journal
+from .liveness import liveness
 from .parquet_file import write_checked
+from .replaced import remove_unfinished
 from .store import Store
-from .whole_file import trace_file
+from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum number of response tokens in a row group. Scans hold the lists of one row group in memory, and skip whole
-row groups by step."""
+"""Maximum number of response tokens in a row group, which scans hold in memory or skip whole by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
@@ -93,8 +96,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 
 
 def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Return the options for writing a table with pyarrow's ParquetWriter. Floats, and token ids if `splits_ids`, use
-    BYTE_STREAM_SPLIT."""
+    """Return a table's options for pyarrow's ParquetWriter; `splits_ids`: BYTE_STREAM_SPLIT for token ids too."""
     columns = TABLE_SPECS[table].columns
     split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
     encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
@@ -138,3 +140,41 @@ def response_lengths(rows: pa.Table) -> np.ndarray:
         if name in rows.column_names:
             return np.asarray(pc.fill_null(pc.list_value_length(rows[name]), 0))
     return np.zeros(rows.num_rows, dtype=np.int64)
+
+
+def adopt(folder: Path) -> None:
+    """Seal the journals of writers that are no longer alive.
+
+    A segment that cannot be sealed stays a journal, which is also readable. If several processes call this function
+    at once, one
+    does the work. Raises StorageError if a folder of the trace is a link.
+    """
+    check_no_links(folder)
+    store = Store(folder)
+    with alone(folder):
+        states, damaged = store.writers()
+        dead = [state for state in states if not liveness(state, store).is_alive]
+        for state in dead:
+            for segment in journaled_segments(store):
+                if segment.writer == state.writer:
+                    with contextlib.suppress(OSError, DamagedTrace):
+                        _adopt(folder, segment, state)
+        if len(dead) == len(states) and not damaged:
+            remove_temporaries(folder)
+            remove_unfinished(folder)
+            with contextlib.suppress(OSError):  # not a file that tim-trace writes
+                (folder / JOURNAL).rmdir()
+
+
+def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
+    store, tables = Store(folder), journaled_segments(Store(folder)).get(segment, ())
+    torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
+    files = seal(folder, segment)
+    journals = [segment.journal(table) for table in JOURNALED]
+    if state.files is not None:
+        state.files |= files
+        state.torn_journals |= {name: num_bytes for name, num_bytes in torn.items() if num_bytes}
+        state.journals = tuple(name for name in state.journals if name not in journals)
+        write_part(folder, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+    for name in journals:
+        (folder / name).unlink(missing_ok=True)

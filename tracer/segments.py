@@ -19,8 +19,7 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal size at which a segment is sealed, bytes. It holds about four million tokens with their ids and three
-passes."""
+"""Journal size at which a segment is sealed, bytes: about four million tokens with ids and three passes."""
 
 
 class HeldRows:
@@ -74,8 +73,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Files replace a journal while holding `_handover`, so that its holder finds every
-        row in one or the other."""
+        """Streams being sealed, by journal. Files replace a journal under `_handover`: a row is in one or the other."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -84,8 +82,7 @@ class SegmentWriter:
         self._stream(table).append(batch)
 
     def append_dense(self, pass_name: str, arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[str, int]:
-        """Append a pass's distributions (array name -> values [N, ...], dtype) and return their Zarr group and first
-        row."""
+        """Append a pass's distributions (array -> values [N, ...], dtype); return their Zarr group and first row."""
         group = f"{self.segment.name}/{pass_name}"
         start = self._dense_rows.get(group, 0)
         for name, (values, dtype) in arrays.items():
@@ -114,10 +111,7 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal if the journal has reached `seal_bytes`; call it between groups of related records.
-
-        Does nothing while the previous segment is being sealed.
-        """
+        """Seal a full journal, unless the previous one is being sealed; call it between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()

@@ -73,11 +73,8 @@ class Sender:
 
     def _end(self, worker: Worker) -> None:
         """Wait for the upload thread to end, for at most `max_wait` seconds without progress."""
-        note = Timer(
-            _QUIET_S,
-            self._print,
-            [f"uploading the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"],
-        )
+        text = f"uploading the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"
+        note = Timer(_QUIET_S, self._print, [text])
         note.daemon = True
         note.start()
         try:
@@ -98,10 +95,6 @@ class Sender:
                 self._print(f"{error}; recording continues in {self.folder} and is uploaded later")
             self._has_failed = True
 
-    def _send_all(self) -> None:
-        self._upload.send()
-        self._upload.send_index()
-
     def finish(self) -> None:
         """Upload the files not uploaded yet, and remove the cache folder.
 
@@ -110,7 +103,8 @@ class Sender:
         error: BaseException | None = None
         if not self._is_stuck:
             worker = self._worker()
-            worker.submit(self._send_all, 0)
+            worker.submit(self._upload.send, 0)
+            worker.submit(self._upload.send_index, 0)
             self._end(worker)
             error = worker.error
         if self._is_stuck:

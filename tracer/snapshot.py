@@ -113,11 +113,11 @@ class Snapshot:
     @property
     def accounted(self) -> dict[str, SealedFile]:
         """Path -> SealedFile, for every valid file of a writer."""
-        counting = [state for state in self.writers if not state.is_removed]
+        found: dict[str, SealedFile] = {}
+        for state in self.writers:
+            found |= {} if state.is_removed else state.files or {}
         replaced = self.replaced
-        return {
-            name: record for state in counting for name, record in (state.files or {}).items() if name not in replaced
-        }
+        return {name: record for name, record in found.items() if name not in replaced}
 
     @property
     def replaced(self) -> set[str]:
@@ -244,9 +244,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             continue
         record = None if state is None or state.files is None else state.files.get(relative)
         if state is not None and state.files is not None and record is None:
-            if table not in journals.get(
-                segment, ()
-            ):  # otherwise the writer was killed while sealing: the journal counts
+            if table not in journals.get(segment, ()):  # else the writer was killed while sealing: the journal counts
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
                     f"{store.shown(relative)}: not listed in its writer's state, so its rows are ignored; remove it"
@@ -260,7 +258,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
     rows: list[pa.RecordBatch] = []
     for segment, tables in journals.items():
         state = states.get(segment.writer)
-        if table not in tables or segment in sealed or _is_removed(state):
+        if table not in tables or segment in sealed or (state is not None and state.is_removed):
             continue
         if state is None and snapshot.manifest.is_checked:
             lost.setdefault(segment.writer, []).append(store.shown(segment.journal(table)))
@@ -268,10 +266,6 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         rows += _journal_rows(snapshot, segment, table, state, tables[table])
     if rows:
         snapshot.journals[table] = pa.Table.from_batches(rows, TABLE_SPECS[table].schema)
-
-
-def _is_removed(state: WriterState | None) -> bool:
-    return state is not None and state.is_removed
 
 
 def _rows_lost(record: SealedFile | None) -> str:
@@ -300,11 +294,10 @@ def _now(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile |
     indexed = None if record is None else snapshot.index.footer(relative, num_bytes, record.footer)
     footer = indexed or read_footer(store, relative, num_bytes)
     _check_footer(footer, relative, where, record, is_checked=snapshot.manifest.is_checked)
-    lacking = (
-        _lacking_of_index(snapshot, footer.schema, spec, relative)
-        if indexed
-        else _lacking_columns(footer.schema, spec, where)
-    )
+    if indexed:
+        lacking = _lacking_of_index(snapshot, footer.schema, spec, relative)
+    else:
+        lacking = _lacking_columns(footer.schema, spec, where)
     verified = footer.verified(store, relative, keeps_tail=indexed is not None or not store.is_local)
     return TableFile(relative, verified, lacking, footer.num_rows, None if record is None else record.steps)
 
@@ -357,8 +350,7 @@ def _check_footer(
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns missing from a file because an older release wrote it. Raises DamagedTrace if other columns
-    do not match."""
+    """Return the columns that an older release did not write. Raises DamagedTrace if others do not match."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
@@ -389,8 +381,7 @@ def _journal_rows(
     except DamagedTrace as error:
         snapshot.damaged.append(str(error))
         return
-    is_named = state is None or state.files is None or segment.journal(table) in state.journals
-    if not is_named:
+    if state is not None and state.files is not None and segment.journal(table) not in state.journals:
         snapshot._suspects.add(segment.writer)
         if content.batches or content.damage is not None:
             snapshot.ignored.append(f"{where}: not listed in its writer's state, so its rows are ignored; remove it")
@@ -445,7 +436,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
 
 
 def _contract(snapshot: Snapshot, pass_name: str, digest: str) -> dict[str, Any]:
-    content = snapshot.index.named(f"{PASSES}/{pass_name}/{digest}.json")
+    content = snapshot.index.documents.get(f"{PASSES}/{pass_name}/{digest}.json")
     if content is not None:
         with contextlib.suppress(DamagedTrace):
             return read_contract(snapshot.store, pass_name, digest, content)
@@ -484,30 +475,19 @@ def _find_missing(snapshot: Snapshot) -> None:
 
 def _has_changed(snapshot: Snapshot) -> bool:
     """Return True if a writer whose files did not match its state has updated it since."""
-    used = {state.writer: state for state in snapshot.writers}
+    used = {state.writer: (state.files, state.journals, state.is_removed) for state in snapshot.writers}
     for writer in snapshot._suspects:
-        try:
-            now = snapshot.store.writer(writer, snapshot.manifest)
-        except (FileNotFoundError, DamagedTrace):
-            if writer not in used:  # the state was missing before
-                continue
-            return True
-        if writer not in used:
-            return True
-        if (now.files, now.journals, now.is_removed) != (
-            used[writer].files,
-            used[writer].journals,
-            used[writer].is_removed,
-        ):
+        now = None
+        with contextlib.suppress(FileNotFoundError, DamagedTrace):
+            state = snapshot.store.writer(writer, snapshot.manifest)
+            now = state.files, state.journals, state.is_removed
+        if used.get(writer) != now:
             return True
     return False
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return a map from step to the newest training attempt; empty if the run never resumed.
-
-    Attempts are read from sequences, and from metrics for steps without sequences. Raises DamagedTrace.
-    """
+    """Return step -> newest attempt, of sequences or else metrics; empty if never resumed. Raises DamagedTrace."""
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}

@@ -42,10 +42,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's local part of a DTensor, without communication; other values unchanged.
-
-    Raises InvalidRecord for a DTensor whose rows are divided among processes.
-    """
+    """Return this process's part of a DTensor; other values unchanged. Raises InvalidRecord if its rows are divided."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -134,8 +131,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer, or None if no piece of this size is free; then the thread that needs the
-        values copies them itself."""
+        """Return a piece of the buffer; None if none is free: the thread that needs the values then copies them."""
         import torch
 
         with self._lock:

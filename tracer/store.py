@@ -41,8 +41,7 @@ _READ_BYTES = 64 << 20
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Number of retries configured in s3fs, which squares it for reads and multiplies it by botocore's retries. Four
-attempts of 15 s are enough."""
+"""Retries set in s3fs, which squares them for reads and multiplies botocore's: four attempts of 15 s are enough."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -308,8 +307,7 @@ class Store:
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Return True if any component of a path below the trace's folder is a link or `..`. This is ten times faster
-        than resolving the path."""
+        """Return True if any part of a path below the trace is a link or `..`, ten times faster than resolving it."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -334,8 +332,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield the entries of a local folder. A link to a file gets the size of the link's target; links to folders
-        are left out."""
+        """Yield a local folder's entries: a link to a file with its target's size, but no links to folders."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -353,8 +350,7 @@ class Store:
                 yield entry.name, size, is_folder
 
     def manifest(self) -> Manifest:
-        """Read trace.json. Raises an error if the folder is not a trace, or is a trace that this release cannot
-        read."""
+        """Read trace.json. Raises an error if the folder is not a trace, or one that this release cannot read."""
         where = self.shown(MANIFEST)
         try:
             content = self.read_json(MANIFEST)
@@ -462,10 +458,7 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state; `manifest` and `content` are passed if already read.
-
-        Raises DamagedTrace and FileNotFoundError.
-        """
+        """Read a writer's state, with `manifest` and `content` if read. Raises DamagedTrace and FileNotFoundError."""
         manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)

@@ -27,6 +27,8 @@ class Upload:
     def __init__(self, folder: Path, url: str):
         self.folder, self.url = folder, url
         self._store = Store(url)
+        protocol = self._store.filesystem.protocol
+        self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
         """Path in the trace -> size of the uploaded file, or hash of the uploaded writer's state."""
         self._num_indexed = 0
@@ -95,14 +97,8 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True if the number of files has grown by a fixed factor since the last index was uploaded. The factor
-        bounds the total cost of uploading indexes."""
+        """True if the number of files has grown by a factor since the last index, which bounds the cost of indexes."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
-
-    @property
-    def _has_buckets(self) -> bool:
-        protocol = self._store.filesystem.protocol
-        return not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
         """Remove all other files of a folder at the URL, left by killed processes."""
@@ -144,10 +140,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Return a writer's state for upload, without journals, and the files omitted with them.
-
-    Journals stay local, and so do partly sealed segments, since readers would find sequences without scores.
-    """
+    """Return a writer's state for upload without journals, and the partly sealed files omitted with them."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()

@@ -15,13 +15,11 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _KEPT_BYTES = 64 << 20
-"""Size of the cache for blocks read from object storage, bytes per process. Caching pays, since consecutive reads are
-often adjacent."""
+"""Bytes per process to cache blocks from object storage: consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests to object storage for exact ranges of a file; later requests read ahead, each twice as far as
-the previous one."""
+"""Requests for exact ranges of a file on object storage; later ones read ahead, each twice as far."""
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10
@@ -62,7 +60,8 @@ class VerifiedFile:
         self.store, self.relative, self.num_bytes = store, relative, num_bytes
         self._read_checksums = None if isinstance(checksums, FileChecksums) else checksums
         self._num_requests = 0
-        self._failed: DamagedTrace | QueryFailed | None = None
+        self.error: DamagedTrace | QueryFailed | None = None
+        """The error from the first failed read; None if no read has failed."""
         self._lock, self._alone = threading.Lock(), threading.Lock()
         if isinstance(checksums, FileChecksums):
             self._know(checksums)
@@ -86,10 +85,10 @@ class VerifiedFile:
                 try:
                     self._know(self._read_checksums())
                 except FileNotFoundError as error:
-                    self._failed = self._gone()
-                    raise self._failed from error
+                    self.error = self._gone()
+                    raise self.error from error
                 except DamagedTrace as error:
-                    self._failed = error
+                    self.error = error
                     raise
                 self._read_checksums = None
 
@@ -103,11 +102,6 @@ class VerifiedFile:
         self._need_checksums()
         return self._blocks is not None
 
-    @property
-    def error(self) -> DamagedTrace | QueryFailed | None:
-        """The error from the first failed read; None if no read has failed."""
-        return self._failed
-
     def read(self, start: int, stop: int) -> bytes:
         """Read bytes [start, stop), or up to the end of a shorter file."""
         self._need_checksums()
@@ -119,7 +113,7 @@ class VerifiedFile:
             tail = self._read_tail() if self._tail is None else self._tail
             return before + tail[max(start - self._end, 0) : stop - self._end]
         except (DamagedTrace, QueryFailed) as error:
-            self._failed = self._failed or error
+            self.error = self.error or error
             raise
 
     @property
@@ -160,7 +154,7 @@ class VerifiedFile:
         try:
             whole.update(self._read_tail())
         except (DamagedTrace, QueryFailed) as error:
-            self._failed = self._failed or error
+            self.error = self.error or error
             raise
         return whole.hexdigest()
 
@@ -275,10 +269,7 @@ _kept = _Kept()
 
 
 class FileCursor(threading.local):
-    """Presents a VerifiedFile as a Python file object to DuckDB and Arrow.
-
-    Every thread has its own position, since threads interleave seeks and reads.
-    """
+    """Presents a VerifiedFile as a file to DuckDB and Arrow, whose threads each have their own position."""
 
     def __init__(self, file: VerifiedFile):
         self._file = file

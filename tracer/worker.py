@@ -26,8 +26,7 @@ _REMEMBERED_S = 0.5
 _FIRST_PACE = 64 << 20
 """Pace assumed before any task has finished, bytes per second."""
 _SHARE = 0.75
-"""The queue holds work for up to this share of the maximum wait; the rest is a margin, since tasks differ in
-duration."""
+"""Share of the maximum wait for which the queue holds work; the rest is a margin, since tasks differ."""
 _LOOKS_EVERY_S = 0.01
 """Interval at which a waiting caller checks `is_behind`, seconds."""
 
@@ -110,8 +109,7 @@ class Worker:
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task has run, and count the wait. With `signs`, wait as long as the signs of
-        progress change."""
+        """Wait until every queued task has run, and count the wait; with `signs`, as long as they change."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
@@ -172,9 +170,8 @@ class Worker:
                     self._has_ended = True
                     self._changed.notify_all()
                     return
-                task, num_bytes, _, ready = (
-                    self._tasks.popleft() if self._tasks else (self._idle or _nothing, 0, 0.0, None)
-                )
+                idle = self._idle or (lambda: None)
+                task, num_bytes, _, ready = self._tasks.popleft() if self._tasks else (idle, 0, 0.0, None)
                 self._busy, self._awaits_device = True, ready is not None
             begin = time.monotonic()
             try:
@@ -210,9 +207,6 @@ class Worker:
                 self.error = error
             self._queued_bytes -= sum(task[1] for task in self._tasks)
             self._tasks.clear()
-
-
-def _nothing() -> None: ...
 
 
 def run_within(

@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from ..schemas.checksums import SealedFile, sealed
-from ..schemas.clock import now
 from ..schemas.contract import Contract, canonical_json, contract_hash
+from ..schemas.documents import now
 from ..schemas.errors import InvalidRecord, StorageStalled
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
-from .attempts import Attempt, writer_prefix
-from .liveness import HEARTBEAT_S, this_process
+from .liveness import HEARTBEAT_S, Attempt, this_process, writer_prefix
 from .patience import Patience
 from .segments import SegmentWriter
 from .store import Store
@@ -75,12 +74,7 @@ class TraceWriter:
         versions: Mapping[str, str] | None = None,
         max_wait_s: float = math.inf,
     ):
-        """`attempt` is the training attempt that the writer records; None outside training.
-
-        `versions` are the versions of the libraries that computed the numbers; None for the libraries in this process.
-
-        Without `journals` a killed process loses unsealed rows.
-        """
+        """`attempt` is None outside training; `versions` are this process's by default; `journals` survive a kill."""
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -131,11 +125,7 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Run a task on the writing thread, after `ready`, which waits for a device; wait first if the queue is too large or
-        too old.
-
-        Raises InvalidRecord if an earlier task found contradictory values.
-        """
+        """Run a task on the writing thread after `ready`, once there is room. Raises earlier tasks' InvalidRecord."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}; open a recorder in this process ({os.getpid()})"
@@ -152,10 +142,7 @@ class TraceWriter:
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function of one part of the recording; return None once that part has ended. An error ends the part.
-
-        Raises InvalidRecord if the function does.
-        """
+        """Call a function of one part, which an error ends; None once it has ended. InvalidRecord is raised."""
         if part in self._ended:
             return None
         try:
@@ -197,10 +184,7 @@ class TraceWriter:
         return digest
 
     def keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Record a version of the weights (state_dict name -> tensor), once; the caller may change the tensors afterwards.
-
-        Raises InvalidRecord for a dtype that cannot be kept.
-        """
+        """Record a version's weights (state_dict name -> tensor), once. Raises InvalidRecord for unsupported dtypes."""
         if self.is_open:
             self.part(Part.WEIGHTS, self._keep_weights, version, tensors)
 

@@ -15,8 +15,8 @@ from ...schemas.errors import DamagedTrace, WeightsMissing
 from ...tracer.dense_group import widen
 from ...tracer.journal import BFLOAT16
 from ...tracer.store import Store
+from ...tracer.weights.checkpoints import open_weights
 from ...tracer.weights.reader import Tensor
-from ...tracer.weights.source import open_weights
 
 Array = np.ndarray
 

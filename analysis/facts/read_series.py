@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...schemas.errors import InvalidOption
+from ...tracer.weights.checkpoints import open_weights
 from ...tracer.weights.reader import WeightReader
-from ...tracer.weights.source import open_weights
 from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.source import Pair

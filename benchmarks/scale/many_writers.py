@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 from tim_trace import __version__
 from tim_trace.schemas.capture import Capture
-from tim_trace.schemas.clock import now
+from tim_trace.schemas.documents import now
 from tim_trace.schemas.layout import SCORES, SEQUENCES
 from tim_trace.schemas.manifest import Manifest
-from tim_trace.tracer.attempts import Attempt
 from tim_trace.tracer.create import new_trace
+from tim_trace.tracer.liveness import Attempt
 from tim_trace.tracer.ragged import Ragged
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import ScoreRows, SequenceRows

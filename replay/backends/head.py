@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...tracer.projection import Projection
+from ...tracer.logits import Projection
 
 CHUNK_BYTES = 128 << 20
 """Maximum size of the logits in memory at a time."""

@@ -21,8 +21,8 @@ from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay, TimTraceWarning
 from ...schemas.modules import has_experts
 from ...tracer.dense import LOGPROBS
-from ...tracer.hooks import vllm_logprobs
-from ...tracer.hooks.engine_parameters import held_tensors
+from ...tracer.hooks import engine_call
+from ...tracer.hooks.trainer_tensors import held_tensors
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.digests import digest, resolved
@@ -243,7 +243,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
     """Return logprobs [T, V] after temperature, top-k and top-p, from vLLM's raw ones."""
     import torch
 
-    raw = vllm_logprobs.distribution(entries, Capture(level=LOGITS))
+    raw = engine_call.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     return torch.log_softmax(cut(logits_TV / temperature, top_k, top_p), dim=-1)
@@ -252,7 +252,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
     """Return the logprob [T] of each recorded token, from processed logprobs or vLLM's dictionaries."""
     if processed_TV is None:
-        return np.array(vllm_logprobs.sampled_logprobs(entries, ids_T.tolist()), np.float32)
+        return np.array(engine_call.sampled_logprobs(entries, ids_T.tolist()), np.float32)
     import torch
 
     taken = processed_TV.gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])

@@ -13,7 +13,7 @@ from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord
-from tim_trace.tracer.dense import Hidden, Logits, TopK
+from tim_trace.tracer.dense import TOP_K, Hidden, Logits, TopK
 from tim_trace.tracer.logits import top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
 
@@ -93,7 +93,7 @@ def test_logits_are_divided_by_the_contract_s_temperature(tmp_path):
 
 def test_top_k_gives_bounds_and_no_exact_numbers(tmp_path):
     left, right = logits(0), logits(1)
-    part = TopK.of(*top_k_with_tail(right, 4, 1.0))
+    part = TopK(**dict(zip(TOP_K, top_k_with_tail(right, 4, 1.0), strict=True)))
     rows = ask(record(tmp_path / "run", Logits(logits=left), part))
     wanted = exact(left, right)
     assert {row["tv"] for row in rows.dicts()} == {None}
@@ -242,7 +242,7 @@ def test_stats_adds_what_the_captures_say(tmp_path, by):
 
 
 def test_stats_of_top_k_says_bounds(tmp_path):
-    part = TopK.of(*top_k_with_tail(logits(1), 4, 1.0))
+    part = TopK(**dict(zip(TOP_K, top_k_with_tail(logits(1), 4, 1.0), strict=True)))
     (row,) = stats(record(tmp_path / "run", Logits(logits=logits(0)), part)).dicts()
     assert "mean_tv" not in row
     mean = exact(logits(0), logits(1))["tv"][np.arange(203) != 2].mean()

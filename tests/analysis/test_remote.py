@@ -13,9 +13,9 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import StorageError, TraceExists
-from tim_trace.tracer.adopt import adopt
 from tim_trace.tracer.dense import Logits, read_dense
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.seal import adopt
 from tim_trace.tracer.sender import Sender
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.upload import Upload

@@ -23,10 +23,10 @@ from tim_trace.analysis.stats import stats
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.verify import verify
 from tim_trace.schemas.errors import TimTraceError
-from tim_trace.tracer.adopt import adopt
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.seal import adopt
 from tim_trace.tracer.weights.writer import WeightWriter
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.utime", "shutil.rmtree", "subprocess.Popen")

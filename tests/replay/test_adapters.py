@@ -19,8 +19,8 @@ from tim_trace.replay.recorded import RecordedRun
 from tim_trace.replay.results import by_arm
 from tim_trace.schemas.errors import CannotReplay
 from tim_trace.tracer.store import Store
+from tim_trace.tracer.weights.checkpoints import open_weights
 from tim_trace.tracer.weights.reader import Tensor
-from tim_trace.tracer.weights.source import open_weights
 from transformers import AutoModelForCausalLM
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -12,7 +12,7 @@ from tim_trace.replay.engine import replay
 from tim_trace.replay.hf_scorer import HfScorer
 from tim_trace.replay.recorded import RecordedRow, RecordedRun
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
-from tim_trace.tracer.weights.source import open_weights
+from tim_trace.tracer.weights.checkpoints import open_weights
 
 pytestmark = pytest.mark.engine
 

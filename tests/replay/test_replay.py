@@ -28,7 +28,7 @@ from tim_trace.schemas.errors import CannotReplay, InvalidOption, WeightsMissing
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
 from tim_trace.tracer.store import Store
-from tim_trace.tracer.weights.source import open_weights
+from tim_trace.tracer.weights.checkpoints import open_weights
 
 pytestmark = pytest.mark.engine
 

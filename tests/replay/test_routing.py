@@ -16,7 +16,7 @@ from tim_trace.replay.engine import replay
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.replay.results import by_arm
 from tim_trace.schemas.errors import CannotReplay, InvalidOption, NothingToCompare
-from tim_trace.tracer.weights.source import open_weights
+from tim_trace.tracer.weights.checkpoints import open_weights
 
 pytestmark = pytest.mark.engine
 

@@ -20,7 +20,7 @@ from tim_trace.replay.vllm_scorer import VllmScorer
 from tim_trace.schemas.errors import CannotReplay, StorageError, TimTraceWarning, WeightsMissing
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder
-from tim_trace.tracer.weights.source import FOLDER_VARIABLE
+from tim_trace.tracer.weights.checkpoints import FOLDER_VARIABLE
 from transformers import Qwen3Config, Qwen3ForCausalLM, modeling_flash_attention_utils, modeling_utils
 from transformers.utils import import_utils
 

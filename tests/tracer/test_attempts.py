@@ -19,8 +19,8 @@ from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
 from tim_trace.cli import main
 from tim_trace.schemas.manifest import Manifest
-from tim_trace.tracer.attempts import next_attempt
 from tim_trace.tracer.create import new_trace
+from tim_trace.tracer.liveness import next_attempt
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.writer import TraceWriter
@@ -188,7 +188,7 @@ def test_processes_without_a_rank_that_record_at_once_are_one_attempt(tmp_path):
 import sys
 sys.path.insert(0, sys.argv[1])
 from builders import add_step, make_batch
-from tim_trace.tracer.attempts import next_attempt
+from tim_trace.tracer.liveness import next_attempt
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.writer import TraceWriter
@@ -309,7 +309,7 @@ def states_read(folder, rank, session="job"):
     """The number that a rank's process gets, and whose states it read for that."""
     program = """
 import json, sys
-from tim_trace.tracer.attempts import next_attempt
+from tim_trace.tracer.liveness import next_attempt
 from tim_trace.tracer.store import Store
 read = []
 sys.addaudithook(lambda event, values: read.append(str(values[0])) if event == "open" else None)

@@ -7,8 +7,8 @@ from tim_trace.replay.backends.model import to_torch
 from tim_trace.tracer.optimizer import optimizer_statistics
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
+from tim_trace.tracer.weights.checkpoints import open_weights
 from tim_trace.tracer.weights.digests import digest, resolved
-from tim_trace.tracer.weights.source import open_weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,8 +15,8 @@ from shared import rest_slow
 from tim_trace import check, connect, import_dump, info, stats, verify
 from tim_trace.schemas.checksums import sealed
 from tim_trace.schemas.errors import ImportFailed, InvalidOption, NothingToCompare
-from tim_trace.tracer.importers.dump import Part
 from tim_trace.tracer.importers.dump_rows import routed
+from tim_trace.tracer.importers.format import Part
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.import_dump import _are_ordered
 from tim_trace.tracer.importers.miles import zig_zag

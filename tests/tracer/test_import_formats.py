@@ -10,8 +10,7 @@ import pytest
 from builders import make_batch, tim_trace
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import ImportFailed
-from tim_trace.tracer.importers.mapping import parse_map
-from tim_trace.tracer.importers.neutral import import_parquet
+from tim_trace.tracer.importers.neutral import import_parquet, parse_map
 
 
 def rows_of(rows=5, step=1):

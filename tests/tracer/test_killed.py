@@ -8,8 +8,8 @@ from builders import PROGRAMS, make_batch, tim_trace
 from shared import rest_slow
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import connect
-from tim_trace.tracer.adopt import adopt
 from tim_trace.tracer.dense import read_dense
+from tim_trace.tracer.seal import adopt
 from tim_trace.tracer.store import Store
 
 

@@ -13,8 +13,8 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.schemas.documents import to_document
 from tim_trace.schemas.errors import TraceExists
-from tim_trace.tracer.adopt import adopt
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.seal import adopt
 
 NEVER = "ffffffff-0000-4000-8000-000000000000"
 

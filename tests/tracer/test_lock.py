@@ -10,7 +10,7 @@ import pytest
 from tim_trace.schemas.errors import TimTraceWarning
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
-from tim_trace.tracer.lock import alone, is_held
+from tim_trace.tracer.whole_file import alone, is_held
 
 
 def as_nfs(monkeypatch, error=errno.EBADF, *, files=True):

@@ -15,7 +15,7 @@ from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import TraceExists
 from tim_trace.schemas.manifest import Manifest
 from tim_trace.schemas.writer_state import WriterState, command_exit_code
-from tim_trace.tracer import create, lock
+from tim_trace.tracer import create, whole_file
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.session import BOOTSTRAP
 from tim_trace.tracer.nodes import has_several_nodes, is_same, later_node
@@ -302,12 +302,12 @@ def test_of_two_processes_that_begin_a_trace_without_locks_one_does(tmp_path, mo
 
     def move_aside(folder):  # between the second one's look and its manifest
         monkeypatch.undo()
-        monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+        monkeypatch.setattr(whole_file.fcntl, "flock", no_locks)
         begun.enter_context(new_trace(folder, manifest("first")))
 
     from contextlib import ExitStack
 
-    monkeypatch.setattr(lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(whole_file.fcntl, "flock", no_locks)
     monkeypatch.setattr(create, "move_aside", move_aside)
     with ExitStack() as begun:
         with (

@@ -19,13 +19,13 @@ from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.documents import MAX_DEPTH, read_object
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, StorageError, WeightsMissing
-from tim_trace.tracer.adopt import adopt
 from tim_trace.tracer.dense import TopK, read_dense
 from tim_trace.tracer.journal import JournalStream, journal_of, read_journal
 from tim_trace.tracer.recorder import Recorder
+from tim_trace.tracer.seal import adopt
 from tim_trace.tracer.snapshot import take_snapshot
 from tim_trace.tracer.store import Store
-from tim_trace.tracer.weights.source import open_weights
+from tim_trace.tracer.weights.checkpoints import open_weights
 from tim_trace.tracer.whole_file import write_part
 
 DAMAGE = pytest.mark.filterwarnings("ignore::tim_trace.schemas.errors.DamageWarning")

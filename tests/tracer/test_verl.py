@@ -27,14 +27,14 @@ from tim_trace.tracer.hooks.verl_batches import (
     finish_reasons,
     flat,
     one_a_row,
+    progress_of,
     rows_of,
     rows_of_padded,
 )
 from tim_trace.tracer.hooks.verl_contract import policy_loss
-from tim_trace.tracer.hooks.verl_progress import progress_of
 from tim_trace.tracer.hooks.verl_worker import WorkerHooks
 from tim_trace.tracer.store import Store
-from tim_trace.tracer.weights.source import open_weights
+from tim_trace.tracer.weights.checkpoints import open_weights
 
 END = 1
 

@@ -10,7 +10,7 @@ from tim_trace.analysis.info import info
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import open_database
 from tim_trace.tracer.store import Store
-from tim_trace.tracer.weights.source import open_weights
+from tim_trace.tracer.weights.checkpoints import open_weights
 from verl_runs import DYNAMIC, FLOAT32, PACKED, REFERENCE, replayed, rows, verl_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -17,7 +17,7 @@ from tim_trace.tracer.hooks.model_contract import dtypes
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights import chunks
-from tim_trace.tracer.weights.changes import added, apply_changes, changes_of, decode_changes, write_changes
+from tim_trace.tracer.weights.chunks import added, apply_changes, changes_of, decode_changes, write_changes
 from tim_trace.tracer.weights.layout import model_parameters, model_tensors
 from tim_trace.tracer.weights.reader import WeightReader
 from tim_trace.tracer.weights.writer import WeightWriter

@@ -1,6 +1,4 @@
-"""Sorts a table's rows by step. Rows are first partitioned on disk into buckets of steps, then each bucket is sorted in
-memory.
-"""
+"""Sorts a table's rows by step: rows are partitioned on disk into buckets of steps, each sorted in memory."""
 
 from __future__ import annotations
 
@@ -22,19 +20,13 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum number of response tokens per bucket, counted over all passes, since a bucket is sorted in memory. A step
-with more tokens gets a bucket of its own.
-"""
+"""Maximum number of response tokens, over all passes, in a bucket of several steps; it is sorted in memory."""
 SWEEP_BUCKETS = 128
 """Maximum number of buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum number of response tokens per row group. Steps with fewer tokens share a row group. The minimum is raised for
-long runs.
-"""
+"""Minimum number of response tokens per row group, raised for long runs; smaller steps share a row group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Maximum to which STEP_TOKENS is raised for long runs, and the number of row groups per file above which it is raised.
-Finding a step among thousands of row groups takes longer than reading a larger row group.
-"""
+"""Maximum of STEP_TOKENS in long runs, and row groups per file above which it is raised: many are slow to search."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -48,9 +40,7 @@ class Part:
     steps: np.ndarray
     """Distinct steps in the row group, ascending."""
     tokens: np.ndarray
-    """Estimated number of response tokens per step: the step's number of rows times the row group's mean tokens per
-    row.
-    """
+    """Estimated response tokens per step: the step's number of rows times the row group's mean per row."""
     num_bytes: int
     """Size of the row group in the file, bytes."""
 
@@ -63,15 +53,10 @@ def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
             steps = np.asarray(_read(store, entry, file, number, ["step"])["step"])
             found, rows = np.unique(steps, return_counts=True)
             group = file.metadata.row_group(number)
-            num_bytes = sum(group.column(index).total_compressed_size for index in range(group.num_columns))
-            yield Part(entry, number, found, rows * (_num_values(group) / len(steps)), num_bytes)
-
-
-def _num_values(group: pq.RowGroupMetaData) -> int:
-    """Return the number of values in a row group's longest column: its tokens if the table has list columns, else its
-    rows.
-    """
-    return int(max(group.column(index).num_values for index in range(group.num_columns)))
+            columns = [group.column(index) for index in range(group.num_columns)]
+            # The longest column has one value per token, or per row in a table without lists.
+            tokens = rows * (max(column.num_values for column in columns) / len(steps))
+            yield Part(entry, number, found, tokens, sum(column.total_compressed_size for column in columns))
 
 
 def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
@@ -97,9 +82,7 @@ def _unreadable(store: Store, entry: TableFile, error: Exception) -> DamagedTrac
 
 
 def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
-    """Yield, for each pass over the files, the boundaries b0, b1, b2, ... of its buckets: steps in [b0, b1), in [b1,
-    b2), and so on.
-    """
+    """Yield, for each pass over the files, the bounds b0, b1, ... of its buckets: steps in [b0, b1), [b1, b2), ..."""
     if not parts:
         return
     steps = np.concatenate([part.steps for part in parts])
@@ -141,7 +124,8 @@ def sorted_groups(
                 rows = pa.ipc.open_stream(file).read_all()
             name.unlink()
             if rows.num_rows:
-                yield from _row_groups(_in_order(rows), small)
+                keys = [("pass", "ascending")] if "pass" in rows.column_names else []
+                yield from _row_groups(rows.take(pc.sort_indices(rows, [*keys, ("step", "ascending")])), small)
 
 
 def _fill(
@@ -172,12 +156,6 @@ def _fill(
                 for bucket in np.unique(at[(at >= 0) & (at < len(names))]).tolist():
                     buckets[bucket].write_batch(completed.filter(pa.array(at == bucket)))
             advance(int(np.count_nonzero((steps >= edges[0]) & (steps < edges[-1]))))
-
-
-def _in_order(rows: pa.Table) -> pa.Table:
-    """Return rows sorted by pass, if the table has that column, and then by step; sorting is stable."""
-    keys = [("pass", "ascending")] if "pass" in rows.column_names else []
-    return rows.take(pc.sort_indices(rows, [*keys, ("step", "ascending")]))
 
 
 def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:

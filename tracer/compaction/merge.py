@@ -1,9 +1,8 @@
-"""Merges the files of a trace. Merged files are written to a separate folder, and moved into place once all are
-complete.
-"""
+"""Merges the files of a trace, in place once all merged files are complete, or in a copy elsewhere."""
 
 from __future__ import annotations
 
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,23 +12,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.checksums import SMALL_BLOCK_BYTES, SealedFile
-from ...schemas.clock import now
-from ...schemas.errors import DamagedTrace, InvalidOption
-from ...schemas.layout import PASSES, TABLES, WRITERS, Segment
+from ...schemas.documents import now
+from ...schemas.errors import DamagedTrace, InvalidOption, TraceExists
+from ...schemas.layout import DENSE, LOCATE, PASSES, TABLES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.writer_state import CLOSED, COMPACTION, WriterState
 from .. import environment
-from ..adopt import adopt
-from ..create import grown_trace, refuse_live
+from ..create import grown_trace, refuse_live, whole_trace
+from ..index import write_index
 from ..liveness import this_process
-from ..lock import alone
 from ..parquet_file import write_checked
 from ..progress import Progress
-from ..seal import parquet_options
+from ..seal import adopt, parquet_options
+from ..sender import forget
 from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
-from ..whole_file import trace_file, write_part
+from ..upload import Upload
+from ..whole_file import alone, trace_file, write_part
 from .buckets import Part, read_parts, sorted_groups, step_tokens
 
 _SMALL = 0.25
@@ -96,9 +96,7 @@ def whole_snapshot(store: Store) -> Snapshot:
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
 ) -> dict[str, SealedFile]:
-    """Write the rows of the chosen files to merged files in a folder. Return each merged file's path in the trace ->
-    its record.
-    """
+    """Write the rows of the chosen files to merged files in a folder. Return path in the trace -> record."""
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
@@ -140,9 +138,7 @@ class _Waiting:
         self.next = next(groups, None)
 
     def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
-        """Yield row groups until the file at `path` has reached `file_bytes`. Append each row group's first and last
-        step to `steps`.
-        """
+        """Yield row groups until the file at `path` has `file_bytes`; append each one's first and last step."""
         while self.next is not None and (not steps or path.stat().st_size < file_bytes):
             ends = pc.min_max(self.next["step"])
             steps.append((ends["min"].as_py(), ends["max"].as_py()))
@@ -162,9 +158,7 @@ def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableF
 
 
 def replays(snapshot: Snapshot) -> set[str]:
-    """Return the writers that belong to replays. Their files are not merged, so that a replay can be removed by
-    deleting its files.
-    """
+    """Return the writers of replays, whose files are not merged, so that a replay is removed by deleting its files."""
     return {
         state.writer
         for state in snapshot.writers
@@ -218,3 +212,71 @@ def merged_tables(
         for table, entries in snapshot.files.items()
         if entries
     ]
+
+
+_COPY_BYTES = 16 << 20
+
+
+def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress: Progress) -> list[MergedTable]:
+    """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
+
+    With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
+    run is replaced; the local cache folder left by that upload is removed once everything is uploaded. Raises
+    DamagedTrace if a part of the trace is missing, and TraceExists if the trace is being recorded or `output` already
+    exists.
+    """
+    store = Store(trace)
+    if store.is_local:
+        store.manifest()
+        adopt(Path(store.root))
+    refuse_live(store, trace, "is not copied")
+    snapshot = whole_snapshot(store)
+    if snapshot.journals:
+        raise TraceExists(
+            f"{trace}: has rows that are not sealed; compact it where it was recorded first, then copy it"
+        )
+    if "://" not in output:
+        return _write(snapshot, Path(output), file_bytes, force, progress)
+    with tempfile.TemporaryDirectory(prefix="tim-trace-") as room:
+        upload = Upload(Path(room, "trace"), output)
+        replaces_part = upload.has_part_of(snapshot.manifest.run_id, store.walk(""))
+        merged = _write(snapshot, upload.folder, file_bytes, force, progress)
+        upload.send(progress)
+        if replaces_part:
+            for folder in (*TABLES, WRITERS):
+                upload.keep_only(folder, Store(upload.folder).files(folder))
+        upload.send_index()
+        forget(trace, output)
+        return merged
+
+
+def _write(snapshot: Snapshot, output: Path, file_bytes: int, force: bool, progress: Progress) -> list[MergedTable]:
+    store = snapshot.store
+    chosen = {table: chosen_files(snapshot, table, file_bytes) for table in TABLES}
+    replaced = {entry.relative for entries in chosen.values() for entry in entries}
+    left = [entry.relative for table in TABLES for entry in snapshot.files[table] if entry.relative not in replaced]
+    with whole_trace(output, snapshot.manifest, force=force) as building:
+        files = write_merged(snapshot, chosen, building, file_bytes, progress)
+        for relative in left:
+            _copy(store, relative, building)
+        for folder in (PASSES, TOKENIZER, WEIGHTS, DENSE, LOCATE):
+            for name in store.walk(folder):
+                _copy(store, f"{folder}/{name}", building)
+        for state in snapshot.writers:
+            if state.is_removed:
+                continue
+            kept = {name: record for name, record in (state.files or {}).items() if name not in replaced}
+            state.files = {name: record for name, record in kept.items() if name not in snapshot.replaced}
+            state.replaced = ()
+            write_part(building, f"{WRITERS}/{state.writer}.json", state.to_json().encode())
+        if files:
+            write_part(building, *state_of(snapshot, files, ()))
+        write_index(building)
+    return merged_tables(snapshot, chosen, files)
+
+
+def _copy(store: Store, relative: str, folder: Path) -> None:
+    size = store.file_size(relative)
+    with trace_file(folder, relative) as temporary, open(temporary, "xb") as file:
+        for start in range(0, size, _COPY_BYTES):
+            file.write(store.read_range(relative, start, min(start + _COPY_BYTES, size)))

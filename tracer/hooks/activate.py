@@ -31,9 +31,7 @@ _HOOKS = {
 
 
 def activate() -> Session | None:
-    """Arrange that TRL's trainers, verl, ray and vllm are hooked when imported. Return None outside of `tim-trace
-    record`.
-    """
+    """Hook TRL's trainers, verl, ray and vllm when they are imported. Return None outside of `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None

@@ -1,7 +1,4 @@
-"""Compares the engine's weights with the trainer's.
-
-It uses digests of the weights that the trainer holds, that the trainer sends, and that the engine holds.
-"""
+"""Compares the engine's weights with the trainer's, by digests of those held, sent and received."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ import pyarrow as pa
 
 from ...schemas.layout import ENGINE_WEIGHTS
 from ...schemas.tables import ENGINE_WEIGHTS_TABLE
-from ..arrow_arrays import column_array
+from ..rows import RowBuilder
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
-from .engine_parameters import held_tensors
 from .patches import Patches
-from .trainer_tensors import is_quantised, is_whole, trained_model, trainer_tensors
+from .trainer_tensors import held_tensors, is_quantised, is_whole, trained_model, trainer_tensors
 from .vllm_contract import model_runner
 
 GIVEN, HELD, NONE = "given", "held", "none"
+_ROWS = RowBuilder(ENGINE_WEIGHTS_TABLE.schema)
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes to which a tensor may have been rounded on its way from the trainer to the engine."""
@@ -30,13 +27,9 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values in an 8-bit dtype. A row with more was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""Minimum ratio between the numbers of distinct values in a trainer row and in the engine's row, for the engine's
-tensor to count as a coarsely rounded copy.
-"""
+"""Minimum ratio of distinct values, trainer's row to engine's row, for a coarsely rounded copy."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine similarity between trainer and engine rows, in standard deviations of the cosine between random rows.
-Above it, the engine's tensor counts as a coarsely rounded copy of the trainer's.
-"""
+"""Minimum cosine, in standard deviations of random rows' cosines, for a coarsely rounded copy of the trainer's."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -130,9 +123,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors gathered from a sharded trainer unchanged, and store their digests as those of the
-        trainer's weights.
-        """
+        """Yield the tensors gathered from a sharded trainer unchanged, taking digests of them as the trainer's."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -192,20 +183,14 @@ class EngineWeights:
         names = list(own) + [name for name in given if name not in own]
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
         writer = self._session.recorder.writer
-        columns: list[list[Any]] = [
-            [step] * len(names), [version] * len(names), names, [dtype] * len(names),
-            *([side.get(name) for name in names] for side in (own, unmerged, given, held)),
-            [casts.get(name) for name in names],
-            [writer.state.attempt] * len(names), [writer.name] * len(names),
-        ]  # fmt: skip
-        schema = ENGINE_WEIGHTS_TABLE.schema
-        arrays = [column_array(column, field.type) for column, field in zip(columns, schema, strict=True)]
-        return pa.RecordBatch.from_arrays(arrays, schema=schema)
+        sides = {"trainer": own, "unmerged": unmerged, "given": given, "held": held}
+        columns: dict[str, Any] = {side: [values.get(name) for name in names] for side, values in sides.items()}
+        columns["cast"] = [casts.get(name) for name in names]
+        columns |= {"step": step, "policy_version": version, "tensor": names, "dtype": dtype}
+        return _ROWS.batch(columns | {"attempt": writer.state.attempt, "writer": writer.name}, len(names))
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
-        """Return digests of the weights that the engine holds, or an empty dict if they need not be read at this
-        version.
-        """
+        """Return digests of the weights that the engine holds; empty if they need not be read at this version."""
         is_due, model = self._is_due(own), None if self._model is None else self._model()
         if model is None or not is_due:
             return {}
@@ -221,10 +206,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> explanation for tensors that differ from the trainer's only by rounding.
-
-        The explanation is the dtype rounded to, or the number of distinct values per row.
-        """
+        """Return tensor -> dtype it was rounded to, or number of distinct values per row, if only rounding differs."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -250,11 +232,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the maximum number of distinct values per row of `coarse`; None if `coarse` is not a coarsely rounded copy
-    of `own`.
-
-    Shapes: R sampled rows, C columns.
-    """
+    """Return the most distinct values in sampled rows [R, C] of `coarse`; None unless it is `own`, coarsely rounded."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

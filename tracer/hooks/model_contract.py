@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from enum import Enum
 from hashlib import sha256
 from typing import Any
 
@@ -59,17 +58,16 @@ def dtypes(model: Any) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def as_json(value: Any) -> Any:
-    """Convert a value for JSON: sets to sorted lists, enum members to their values, other unknown types to strings."""
-    if isinstance(value, Enum):
-        return as_json(value.value)
-    if isinstance(value, Mapping):
-        return {str(name): as_json(item) for name, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's identity: the given name and config, its class, and the number and dtypes of its parameters."""
+    counts = dtypes(model)
+    return {
+        "name": name,
+        "class": class_path(model),
+        "num_parameters": sum(counts.values()),
+        "dtypes": counts,
+        "config": config,
+    }
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:

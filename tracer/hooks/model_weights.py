@@ -19,9 +19,7 @@ class KeptWeights:
         self._version: int | None = None
 
     def keep(self, version: int, model: Any, *, is_first: bool) -> None:
-        """Record a policy version, unless already recorded. The first process (`is_first`) also records tensors that
-        are not sharded.
-        """
+        """Record a policy version once. The first process (`is_first`) also records tensors that are not sharded."""
         if self._version == version:
             return
         self._version = version
@@ -51,14 +49,9 @@ def keeps_weights(session: Session, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return the tensors that this process records: its own shards, and in the first process also tensors that are not
-    sharded.
-    """
-    return {name: tensor for name, tensor in model_tensors(model).items() if is_first or _is_part(tensor)}
-
-
-def _is_part(tensor: Any) -> bool:
-    return is_sharded(tensor) and not getattr(tensor, "is_replicated", False)
+    """Return this process's shards; in the first process, also the tensors that are not sharded."""
+    tensors = model_tensors(model).items()
+    return {name: t for name, t in tensors if is_first or (is_sharded(t) and not getattr(t, "is_replicated", False))}
 
 
 def _problem(model: Any) -> str | None:

@@ -26,9 +26,7 @@ class PackedSample:
     """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """Reward function -> its reward for this sample, and `reward` -> the trainer's weighted sum; empty if the sample
-    has no rewards.
-    """
+    """Reward function -> reward of this sample, and `reward` -> the trainer's weighted sum; may be empty."""
     ids: np.ndarray
     """[tokens] int32 ids of the prompt's and the response's tokens."""
     mask: np.ndarray
@@ -48,10 +46,7 @@ class PackedSample:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Samples of one packed row, in the order of their terms in the loss.
-
-    Shapes: S samples, T tokens in the longest response, M terms in the loss.
-    """
+    """Samples of a packed row, in the loss's order. Shapes: S samples, T longest response, M terms in the loss."""
 
     samples: Sequence[PackedSample]
 
@@ -102,10 +97,7 @@ def _encoded(samples: Sequence[PackedSample]) -> np.ndarray:
     described = [
         {
             "length": len(sample.ids),
-            "name": sample.name,
-            "group": sample.group,
-            "policy_version": sample.policy_version,
-            "advantage": sample.advantage,
+            **{name: getattr(sample, name) for name in ("name", "group", "policy_version", "advantage")},
             "rewards": dict(sample.rewards),
         }
         for sample in samples

@@ -1,13 +1,15 @@
-"""Wraps functions of other libraries, reads the arguments of their calls, and restores the originals."""
+"""Wraps functions of other libraries, reads the arguments of their calls, and names the tested versions."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _MISSING = object()
+Points = Mapping[str, tuple[str, str]]
+"""Function of a library -> the method that hooks it, and the data recorded from calls to it."""
 
 
 class Patches:
@@ -40,6 +42,11 @@ class Patches:
         """Wrap several functions of an owner; return the names of missing ones."""
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
+    def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
+        """Wrap functions of a class by methods of `hooks`; return each missing function -> the data lost with it."""
+        wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
+        return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
+
     @property
     def wrapped(self) -> list[tuple[Any, str]]:
         """The owner and the name of every wrapped function."""
@@ -55,16 +62,38 @@ class Patches:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, without `self`. Entries of **kwargs are included under their own names.
-
-    Raises TypeError if the arguments do not match the function.
-    """
+    """Return a call's arguments by name, also those in **kwargs, but without `self`. Raises TypeError."""
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})
     return bound | more
 
 
-@functools.lru_cache(maxsize=32)
-def _signature(function: Any) -> inspect.Signature:
-    return inspect.signature(function)
+_signature = functools.lru_cache(maxsize=32)(inspect.signature)
+
+
+TESTED: Mapping[str, Sequence[str]] = {
+    "trl": ("0.24", "1.0", "1.8", "1.12", "1.16"),
+    "verl": ("0.9",),
+    "vllm": ("0.17", "0.27", "0.32"),
+}
+"""Library -> its tested releases as major.minor, the same that `make matrix` runs."""
+
+
+def untested(library: str, version: str) -> bool:
+    """Return True if the given version of a library belongs to an untested release."""
+    return ".".join(version.split("+")[0].split(".")[:2]) not in TESTED[library]
+
+
+def tested_releases(library: str) -> str:
+    """Return a library's tested releases as text for use in a sentence."""
+    return ", ".join(f"{release}.x" for release in TESTED[library])
+
+
+def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
+    """Return a sentence on an untested release or `missing` functions (name -> what it would give), else None."""
+    if not missing and not untested(library, version):
+        return None
+    lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
+    found = f"not recorded: {lost}" if missing else "all functions that recording needs exist, but were not tested"
+    return f"{library} {version} is not a tested version (tested: {tested_releases(library)}), training is not affected; {found}"

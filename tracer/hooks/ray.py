@@ -61,11 +61,7 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """Return a job's runtime environment with the recording order added.
-
-    The job's own PYTHONPATH is appended to the folder that starts recording. If the job sets none, this process's
-    PYTHONPATH is appended instead.
-    """
+    """Return a runtime environment with the recording order, before the job's or else this process's PYTHONPATH."""
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))
     paths = variables.get(_PATHS, os.environ.get(_PATHS, "")).split(os.pathsep)

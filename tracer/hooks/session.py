@@ -41,16 +41,12 @@ class Order:
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
-    """`delta`, `none`, or `auto`, which means `delta` for a model of at most `weights_below` bytes and `none` for a
-    larger one.
-    """
+    """`delta`, `none`, or `auto`: `delta` for a model of at most `weights_below` bytes, `none` for a larger one."""
     weights_below: int = 500_000_000
     routing: bool = False
     """True if router choices are recorded for a mixture of experts."""
     engine_weights: str = "given"
-    """Which of the engine's weights are compared with the trainer's: `given` for the weights sent to the engine, `held`
-    for also the engine's own copy at every version, or `none`.
-    """
+    """Engine's weights to compare with the trainer's: `given` (sent to it), `held` (also its copy), or `none`."""
     max_wait: float = MAX_WAIT_S
     """Maximum time to wait for a file system that does not respond, seconds. After this time, recording stops."""
 
@@ -90,9 +86,7 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """The error after which the trace is no longer written: it could not be opened, or its file system stalled.
-        Opening is not retried.
-        """
+        """The error after which the trace is no longer written: it could not be opened, or its file system stalled."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
@@ -137,14 +131,10 @@ class Session:
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Begin another training attempt.
-
-        If the process has trained before, as in a sweep, a notebook or a resumed run, its earlier records are sealed
-        and later ones go to a new writer.
-        """
+        """Begin another attempt: earlier records of this process are sealed, and later ones go to a new writer."""
         with self.guard("the start of a training"):
             self.engine_weights.restart()
-            from ..attempts import next_attempt
+            from ..liveness import next_attempt
             from ..store import Store
 
             self._seal()
@@ -196,9 +186,7 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records one part, and return its result. Return None once that part of the recording has
-        ended.
-        """
+        """Call a function that records one part, and return its result; None once that part has ended."""
         if not self.is_recording:
             return None
         with self.guard(part):

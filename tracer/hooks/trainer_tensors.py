@@ -1,12 +1,10 @@
-"""A TRL trainer's tensors as its engine should receive them: under the names used in the weight transfer, with adapters
-merged.
-"""
+"""A TRL trainer's tensors as its engine should receive them, and those that a vLLM model holds for them."""
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..weights.layout import is_sharded, model_parameters
@@ -15,10 +13,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model without accelerate's wrappers, except FSDP1's, which holds the root's parameters.
-
-    The result is cached, since accelerate searches for installed packages each time it unwraps a model.
-    """
+    """Return the trained model, cached, without accelerate's wrappers; FSDP1's stays, as it has the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
@@ -90,3 +85,43 @@ def _merged(layer: Any, inner: str) -> Any:
         twin = copy.deepcopy(layer)
         twin.merge()
         return twin.get_base_layer().get_parameter(inner).data
+
+
+def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each sent weight that is found among the model's parameters, and the tensor that the model
+    holds for it.
+
+    `shapes` maps the name of each sent weight to its shape. A fused parameter (qkv, gate and up) is split in the
+    model's order, and vocabulary padding is cut off. Tensors that are sharded, packed for a kernel, or stacked as
+    experts are left out.
+    """
+    parameters = dict(model.named_parameters())
+    parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    fused_with = {part: (fused, parts) for fused, parts in parts_of.items() for part in parts}
+    for name, shape in shapes.items():
+        own = _engine_name(model, name)
+        module, _, kind = own.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        if own in parameters:
+            parameter, first = parameters[own].data, 0
+            held, is_vocabulary = tuple(parameter.shape), "embed_tokens" in own or "lm_head" in own
+            fits = held == shape or (is_vocabulary and held[:1] > shape[:1] and held[1:] == shape[1:])
+        elif leaf in fused_with:
+            fused, parts = fused_with[leaf]
+            parameter = getattr(parameters.get(f"{module.removesuffix(leaf)}{fused}.{kind}"), "data", None)
+            given = name.rpartition(".")[0].removesuffix(leaf)
+            rows = [shapes.get(f"{given}{part}.{kind}", (0,))[:1] or (0,) for part in parts]
+            first = sum(length for (length,) in rows[: parts.index(leaf)])
+            fits = parameter is not None and (sum(length for (length,) in rows), *shape[1:]) == tuple(parameter.shape)
+        else:
+            continue
+        if fits and parameter is not None:
+            yield name, parameter[first : first + shape[0]] if shape else parameter
+
+
+def _engine_name(model: Any, name: str) -> str:
+    """Return the vLLM model's own name for a tensor, using the model's mapping from transformers checkpoints."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
+    # Some mappers return the fused parameter's name, but fused tensors must be looked up under their separate names.
+    return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .patches import Patches
+from .patches import Patches, version_sentence
 from .session import Session
-from .trainer_class import is_asynchronous, lacks, trl_version, unrecorded
 from .trl_async import AsyncTrainerHooks
-from .trl_release import POINTS, engine_classes
+from .trl_release import POINTS, engine_classes, is_asynchronous, trl_version, unrecorded
 from .trl_trainer import TrainerHooks
 
 
@@ -46,53 +45,43 @@ class TrainerClasses:
         if reason is not None:
             self._patches.wrap(trainer_class, "train", partial(self._train_unrecorded, reason))
             return
-        if version := trl_version():
+        version = trl_version()
+        if version:
             self._session.hooks["trl"] = version
-        hooks = self._asynchronous() if is_asynchronous(trainer_class) else self._generating()
-        wrappers = {name: partial(self._of_class, trainer_class, hook) for name, hook in hooks.items()}
+        hooks = self._async_hooks if is_asynchronous(trainer_class) else self._hooks
+        named: dict[str, Callable[..., Any]] = {
+            "train": hooks.train,
+            "compute_loss": hooks.compute_loss,
+            "_maybe_log_save_evaluate": hooks.step_end,
+            "log": hooks.log,
+        }
+        if isinstance(hooks, AsyncTrainerHooks):
+            named |= {
+                "get_train_dataloader": hooks.dataloader,
+                "_sync_weight": hooks.sync_weights,
+                "_streaming_iter": hooks.send_weights,
+            }
+        else:
+            named |= {
+                "_generate_and_score_completions": hooks.generate_and_score,
+                "_generate": hooks.generate,
+                "_calculate_rewards": hooks.calculate_rewards,
+                "_get_per_token_logps_and_entropies": hooks.score,
+            }
+        wrappers = {name: partial(self._of_class, trainer_class, hook) for name, hook in named.items()}
         unwrapped = self._patches.wrap_all(trainer_class, wrappers)
         missing = {f"{trainer_class.__qualname__}.{name}": POINTS[name] for name in unwrapped}
         if not self._hears:
             self._hears = True
             _hook_engines(self._session, self._patches)
-        sentence = lacks(trainer_class, missing)
-        if sentence:
+        if version and (sentence := version_sentence("trl", version, missing)):
             self._session.note(sentence)
-
-    def _generating(self) -> Mapping[str, Callable[..., Any]]:
-        """Return function name -> hook, for a trainer that generates samples between its losses."""
-        hooks = self._hooks
-        return {
-            "train": hooks.train,
-            "_generate_and_score_completions": hooks.generate_and_score,
-            "_generate": hooks.generate,
-            "_calculate_rewards": hooks.calculate_rewards,
-            "_get_per_token_logps_and_entropies": hooks.score,
-            "compute_loss": hooks.compute_loss,
-            "_maybe_log_save_evaluate": hooks.step_end,
-            "log": hooks.log,
-        }
-
-    def _asynchronous(self) -> Mapping[str, Callable[..., Any]]:
-        """Return function name -> hook, for a trainer whose samples come from a queue."""
-        hooks = self._async_hooks
-        return {
-            "train": hooks.train,
-            "get_train_dataloader": hooks.dataloader,
-            "_sync_weight": hooks.sync_weights,
-            "_streaming_iter": hooks.send_weights,
-            "compute_loss": hooks.compute_loss,
-            "_maybe_log_save_evaluate": hooks.step_end,
-            "log": hooks.log,
-        }
 
     def _of_class(
         self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook only if the trainer is of exactly the hooked class. Calls through super() are covered by the
-        subclass's hook.
-        """
+        """Run a hook only for trainers of exactly this class: calls through super() are the subclass hook's."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
@@ -106,9 +95,7 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's classes around vLLM, to read tensors gathered from shards or sent to a server, and logprobs from a
-    server.
-    """
+    """Hook TRL's classes around vLLM: tensors gathered from shards or sent to a server, and a server's logprobs."""
 
     def gather(original: Callable[..., Any], generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))

@@ -23,10 +23,9 @@ from ..rows import Forward
 from ..writer import Part
 from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
 from .session import Session
-from .trainer_class import name_of
 from .trl_batches import ROW_KEY, right_padded, why_ended
 from .trl_contract import packed_contract, sampling_columns, uses_server, worker_contract
-from .trl_release import end_tokens
+from .trl_release import end_tokens, name_of
 from .trl_state import TrainerState
 from .trl_trainer import TrainerHooks
 
@@ -59,24 +58,6 @@ class SampleQueue:
     def version(self, input_ids: Any) -> int | None:
         """Return the version of the weights that generated these tokens; None if unknown."""
         return self._versions.get(id(input_ids))
-
-
-class OutputTap:
-    """Collects a model's outputs without changing them."""
-
-    def __init__(self, model: Any):
-        self._model = model
-        self.outputs: list[Any] = []
-
-    def __enter__(self) -> OutputTap:
-        self._handle = self._model.register_forward_hook(self._keep)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _keep(self, _module: Any, _inputs: Any, outputs: Any) -> None:
-        self.outputs.append(outputs)
 
 
 class AsyncTrainerHooks(TrainerHooks):
@@ -171,39 +152,36 @@ class AsyncTrainerHooks(TrainerHooks):
             return original(trainer, model, inputs, *args, **kwargs)
         state = self._state(trainer)
         self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state)
-        with OutputTap(model) as tap:
+        outputs: list[Any] = []
+        handle = model.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        try:
             result = original(trainer, model, inputs, *args, **kwargs)
+        finally:
+            handle.remove()
         with self.session.guard("the samples of a packed row"):
-            self._record_row(trainer, state, of_bytes(packed[0]), inputs, tap)
+            self._record_row(trainer, state, of_bytes(packed[0]), inputs, outputs)
         return result
 
     def _declare_rollouts(self, trainer: Any) -> None:
         if not trainer.is_world_process_zero():
             return
-        recorder = self.session.recorder
-        recorder.add_loss(
-            Loss(
-                clip_low=trainer.epsilon_low,
-                clip_high=trainer.epsilon_high,
-                denominator=ROLLOUT,
-                aggregation="micro_token_mean",
-            )
-        )
+        clip = {"clip_low": trainer.epsilon_low, "clip_high": trainer.epsilon_high}
+        self.session.recorder.add_loss(Loss(**clip, denominator=ROLLOUT, aggregation="micro_token_mean"))
         server = self._server_info(trainer) if uses_server(trainer) else None
-        recorder.add_contract(ROLLOUT, worker_contract(trainer, server))
+        self.session.recorder.add_contract(ROLLOUT, worker_contract(trainer, server))
 
-    def _record_row(self, trainer: Any, state: TrainerState, row: PackedRow, inputs: Any, tap: OutputTap) -> None:
+    def _record_row(self, trainer: Any, state: TrainerState, row: PackedRow, inputs: Any, found: list[Any]) -> None:
         state.refresh_contracts()
         batch = self._add_samples(trainer, row)
         terms = len(row.terms[0])
         self._add_terms(state, ROLLOUT, batch, row, logprobs=inputs["old_log_probs"][0, :terms])
-        if len(tap.outputs) != 1 or getattr(tap.outputs[0], "log_probs", None) is None:
+        if len(found) != 1 or getattr(found[0], "log_probs", None) is None:
             self.session.note(
                 f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss does not take "
                 "them from one forward of the model"
             )
             return
-        outputs, index = tap.outputs[0], inputs["token_index"][0, :terms]
+        outputs, index = found[0], inputs["token_index"][0, :terms]
         logprobs, entropy = (values.detach().flatten()[index] for values in (outputs.log_probs, outputs.entropy))
         contract = self.session.record(Part.CONTRACTS, state.contract, TRAIN, partial(packed_contract, trainer))
         for pass_name in (CURRENT, TRAIN):
@@ -244,20 +222,13 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's values for every term in the loss. `version` is the trainer's policy version; None for the
-        engine's pass.
-        """
+        """Record a pass's values for every term in the loss. `version` is the trainer's; None for the engine's pass."""
         count = len(row.samples)
         forward = None
         if version is not None:
-            first = state.next_forwards(TRAIN_SPLIT, pass_name, 1)
-            none = np.zeros(count, np.int32)
+            ids, none = np.full(count, state.next_forwards(TRAIN_SPLIT, pass_name, 1)), np.zeros(count, np.int32)
             forward = Forward(
-                ids=np.full(count, first, np.int64),
-                places=np.arange(count, dtype=np.int32),
-                rows=np.full(count, count, np.int32),
-                pad_left=none,
-                pad_right=none,
+                ids=ids, places=np.arange(count), rows=np.full(count, count), pad_left=none, pad_right=none
             )
         self.session.recorder.add_scores(
             pass_name,

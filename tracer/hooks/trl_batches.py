@@ -19,16 +19,11 @@ from .trl_state import Generation, Loss, Recorded, Scoring
 _SCORED = ("input_ids", "attention_mask", "logits_to_keep")
 """Names of a scoring call's positional arguments, after the model."""
 ROW_KEY = "tim_trace_row"
-"""Key that recording adds to the trainer's batches. It holds the row indices in a shuffled micro-batch, or the encoded
-samples in a packed row.
-"""
+"""Key added to the trainer's batches: row indices in a shuffled micro-batch, or a packed row's encoded samples."""
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Return each scoring call of a generation with the name of its pass.
-
-    A pass is identified by the tensor in the trainer's output, or, for RLOO, by the order of the calls.
-    """
+    """Return scoring calls with their passes, known by the tensor in the output or, for RLOO, by their order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -112,9 +107,7 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """Return the finish reasons given by the engine. Without an engine call they are `stop` after an end token, else
-    `length`.
-    """
+    """Return the engine's finish reasons; without an engine call `stop` after an end token, else `length`."""
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -122,9 +115,7 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Return each response's finish reason, derived from its last token; None if that token or the end tokens are
-    unknown.
-    """
+    """Return each response's finish reason from its last token; None if it or the end tokens are unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 

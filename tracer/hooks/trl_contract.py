@@ -6,10 +6,10 @@ import json
 from typing import Any
 from urllib.request import urlopen
 
-from ...schemas.contract import PREFIX_TREE, Contract
+from ...schemas.contract import PREFIX_TREE, Contract, plain
 from .. import environment
 from ..weights.layout import model_parameters, num_elements
-from .model_contract import as_json, class_path, dtypes, numerics
+from .model_contract import class_path, described, dtypes, numerics
 from .trainer_tensors import trained_model
 from .trl_release import SERVER_URL, TEMPERATURE, find, fused_lm_head
 
@@ -17,18 +17,12 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings that determine the logprobs that the trainer computes itself.
-
-    `source` is `recomputed` for a separate forward pass before the loss, or `loss` for the forward pass inside the
-    loss.
-    """
+    """Return the settings behind the trainer's logprobs; `source` is `recomputed`, or `loss` for those inside it."""
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 
 def packed_contract(trainer: Any) -> Contract:
-    """Return the settings that determine the logprobs in a loss over packed rows. A packed row stores a shared prefix
-    once.
-    """
+    """Return the settings behind the logprobs in a loss over packed rows, which store a shared prefix once."""
     contract = _contract(trainer, type(trainer).compute_loss, source="loss", grad=True)
     none: Contract = {"rows_a_forward": None, "prompt_padding_side": None, "response_padding_side": None}
     return contract | none | {"packing": PREFIX_TREE}
@@ -59,7 +53,7 @@ def _contract(trainer: Any, scorer: Any, *, source: str, grad: bool) -> Contract
             "distributed_type": str(accelerator.distributed_type).rpartition(".")[2],
         },
         "model": numerics(model),
-        "torch": environment.torch_settings() | {"autocast_dtype": str(_autocast_dtype(accelerator))},
+        "torch": environment.torch_settings() | {"autocast_dtype": str(autocast_dtype(accelerator))},
         "versions": environment.numeric_versions(),
     }
 
@@ -93,19 +87,14 @@ def generation_contract(trainer: Any) -> Contract:
 
 
 def server_info(trainer: Any) -> Any:
-    """Return the configuration of a trainer's vLLM server. Raises OSError.
-
-    The server must have its development endpoints enabled, as TRL 1.11 and newer also require.
-    """
+    """Return a vLLM server's configuration, from the development endpoints that TRL also needs. Raises OSError."""
     url = f"{find(trainer, SERVER_URL)}/server_info?config_format=json"
     with urlopen(url, timeout=_SERVER_TIMEOUT_S) as response:
         return json.load(response)["vllm_config"]
 
 
 def server_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine rollouts from a vLLM server. `server` is the server's configuration; None if
-    unknown.
-    """
+    """Return the settings behind rollouts from a vLLM server; `server` is its configuration, None if unknown."""
     return {
         "engine": "vllm",
         "function": "a server, through TRL's VLLMClient.generate",
@@ -116,9 +105,7 @@ def server_contract(trainer: Any, server: Any) -> Contract:
 
 
 def worker_contract(trainer: Any, server: Any) -> Contract:
-    """Return the settings that determine the rollouts in a trainer's sample queue. `server` is the configuration of the
-    vLLM server that samples them; None if unknown.
-    """
+    """Return the settings behind the rollouts in a sample queue; `server` is its vLLM server's configuration."""
     return {
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),
@@ -149,26 +136,15 @@ def sampling_columns(trainer: Any) -> dict[str, Any]:
 
 
 def model_identity(trainer: Any) -> dict[str, Any]:
-    """Return the identity of the trained model. With PEFT adapters, it consists of the base model's identity and the
-    adapters' configs.
-    """
+    """Return the identity of the trained model; with PEFT adapters, of its base model, with the adapters' configs."""
     model = trained_model(trainer)
     configs = _adapters(model)
     below = model.get_base_model() if configs else model
-    identity = {
-        "name": getattr(below, "name_or_path", None),
-        "class": class_path(below),
-        "num_parameters": sum(dtypes(model).values()),
-        "dtypes": dtypes(model),
-        "config": below.config.to_dict(),
-    }
+    identity = described(below, getattr(below, "name_or_path", None), below.config.to_dict())
     if configs:
         trained = sum(num_elements(p) for p in model_parameters(model) if p.requires_grad)
-        identity |= {
-            "adapters": configs,
-            "active_adapter": str(model.active_adapter),
-            "num_trained_parameters": trained,
-        }
+        identity |= {"num_parameters": sum(dtypes(model).values()), "dtypes": dtypes(model), "adapters": configs}
+        identity |= {"active_adapter": str(model.active_adapter), "num_trained_parameters": trained}
     return identity
 
 
@@ -179,10 +155,11 @@ def has_adapters(trainer: Any) -> bool:
 
 def _adapters(model: Any) -> dict[str, dict[str, Any]]:
     configs = getattr(model, "peft_config", None) or {}
-    return {str(name): as_json(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
+    return {str(name): plain(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
 
 
-def _autocast_dtype(accelerator: Any) -> Any:
+def autocast_dtype(accelerator: Any) -> Any:
+    """Return the dtype to which accelerate's autocast casts; None without autocast."""
     import torch
 
     with accelerator.autocast():

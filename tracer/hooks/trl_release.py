@@ -1,15 +1,19 @@
-"""Names in TRL's releases that recording relies on, and the data that is not recorded if a name is missing.
+"""Names in TRL's releases that recording relies on, what is lost without a name, and which trainers are recorded.
 
 Code that reads a trainer looks names up here. If TRL renames an attribute, only this attribute's values are lost, and a
-note reports it.
+note reports it. A trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass TRL's
+classes, and unsloth and ms-swift generate and copy them.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .patches import tested_releases, untested
 
 POINTS = {
     "train": "the repeated steps of a second call of train() as an attempt of their own",
@@ -45,9 +49,7 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the attribute paths to one of the tokenizer's tokens: in TRL 1.3 and newer, before 1.3, and with an image
-    processor.
-    """
+    """Return the paths to a tokenizer's token: since TRL 1.3, before 1.3, and with an image processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
@@ -65,9 +67,7 @@ SERVER_URL = Attribute(  # TRL 0.28 and newer, before 0.28, and AsyncGRPOTrainer
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 """Attributes read from every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from a trainer that generates its own samples. Rewards are among them only here, since queued samples
-carry their own.
-"""
+"""Attributes read from a trainer that generates its own samples; queued samples carry their own rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
@@ -101,24 +101,78 @@ def engine_classes(name: str) -> list[type]:
 
 
 def fused_lm_head() -> str | None:
-    """Return the name of the function by which TRL 1.15 and newer add a fused head to the model.
-
-    A replay calls the same function.
-    """
+    """Return the function by which TRL 1.15 and newer, and a replay, add a fused head to the model."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
 
 
 def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[float]] | None:
-    """Return the sampled tokens' logprobs found in the result of `_generate`: one list of floats per response, as long
-    as the response.
-
-    This is needed for TRL before 0.28, where the trainer's output does not include the logprobs.
-    """
+    """Return the sampled logprobs in the result of `_generate`, for TRL before 0.28; one list per response."""
     for values in generated[2:]:
         rows: list[Any] = values if isinstance(values, list) and len(values) == len(lengths) else [None]
         fits = all(isinstance(row, list) and len(row) == length for row, length in zip(rows, lengths, strict=False))
         if fits and all(isinstance(value, float) for row in rows for value in row):
             return rows
+    return None
+
+
+TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
+"""Prefixes of module names. A loss defined in such a module is one that recording knows."""
+
+
+def name_of(trainer_class: type) -> str:
+    return f"{trainer_class.__module__}.{trainer_class.__qualname__}"
+
+
+def trl_version() -> str | None:
+    """Return the version of TRL imported in this process; None without TRL."""
+    return getattr(sys.modules.get("trl"), "__version__", None)
+
+
+def is_asynchronous(trainer_class: type) -> bool:
+    """Return True if trainers of this class train on samples from a queue that is filled while they train."""
+    return all(callable(getattr(trainer_class, name, None)) for name in NEEDED_ASYNC)
+
+
+def unrecorded(trainer_class: type) -> str | None:
+    """Return the reason why trainers of a class are not recorded; None if they are."""
+    if is_asynchronous(trainer_class):
+        return None
+    lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]
+    return _unrecorded(trainer_class, f"it has no {' and no '.join(lacking)}") if lacking else None
+
+
+def unknown_output(trainer_class: type, output: Any) -> str | None:
+    """Return the reason why the result of a trainer's generation function cannot be recorded; None if it can."""
+    if isinstance(output, dict):
+        lacking = [name for name in OUTPUT if name not in output]
+        found = f"a dict without {', '.join(lacking)}" if lacking else None
+    else:
+        found = f"a {type(output).__name__} instead of a dict"
+    return None if found is None else _unrecorded(trainer_class, f"its {NEEDED[0]} returns {found}")
+
+
+def _unrecorded(trainer_class: type, reason: str) -> str:
+    version = trl_version()
+    release = ""
+    if version is not None and untested("trl", version):
+        release = f" (trl {version} is not a tested version; tested: {tested_releases('trl')})"
+    return (
+        f"a trainer of module {trainer_class.__module__} is not recorded: {trainer_class.__qualname__}, because "
+        f"{reason}{release}; only trainers with the functions of TRL's GRPOTrainer are recorded; for your own loop use "
+        "tim_trace.Recorder"
+    )
+
+
+def own_loss(trainer_class: type) -> str | None:
+    """Return a sentence if a trainer class defines a loss of its own; None if the loss is TRL's."""
+    for name in ("compute_loss", "_compute_loss"):
+        function = inspect.unwrap(getattr(trainer_class, name, own_loss))
+        module = str(getattr(function, "__module__", ""))
+        if function is not own_loss and not module.startswith(TRL_LOSSES):
+            return (
+                f"{name_of(trainer_class)} overrides {name} (in {module}): `objective` and `gradient` use the loss that TRL "
+                "derives from the settings"
+            )
     return None

@@ -38,14 +38,18 @@ class Scoring:
     routing: Routing | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TrainRows:
-    """Rows scored by a call that yields the `train` pass."""
+    """Rows that a `train` pass scores."""
 
     captured: np.ndarray
     """[rows] bool: True if the row's distributions are recorded."""
     prompt_lengths: np.ndarray
     response_lengths: np.ndarray
+
+    def take(self, rows: np.ndarray) -> TrainRows:
+        """Select some rows."""
+        return TrainRows(self.captured[rows], self.prompt_lengths[rows], self.response_lengths[rows])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,9 +74,14 @@ class Generation:
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs from each server call for which the trainer itself requested none: lists [B][T][1], nats, with None for
-    NaN.
-    """
+    """Logprobs from each server call for which the trainer requested none: lists [B][T][1], nats, None for NaN."""
+
+    @property
+    def rows(self) -> TrainRows | None:
+        """The batch's rows; None before they are generated."""
+        if self.prompt_lengths is None or self.response_lengths is None:
+            return None
+        return TrainRows(self.captured, self.prompt_lengths, self.response_lengths)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,29 +90,24 @@ class Recorded:
 
     batch: Batch
     policy_version: int
-    prompt_lengths: np.ndarray
-    response_lengths: np.ndarray
+    generated: TrainRows
     prompt_width: int
     response_width: int
     train_scored: np.ndarray
     """[B] bool: True if the row already has a `train` pass."""
-    captured: np.ndarray
     masks_attention: bool
     """True if the trainer may mask whole rows out of attention. Such rows have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return the forward pass in which each given row is scored, with `rows_a_forward` rows per pass. Ids start at
-        `first_id`.
-        """
+        """Return the forward pass of each given row, with `rows_a_forward` rows per pass and ids from `first_id`."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
-        sizes = np.bincount(forward, minlength=1)
         return Forward(
-            ids=(first_id + forward).astype(np.int64),
-            places=(place % rows_a_forward).astype(np.int32),
-            rows=sizes[forward].astype(np.int32),
-            pad_left=(self.prompt_width - self.prompt_lengths[rows]).astype(np.int32),
-            pad_right=(self.response_width - self.response_lengths[rows]).astype(np.int32),
+            ids=first_id + forward,
+            places=place % rows_a_forward,
+            rows=np.bincount(forward, minlength=1)[forward],
+            pad_left=self.prompt_width - self.generated.prompt_lengths[rows],
+            pad_right=self.response_width - self.generated.response_lengths[rows],
         )
 
 
@@ -145,18 +149,13 @@ class TrainerState:
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Return the name of a generation batch.
-
-        The first batch in a step is named after the step; later ones are numbered, as in `7.2`.
-        """
+        """Return a generation batch's name: its step, and from the second one in a step on a number, as in `7.2`."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a recorded batch for later losses, and return its index. Only the newest training batches and one
-        evaluation batch are kept.
-        """
+        """Store a batch for later losses and return its index; only the newest ones and one of evaluation stay."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -179,9 +178,7 @@ class TrainerState:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return the contract stored under `key`, calling `read` if it is not cached. It stays cached until torch's
-        settings change.
-        """
+        """Return the contract stored under `key`, from `read` at first; it stays until torch's settings change."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from ..dense import Distribution
-from ..projection import Projection
+from ..logits import Projection
 from ..routing import Router, RouterTap, Routing, is_mixture, of_cells, routers
 from ..weights.layout import is_sharded, model_parameters
 from ..writer import Part
 from .session import Session
 from .trainer_tensors import trained_model
 from .trl_batches import left_padded, right_padded
+from .trl_contract import autocast_dtype
 from .trl_release import TEMPERATURE, find
 from .trl_state import TrainRows
 
@@ -25,11 +26,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the model's last hidden states during one scoring call, and computes distributions from them for the
-    captured rows.
-
-    The forward hook only reads tensors, so the trainer's results do not change.
-    """
+    """Reads the last hidden states during one scoring call, for distributions of the captured rows; changes nothing."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows
@@ -86,9 +83,7 @@ class HeadTap:
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
             return torch.float32
-        kind = next(iter(self._hidden.values())).device.type
-        with self._trainer.accelerator.autocast():
-            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return autocast_dtype(self._trainer.accelerator)
 
 
 def _language_model(trainer: Any, model: Any) -> Any:
@@ -117,9 +112,7 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """Return a routing tap if the scoring call yields the `train` pass and router choices are to be recorded, else
-    None.
-    """
+    """Return a routing tap if a scoring call yields the `train` pass and router choices are recorded, else None."""
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))

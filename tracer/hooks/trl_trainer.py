@@ -23,7 +23,6 @@ from .engine_call import EngineCall
 from .model_contract import tokenizer_identity
 from .patches import arguments
 from .session import Session
-from .trainer_class import is_asynchronous, name_of, own_loss, unknown_output
 from .trainer_tensors import trained_model
 from .trl_batches import (
     ROW_KEY,
@@ -49,7 +48,17 @@ from .trl_contract import (
     server_contract,
     server_info,
 )
-from .trl_release import ATTRIBUTES, GENERATING, NUM_GENERATIONS, find, lost
+from .trl_release import (
+    ATTRIBUTES,
+    GENERATING,
+    NUM_GENERATIONS,
+    find,
+    is_asynchronous,
+    lost,
+    name_of,
+    own_loss,
+    unknown_output,
+)
 from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainRows
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
@@ -214,9 +223,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record metrics that are new or changed at this step. With `only_new`, compare only names, since values may be
-        on a device.
-        """
+        """Record new and changed metrics; `only_new` does not compare values, which may be on a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -237,10 +244,7 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the current policy version's weights when they are first used for sampling or scoring.
-
-        If `adapted` is True, only models with adapters are recorded; if False, only models without.
-        """
+        """Record the current weights when first used; `adapted` limits this to models with or without adapters."""
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
@@ -297,7 +301,7 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """Return the configuration of a trainer's vLLM server. If it cannot be read, note the failure and return None."""
+        """Return a vLLM server's configuration; if it cannot be read, note that and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
@@ -313,27 +317,14 @@ class TrainerHooks:
             recorded, rows = state.loss.recorded, state.loss.rows
             if recorded.batch.split == EVAL_SPLIT or state.loss.scorings or recorded.train_scored[rows].any():
                 return None
-            return TrainRows(
-                captured=recorded.captured[rows],
-                prompt_lengths=recorded.prompt_lengths[rows],
-                response_lengths=recorded.response_lengths[rows],
-            )
+            return recorded.generated.take(rows)
         generation = state.generation
         assert generation is not None
-        if generation.split == EVAL_SPLIT or generation.prompt_lengths is None or generation.response_lengths is None:
-            return None
-        if any(not scoring.is_reference for scoring in generation.scorings):
-            return None
-        return TrainRows(
-            captured=generation.captured,
-            prompt_lengths=generation.prompt_lengths,
-            response_lengths=generation.response_lengths,
-        )
+        has_train = any(not scoring.is_reference for scoring in generation.scorings)
+        return None if generation.split == EVAL_SPLIT or has_train else generation.rows
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Return a head tap if the scoring call yields the `train` pass for rows whose distributions are recorded, else
-        None.
-        """
+        """Return a head tap for a scoring call of the `train` pass with rows whose distributions are recorded."""
         if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])
@@ -346,8 +337,8 @@ class TrainerHooks:
         self, trainer: Any, state: TrainerState, generation: Generation, output: dict[str, Any]
     ) -> None:
         recorder = self.session.recorder
-        assert generation.prompt_lengths is not None
-        assert generation.response_lengths is not None
+        generated = generation.rows
+        assert generated is not None
         response_ids = output["completion_ids"]
         rows, width = response_ids.shape
         response_mask = output["completion_mask"]
@@ -361,9 +352,9 @@ class TrainerHooks:
             group_ids=generation.group_ids,
             policy_version=generation.policy_version,
             prompt_ids=output["prompt_ids"],
-            prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generation.prompt_lengths),
+            prompt_attention_mask=left_padded(output["prompt_ids"].shape[1], generated.prompt_lengths),
             response_ids=response_ids,
-            response_attention_mask=right_padded(width, generation.response_lengths),
+            response_attention_mask=right_padded(width, generated.response_lengths),
             response_mask=response_mask,
             advantage=output["advantages"],
             **local_rewards(trainer, generation, rows),
@@ -373,12 +364,10 @@ class TrainerHooks:
         recorded = Recorded(
             batch=batch,
             policy_version=generation.policy_version,
-            prompt_lengths=generation.prompt_lengths,
-            response_lengths=generation.response_lengths,
+            generated=generated,
             prompt_width=output["prompt_ids"].shape[1],
             response_width=width,
             train_scored=np.zeros(rows, bool),
-            captured=generation.captured,
             masks_attention=bool(getattr(trainer, "mask_truncated_completions", False)),
         )
         self._record_rollout(trainer, generation, batch, call, output)

@@ -20,7 +20,7 @@ from ..contracts import read_contract
 from ..store import Store
 from ..writer import Part
 from .model_contract import tokenizer_identity
-from .patches import Patches, arguments
+from .patches import Patches, Points, arguments, version_sentence
 from .session import Session
 from .verl_batches import (
     ESTIMATED,
@@ -34,6 +34,7 @@ from .verl_batches import (
     get_off,
     one_a_row,
     padded_column,
+    progress_of,
     ride_along,
     rows_of,
     rows_of_padded,
@@ -41,16 +42,28 @@ from .verl_batches import (
 )
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 from .verl_forwards import FORWARD_KEYS, forward_of
-from .verl_progress import progress_of
-from .versions import version_sentence
 
-POINTS = {
-    "fit": "steps of a second training in a process as an attempt of their own",
-    "_compute_advantage": "sequences, rewards, advantages, rollout, train and reference logprobs",
-    "_update_actor": "current logprobs",
+_POINTS = {
+    "fit": ("fit", "steps of a second training in a process as an attempt of their own"),
+    "_compute_advantage": (
+        "compute_advantage",
+        "sequences, rewards, advantages, rollout, train and reference logprobs",
+    ),
+    "_update_actor": ("update_actor", "current logprobs"),
 }
-"""Function of verl's trainer -> the data recorded from calls to it."""
-_LOGGED = "logged metrics"
+_OLDER_POINTS = {
+    "fit": _POINTS["fit"],
+    "_compute_old_log_prob": (
+        "compute_older_logprobs",
+        "which rows of the train pass went through the model together",
+    ),
+    "_compute_ref_log_prob": (
+        "compute_older_logprobs",
+        "which rows of the reference pass went through the model together",
+    ),
+    "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
+}
+_LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
 """Module of a program in verl 0.8 that defines a trainer of its own."""
@@ -72,50 +85,30 @@ _NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled token
 
 def install(session: Session, module: Any) -> Patches:
     """Hook the trainer in a module of verl."""
-    import verl
-
-    session.hooks["verl"] = verl.__version__
-    hooks, patches = TrainerHooks(session), Patches()
-    wrappers: dict[str, Callable[..., Any]] = {
-        "fit": hooks.fit,
-        "_compute_advantage": hooks.compute_advantage,
-        "_update_actor": hooks.update_actor,
-    }
-    missing = {f"PPOTrainer.{name}": POINTS[name] for name in patches.wrap_all(module.PPOTrainer, wrappers)}
-    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(module.Tracking, {"log": hooks.log})}
-    hooks.sentence = version_sentence("verl", verl.__version__, missing)
-    return patches
+    return _hooked(session, module.PPOTrainer, module.Tracking, _POINTS)
 
 
 def install_older(session: Session, module: Any) -> Patches:
     """Hook verl's older trainer (trainer.use_v1=False), whose batches are padded tensors on the driver."""
-    import verl
     from verl.utils import tracking
+
+    return _hooked(session, module.RayPPOTrainer, tracking.Tracking, _OLDER_POINTS)
+
+
+def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> Patches:
+    import verl
 
     session.hooks["verl"] = verl.__version__
     hooks, patches = TrainerHooks(session), Patches()
-    wrappers: dict[str, Callable[..., Any]] = {
-        "fit": hooks.fit,
-        "_compute_old_log_prob": hooks.compute_older_logprobs,
-        "_compute_ref_log_prob": hooks.compute_older_logprobs,
-        "_update_actor": hooks.update_older_actor,
-    }
-    missing = {
-        f"RayPPOTrainer.{name}": _OLDER_POINTS[name] for name in patches.wrap_all(module.RayPPOTrainer, wrappers)
-    }
-    missing |= {f"Tracking.{name}": _LOGGED for name in patches.wrap_all(tracking.Tracking, {"log": hooks.log})}
-    if "RayPPOTrainer._update_actor" in missing:
+    missing = patches.wrap_points(trainer, hooks, points) | patches.wrap_points(tracking, hooks, _LOGGED)
+    hooks.sentence = version_sentence("verl", verl.__version__, missing)
+    if points is _OLDER_POINTS and f"{trainer.__qualname__}._update_actor" in missing:
         hooks.sentence = _DUMPS_ALONE.format(verl.__version__)
-    else:
-        hooks.sentence = version_sentence("verl", verl.__version__, missing)
     return patches
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program started with `python -m` under its module name too.
-
-    Ray then runs the trainer from that module, where it is hooked.
-    """
+    """Import a program started with `python -m` under its own name, so that Ray runs the hooked trainer from there."""
     patches = Patches()
 
     def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -127,14 +120,6 @@ def install_main(session: Session, module: Any) -> Patches:
 
     patches.wrap(module, "run_ppo", run_ppo)
     return patches
-
-
-_OLDER_POINTS = {
-    "fit": POINTS["fit"],
-    "_compute_old_log_prob": "which rows of the train pass went through the model together",
-    "_compute_ref_log_prob": "which rows of the reference pass went through the model together",
-    "_update_actor": "sequences, rewards, advantages and every pass",
-}
 
 
 class TrainerHooks:
@@ -149,8 +134,7 @@ class TrainerHooks:
         """True from the training's last step on, if records are then to be flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """Sentence about an untested version of verl or functions missing from it; None if there is nothing to report.
-        """
+        """Sentence about an untested version of verl or functions missing from it; None without either."""
 
     def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -198,9 +182,7 @@ class TrainerHooks:
     def compute_older_logprobs(
         self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Copy the columns that describe workers' forward passes to the batch of logprobs, so that they stay with their
-        rows.
-        """
+        """Copy the columns on workers' forward passes to the batch of logprobs, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -279,14 +261,12 @@ class TrainerHooks:
             self.session.note(_NO_DISTRIBUTIONS.format(self.session.order.capture))
 
     def _tell_of_workers(self, trainer: Any) -> None:
-        if others := _workers_not_hooked(trainer):
+        if modules := _workers_not_hooked(trainer):
             way_out = _LEGACY if hasattr(trainer, "use_legacy_worker_impl") else _OWN_WORKERS
-            self.session.note(_NOT_HOOKED.format(" and ".join(others), way_out))
+            self.session.note(_NOT_HOOKED.format(" and ".join(modules), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record the rows in a step. `values` returns one of verl's columns by name, as one array per row; None if it
-        is missing.
-        """
+        """Record the rows in a step. `values` returns a column of verl by name, one array per row; None if missing."""
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -329,27 +309,23 @@ class TrainerHooks:
             )
 
     def _contract(self, pass_name: str, config: Any) -> Contract:
-        """Return the contract declared by the process that computed a pass. If none was declared, derive it from the
-        configuration.
-        """
+        """Return the contract declared by the process that computed a pass, else one derived from the configuration."""
         if pass_name not in self._contracts:
             folder = self.session.recorder.folder
             if pass_name == ROLLOUT:
                 found = _declared_contract(folder, ROLLOUT, lambda contract: _is_training(contract, sampling(config)))
+                self._contracts[pass_name] = found or configured_rollout(config)
             else:
                 found = _declared_contract(folder, pass_name, lambda contract: contract.get("engine") == "verl")
-            if found is None:
-                found = configured_rollout(config) if pass_name == ROLLOUT else configured_contract(config)
-            self._contracts[pass_name] = found
+                self._contracts[pass_name] = found or configured_contract(config)
         return self._contracts[pass_name]
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
     """Return True if an engine's contract has the sampling settings used in training; validation may use others."""
     given = contract.get("sampling") or {}
-    top_k = {name: max(settings.get("top_k") or 0, 0) for name, settings in (("given", given), ("asked", asked))}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
-    return same and top_k["given"] == top_k["asked"]
+    return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)
 
 
 def _workers_not_hooked(trainer: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reads the batches of verl's trainers: rows in its TransferQueue, and RayPPOTrainer's padded tensors on the driver.
+"""Reads verl's trainers: rows in the TransferQueue, RayPPOTrainer's padded tensors, steps and policy versions.
 
 Shapes: B rows, P padded prompt width, T response tokens in a row, or the padded response width.
 """
@@ -18,9 +18,7 @@ from .verl_forwards import FORWARD_KEYS, ROW_KEY
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed. The mask must be read this early, since verl's rejection later removes
-tokens from it.
-"""
+"""Columns read before advantages are computed: verl's rejection later removes tokens from the mask."""
 ESTIMATED = ("advantages",)
 """Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
@@ -76,10 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the single value of each row's unmasked tokens, or 0.0 if all are masked.
-
-    Return None instead if the values within any row differ.
-    """
+    """Return [B]: the one value of each row's unmasked tokens, or 0.0 without any; None if values in a row differ."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -90,9 +85,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Return [B] finish reasons: `stop` after an end token, `length` at the length limit, else None. verl itself keeps
-    none.
-    """
+    """Return [B] finish reasons, which verl drops: `stop` after an end token, `length` at the limit, or None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -116,12 +109,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return the rows of a DataProto. Their keys are `<uid>_<sample>_0`, where <sample> counts a prompt's samples in
-    order.
-
-    `sampled_by` is the number of the weight transfer that sampled all rows, if known; otherwise it is read per row from
-    the batch.
-    """
+    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the transfer behind all of them."""
     seen: Counter[str] = Counter()
     rows = []
     oldest, newest = (batch.non_tensor_batch.get(f"{which}_global_steps") for which in ("min", "max"))
@@ -164,3 +152,57 @@ def get_off(batch: Any) -> None:
     batch.meta_info.pop(UPDATE_KEY, None)
     for name in (ROW_KEY, *FORWARD_KEYS.values()):
         batch.batch.pop(name, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Step and policy versions for the actor's next update and for the passes computed before it."""
+
+    step: int
+    version: int
+    """Number of actor updates that the trainer's weights have had."""
+    old_version: int
+    """Number of actor updates in the weights with which verl computes `old_log_probs`."""
+    updates_a_transfer: int
+    """Number of actor updates between two weight transfers to the engine."""
+    transfers_ahead: int = 0
+    """Difference between verl's transfer number and the actual number of transfers."""
+    is_last: bool
+
+    def sampled_by(self, transfer: int | None) -> int | None:
+        """Return the number of actor updates in the weights sent by a transfer. `transfer` is verl's number for it."""
+        return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
+
+
+def progress_of(trainer: Any) -> Progress:
+    """Return the progress of a verl trainer: v1, RayPPOTrainer, or one of its asynchronous subclasses."""
+    if hasattr(trainer, "current_param_version"):
+        return _fully_asynchronous(trainer)
+    step = int(trainer.global_steps)
+    updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
+    begin = (step - 1) * updates
+    # v1's separate_async computes `old_log_probs` with the weights from the beginning of the step.
+    is_separate = hasattr(trainer, "standalone_checkpoint_manager")
+    return Progress(
+        step=step,
+        version=begin + done,
+        old_version=begin if is_separate else begin + done,
+        updates_a_transfer=updates,
+        # OneStepOffRayTrainer transfers weights after incrementing its step counter.
+        transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
+        is_last=step >= int(trainer.total_training_steps) and done + 1 >= updates,
+    )
+
+
+def _fully_asynchronous(trainer: Any) -> Progress:
+    """Return FullyAsyncTrainer's progress: global_steps counts actor updates from 1, logged steps are transfers."""
+    updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
+    transfers = int(trainer.current_param_version)
+    most = trainer.total_train_steps
+    return Progress(
+        step=transfers + 1,
+        version=done,
+        old_version=transfers * updates,
+        updates_a_transfer=updates,
+        is_last=most is not None and done + 1 >= int(most) * updates,
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from ...schemas.contract import PACKED_ROWS, Contract
+from ...schemas.contract import PACKED_ROWS, Contract, plain
 from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
 from .. import environment
-from .model_contract import as_json, class_path, dtypes, numerics
+from .model_contract import class_path, described, dtypes, numerics
 
 _ENGINE = (
     "strategy", "dtype", "model_dtype", "mixed_precision", "use_remove_padding", "use_fused_kernels", "use_dynamic_bsz",
@@ -56,7 +56,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "source": source,
         "function": f"{type(engine).__module__}.{type(engine).__qualname__}",
         "grad_enabled": grad,
-        "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
+        "settings": {name: plain(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
         "temperature": temperature,
         "logprobs_of": "logits divided by the temperature, over every row of the head",
@@ -66,7 +66,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "rows_a_forward": getattr(settings, rows, None),
         "tokens_a_forward": getattr(settings, tokens, None) if getattr(settings, "use_dynamic_bsz", False) else None,
         "parallelism": {"world_size": _world_size(), "data_parallel_size": engine.get_data_parallel_size()},
-        "device": environment.device_name(_device(model)),
+        "device": environment.device_name(next(model.parameters()).device),
         "model": casts
         | (numerics(model) if hasattr(model, "config") else {"class": class_path(model), "dtypes": dtypes(model)}),
         "torch": environment.torch_settings() | {"autocast_dtype": autocast},
@@ -113,19 +113,11 @@ def sampling(config: Any) -> dict[str, Any]:
 def model_identity(engine: Any) -> dict[str, Any]:
     """Return the identity of the model that a worker trains."""
     model, config = _model(engine), getattr(engine.model_config, "hf_config", None)
-    return {
-        "name": getattr(engine.model_config, "path", None),
-        "class": class_path(model),
-        "num_parameters": sum(dtypes(model).values()),
-        "dtypes": dtypes(model),
-        "config": getattr(config, "to_dict", dict)(),
-    }
+    return described(model, getattr(engine.model_config, "path", None), getattr(config, "to_dict", dict)())
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the policy's loss, and settings for which `Loss` has no field. If the loss is unknown, return None and no
-    settings.
-    """
+    """Return the policy's loss (None if unknown), and settings for which `Loss` has no field."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:
@@ -157,10 +149,6 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
 def _model(engine: Any) -> Any:
     """Return the engine's model. Under Megatron's virtual pipeline parallelism, return the model's first chunk."""
     return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
-
-
-def _device(model: Any) -> Any:
-    return next(model.parameters()).device
 
 
 def _world_size() -> int:

@@ -14,10 +14,9 @@ from typing import Any
 
 from ..weights.digests import digest
 from ..weights.layout import model_parameters, model_tensors
-from .engine_parameters import held_tensors
 from .engine_weights import NONE, EngineWeights, read_digests
 from .session import Session
-from .trainer_tensors import is_whole
+from .trainer_tensors import held_tensors, is_whole
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
@@ -68,9 +67,7 @@ class VerlEngineWeights(EngineWeights):
         return original(adapter, *args, **kwargs)
 
     def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
-        """Use the tensors that verl gathers for the trainer's digests if the model is sharded, so that no process holds
-        it in full.
-        """
+        """If the model is sharded, take the trainer's digests from the tensors that verl gathers."""
         weights, *rest = original(engine, *args, **kwargs)
         return self.gathered(weights) if self._engine is engine else weights, *rest
 

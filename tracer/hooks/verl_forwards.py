@@ -22,9 +22,7 @@ FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)
 
 
 class Forwards:
-    """Forward passes in one engine call. For each row: its forward pass, its position in the pass, the number of rows
-    in the pass, and the padding after the row.
-    """
+    """Forward passes of an engine call: each row's pass, position in it, number of rows, and padding after it."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         """`numbers` yields the numbers to give to this process's forward passes."""
@@ -52,10 +50,7 @@ class Forwards:
                 self._of_row[int(row)] = (number, place, len(rows), after)
 
     def _tail(self, num_tokens: int) -> int:
-        """Return the number of padding tokens after packed rows.
-
-        Rows are padded to the next bucket size, then to the next multiple of the number of Ulysses ranks.
-        """
+        """Return the padding after packed rows: to the next bucket size, then to a multiple of the Ulysses ranks."""
         engine, width = self._engine, num_tokens
         settings = engine.engine_config
         bucket = getattr(settings, "pad_to_length_bucket", 1) if getattr(engine, "pad_to_length", False) else 1
@@ -64,10 +59,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return a tensor [B, 4] int64: each row's forward pass, position, number of rows and padding.
-
-        Return None if any row was in no forward pass.
-        """
+        """Return [B, 4] int64: each row's forward pass, position, number of rows and padding; None if any had none."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -80,9 +72,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return settings with the number of tokens per padded row that attention sees. In verl before 0.8 it is the loss
-    mask's width.
-    """
+    """Return the number of tokens per padded row that attention sees: before verl 0.8, the loss mask's width."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
@@ -93,11 +83,4 @@ def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T
-    before = np.zeros(len(ids), np.int32)
-    return Forward(
-        ids=ids,
-        places=places.astype(np.int32),
-        rows=rows.astype(np.int32),
-        pad_left=before,
-        pad_right=after.astype(np.int32),
-    )
+    return Forward(ids=ids, places=places, rows=rows, pad_left=np.zeros_like(after), pad_right=after)

@@ -50,9 +50,7 @@ class Update:
     is_last: bool
     """True if this is the last update in the training."""
     is_train: bool
-    """True if the first logprobs computed in the loss are recorded as the `train` pass, since verl computes none before
-    the loss.
-    """
+    """True if the loss's first logprobs are the `train` pass, since verl computes none before the loss."""
     num_mini_batches: int = 0
     engine: Any = None
     """verl's training engine; None if another process records the same rows."""
@@ -84,11 +82,6 @@ def install(session: Session, module: Any) -> Patches:
             shown = ".".join(filter(None, (owner, name)))
             session.tell(f"verl's current logprobs, contracts or weights are not recorded: {shown} was not found")
     return patches
-
-
-@lru_cache(maxsize=1)
-def _hooks_of(session: Session) -> WorkerHooks:
-    return WorkerHooks(session)
 
 
 class WorkerHooks:
@@ -139,8 +132,11 @@ class WorkerHooks:
         finally:
             self._update = None
             self._forwards = None
-            if update is not None:
-                self._keep(update.is_last)
+            if update is not None and update.is_last:
+                self.session.seal()  # Ray may kill workers at any time.
+            elif update is not None:
+                with self.session.guard("current logprobs"):
+                    self.session.recorder.flush(weights=False)
 
     def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
@@ -252,16 +248,6 @@ class WorkerHooks:
         elif self.session.order.weights != "none":
             self.session.note(_OTHER_STRATEGY.format(strategy))
 
-    def _keep(self, is_last: bool) -> None:
-        """Flush the records already written, or seal them after the last update, since Ray may kill workers at any
-        time.
-        """
-        if is_last:
-            self.session.seal()
-        else:
-            with self.session.guard("current logprobs"):
-                self.session.recorder.flush(weights=False)
-
     def _begin_training(self) -> None:
         """Assign this worker's records to the driver's training attempt."""
         if not self._is_training:
@@ -307,9 +293,7 @@ class WorkerHooks:
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record the contract for a pass that the driver records. It is recorded once, by one of the processes that
-        compute the pass.
-        """
+        """Record, once and in one process, the contract for a pass that the driver records."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)
@@ -322,6 +306,9 @@ class WorkerHooks:
         if pass_name == TRAIN:
             recorder.describe(model=model_identity(engine))
         self.session.seal()
+
+
+_hooks_of = lru_cache(maxsize=1)(WorkerHooks)
 
 
 def keys_of(meta: Any) -> list[str]:

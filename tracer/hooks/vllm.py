@@ -14,21 +14,19 @@ from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
 from .. import environment
 from ..writer import Part
-from .engine_call import EngineCall
+from .engine_call import EngineCall, Requested, asking, cut_down, room_for
 from .model_contract import tokenizer_identity
-from .patches import Patches, arguments
+from .patches import Patches, arguments, version_sentence
 from .session import Session
-from .versions import version_sentence
 from .vllm_contract import Conditions, engine_contract, sampling_settings
-from .vllm_logprobs import Requested, asking, cut_down, room_for
 
 if TYPE_CHECKING:
     from .trl_state import Generation
 
-POINTS = {
-    "generate": "rollouts of LLM.generate",
-    "chat": "rollouts of LLM.chat",
-    "__init__": "vLLM's engine arguments, and room for captured distributions",
+_POINTS = {
+    "__init__": ("init", "vLLM's engine arguments, and room for captured distributions"),
+    "generate": ("generate", "rollouts of LLM.generate"),
+    "chat": ("generate", "rollouts of LLM.chat"),
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
@@ -49,17 +47,11 @@ def install(session: Session, module: Any) -> Patches:
     import vllm
 
     session.hooks["vllm"] = vllm.__version__
-    patches = Patches()
-    hooks = OfflineHooks(session)
-    wrappers: dict[str, Callable[..., Any]] = {
-        "__init__": hooks.init,
-        "generate": hooks.generate,
-        "chat": hooks.generate,
-        **{name: partial(hooks.tell_of, name) for name in UNRECORDED},
-    }
-    missing = {f"LLM.{name}": POINTS[name] for name in patches.wrap_all(module.LLM, wrappers) if name in POINTS}
-    sentence = version_sentence("vllm", vllm.__version__, missing)
-    if sentence:
+    hooks, patches = OfflineHooks(session), Patches()
+    missing = patches.wrap_points(module.LLM, hooks, _POINTS)
+    for name in UNRECORDED:
+        patches.wrap(module.LLM, name, partial(hooks.tell_of, name))
+    if sentence := version_sentence("vllm", vllm.__version__, missing):
         session.note(sentence)
     return patches
 
@@ -140,9 +132,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return the call's arguments, changed to request the logprobs that recording needs, and the caller's own
-        request per prompt.
-        """
+        """Return the call's arguments, changed to request the logprobs to record, and the caller's own requests."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -161,12 +151,10 @@ class OfflineHooks(EngineHooks):
         for old, keep in zip(each, captured, strict=True):
             if (id(old), keep) not in known:
                 new = asking(old, self.session.capture if keep else None)
-                known[id(old), keep] = new, Requested.of(old, changed=new is not old, captured=keep)
+                known[id(old), keep] = new, Requested(params=old, changed=new is not old, captured=keep)
         both = [known[id(old), keep] for old, keep in zip(each, captured, strict=True)]
-        if any(wish.changed for _, wish in known.values()):
-            call["sampling_params"] = [new for new, _ in both]
-        else:
-            call["sampling_params"] = params
+        is_changed = any(wish.changed for _, wish in known.values())
+        call["sampling_params"] = [new for new, _ in both] if is_changed else params
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
@@ -214,10 +202,7 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Reduce every completion's logprobs to those that the caller requested.
-
-    Return the engine's full logprobs, one entry per completion, or None if the caller requested the same logprobs.
-    """
+    """Reduce completions' logprobs to those requested; return the engine's, or None if nothing was added."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)
@@ -236,8 +221,4 @@ def num_prompts(prompts: Any) -> int:
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence) or not len(prompts):
         return 1
     first = prompts[0]
-    if isinstance(first, int):
-        return 1
-    if isinstance(first, dict) and "role" in first:
-        return 1
-    return len(prompts)
+    return 1 if isinstance(first, int) or (isinstance(first, dict) and "role" in first) else len(prompts)

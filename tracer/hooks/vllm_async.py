@@ -19,13 +19,11 @@ from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
-from .engine_call import EngineCall
-from .patches import Patches, arguments
+from .engine_call import DELTA, EngineCall, Requested, asking, cut_down, room_for
+from .patches import Patches, arguments, version_sentence
 from .session import Session
-from .versions import version_sentence
 from .vllm import EMBEDDED, EngineHooks, has_embeddings
 from .vllm_contract import Conditions, async_contract, sampling_settings
-from .vllm_logprobs import DELTA, Requested, asking, cut_down, room_for
 
 ABORT, ERROR = "abort", "error"
 """vLLM's finish reasons for a request that its caller aborted, or that an error ended."""
@@ -36,10 +34,10 @@ MODEL_PATCHES = ("monkey_patch_model",)
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
 """Module whose import shows that verl samples in this process."""
 
-POINTS = {
-    "__init__": "room for captured distributions",
-    "generate": "rollouts of AsyncLLM",
-    "collective_rpc": "how the caller changed the engine's model",
+_POINTS = {
+    "__init__": ("init", "room for captured distributions"),
+    "generate": ("generate", "rollouts of AsyncLLM"),
+    "collective_rpc": ("collective_rpc", "how the caller changed the engine's model"),
 }
 
 _STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded: their prompt keeps growing"
@@ -59,23 +57,14 @@ def install(session: Session, module: Any) -> Patches:
 
     session.hooks["vllm"] = vllm.__version__
     hooks, patches = AsyncEngineHooks(session), Patches()
-    wrappers: dict[str, Callable[..., Any]] = {
-        "__init__": hooks.init,
-        "generate": hooks.generate,
-        "collective_rpc": hooks.collective_rpc,
-    }
-    missing = {f"AsyncLLM.{name}": POINTS[name] for name in patches.wrap_all(module.AsyncLLM, wrappers)}
-    sentence = version_sentence("vllm", vllm.__version__, missing)
-    if sentence:
+    missing = patches.wrap_points(module.AsyncLLM, hooks, _POINTS)
+    if sentence := version_sentence("vllm", vllm.__version__, missing):
         session.tell(sentence)
     return patches
 
 
 class AsyncEngineHooks(EngineHooks):
-    """Hooks around the functions of `AsyncLLM`.
-
-    A step is a wave of overlapping requests. A new step begins with a request that arrives while no other is running.
-    """
+    """Hooks around `AsyncLLM`. A step begins with a request that arrives while no other is running."""
 
     def __init__(self, session: Session):
         super().__init__(session)
@@ -141,9 +130,7 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Return the call changed to request the sampled tokens' logprobs, and distributions if captured, with the
-        request to record.
-        """
+        """Return the call, changed to request the logprobs or distributions to record, with the request to record."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -164,7 +151,7 @@ class AsyncEngineHooks(EngineHooks):
         if own is None:
             asked = asking(params, self.session.capture if captured else None)
             call = call | {"sampling_params": asked}
-        requested = Requested.of(params, changed=asked is not params, captured=captured)
+        requested = Requested(params=params, changed=asked is not params, captured=captured)
         conditions = Conditions.of([params], call.get("lora_request"))
         request = AsyncRequest(name=name, step=self._step, requested=requested, conditions=conditions)
         self._num_running += 1
@@ -193,17 +180,13 @@ class AsyncEngineHooks(EngineHooks):
         self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
-        """Return the engine's contract, and True if it is new. The same object is returned as long as nothing in it
-        changes.
-        """
+        """Return the engine's contract, and True if it is new; the same object as long as nothing in it changes."""
         key = (id(engine), sampling_settings(params, of_request=False), conditions)
         read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
         return self._known_contract(key, read)
 
     def _declare(self, engine: Any, params: Any, lora_request: Any) -> None:
-        """Record the engine's contract once for each set of sampling settings, before the caller receives the first
-        rollout.
-        """
+        """Record the engine's contract once per set of sampling settings, before the caller receives a rollout."""
         contract, is_new = self._contract(engine, params, Conditions.of([params], lora_request))
         if is_new:
             self.session.recorder.add_contract(ROLLOUT, contract)
@@ -212,9 +195,7 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """The part of one completion that the caller has received. Delta outputs are appended to it; any other output
-    replaces it.
-    """
+    """The part of one completion that the caller has received: delta outputs append to it, others replace it."""
 
     index: int
     num_tokens: int = 0

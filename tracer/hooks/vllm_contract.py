@@ -9,6 +9,7 @@ from typing import Any
 
 from ...schemas.contract import Contract
 from .. import environment
+from .model_contract import class_path
 
 _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "model_config": (
@@ -54,18 +55,11 @@ class Conditions:
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """Return the conditions of a call. `lora_requests` is the caller's argument: None, one request, or one per
-        prompt.
-        """
+        """Return the conditions of a call; `lora_requests` is None, one request, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
-        return cls(
-            adapters=tuple(
-                dict.fromkeys(
-                    (str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None
-                )
-            ),
-            has_grammar=any(getattr(one, "structured_outputs", None) is not None for one in params),
-        )
+        named = ((str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None)
+        has_grammar = any(getattr(one, "structured_outputs", None) is not None for one in params)
+        return cls(adapters=tuple(dict.fromkeys(named)), has_grammar=has_grammar)
 
     @property
     def sentences(self) -> list[str]:
@@ -74,9 +68,7 @@ class Conditions:
             f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract has its name and path"
             for name, _, _ in self.adapters
         ]
-        if self.has_grammar:
-            found.append(_GRAMMAR)
-        return found
+        return found + [_GRAMMAR] * self.has_grammar
 
     @property
     def contract(self) -> Contract:
@@ -92,14 +84,12 @@ _GRAMMAR = (
 
 
 def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditions: Conditions) -> Contract:
-    """Return the settings that determine the logprobs from vLLM's offline engine: versions, arguments, configuration,
-    sampling.
-    """
-    config = getattr(llm.llm_engine, "vllm_config", None)
+    """Return the settings behind the logprobs of vLLM's offline engine: versions, arguments, configuration."""
+    config, model = getattr(llm.llm_engine, "vllm_config", None), getattr(model_runner(llm), "model", None)
     return _contract(config, "vllm.LLM.generate", conditions) | {
         "engine_arguments": {name: _said(value) for name, value in arguments.items()},
         "attention_backend": attention_backends(llm),
-        "model_class": _model_class(llm),
+        "model_class": None if model is None else class_path(model),
         "sampling": dict(sampling_settings(params)),
     }
 
@@ -125,7 +115,11 @@ def async_contract(
 def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
     import vllm
 
-    resolved = {part: _settings(getattr(config, part, None), names) for part, names in _CONFIGS.items()}
+    resolved: dict[str, dict[str, Any] | None] = {}
+    for part, names in _CONFIGS.items():
+        section = getattr(config, part, None)
+        known = {name: _said(getattr(section, name)) for name in names if hasattr(section, name)}
+        resolved[part] = None if section is None else known
     mode = str((resolved.get("model_config") or {}).get("logprobs_mode"))
     return {
         "engine": "vllm",
@@ -142,9 +136,7 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return a request's sampling settings by name. If `of_request` is False, return only the settings shared by all
-    requests.
-    """
+    """Return a request's sampling settings by name; without `of_request`, only those that all requests share."""
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 
@@ -157,12 +149,6 @@ _MODES = {
 }
 
 
-def _settings(config: Any, names: tuple[str, ...]) -> dict[str, Any] | None:
-    if config is None:
-        return None
-    return {name: _said(getattr(config, name)) for name in names if hasattr(config, name)}
-
-
 def _said(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.name
@@ -172,9 +158,7 @@ def _said(value: Any) -> Any:
         return {str(key): _said(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_said(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def model_runner(llm: Any) -> Any:
@@ -192,16 +176,8 @@ def attention_backends(llm: Any) -> list[str] | None:
     return sorted({group.backend.get_name() for part in groups for group in part})
 
 
-def _model_class(llm: Any) -> str | None:
-    model = getattr(model_runner(llm), "model", None)
-    return None if model is None else f"{type(model).__module__}.{type(model).__qualname__}"
-
-
 def _device(config: Any) -> str | None:
-    """Return the engine's device.
-
-    The name of a GPU comes from vLLM: asking torch would initialize CUDA, after which the process cannot fork.
-    """
+    """Return the device, a GPU's name from vLLM: torch would initialize CUDA, after which no process can fork."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

@@ -17,17 +17,12 @@ TORCH_DTYPES = {
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
 """Torch dtype name -> NumPy dtype name. NumPy lacks bfloat16, so bfloat16 values are converted to float32, without loss."""
-_NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
+NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }  # fmt: skip
-_ONE_NAME = {
-    "double": "float64", "float": "float32", "half": "float16", "long": "int64", "int": "int32", "short": "int16",
-    "char": "int8", "byte": "uint8",
-}  # fmt: skip
-"""Alias for a torch dtype -> torch's canonical dtype name."""
 MAX_DIMENSIONS = 8
 
 
@@ -37,10 +32,7 @@ class Held:
     __slots__ = ()
 
     def array(self) -> np.ndarray:
-        """Return the array, as a view if possible.
-
-        Raises NotPlain if the number of bytes does not match the array's shape.
-        """
+        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
         raise NotImplementedError
 
 
@@ -121,12 +113,6 @@ class Tensor(Held):
         if len(self._shape) != len(self._strides):
             raise NotPlain("a tensor whose strides and shape differ in length")
 
-    @property
-    def dtype(self) -> str | None:
-        """Dtype of the saved tensor, under torch's name."""
-        name = self._dtype or self._storage.dtype
-        return _ONE_NAME.get(name, name) if name is not None else None
-
     def array(self) -> np.ndarray:
         if self._array is None:
             self._array = self._made()
@@ -136,7 +122,7 @@ class Tensor(Held):
         name, content = self._dtype or self._storage.dtype, self._storage.content
         if content is None or name not in TORCH_DTYPES:
             raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor without its bytes")
-        dtype = _NUMPY_DTYPES[name]
+        dtype = NUMPY_DTYPES[name]
         count, is_flat = math.prod(self._shape), self._strides == _contiguous(self._shape)
         last = self._offset + (
             count - 1 if is_flat else sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
@@ -203,9 +189,8 @@ def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     if name not in TORCH_DTYPES or not isinstance(content, BYTES):
         raise NotPlain(f"unsupported tensor dtype {dtype!r}")
-    is_bfloat16 = name == "bfloat16"
-    found = shaped(content, _NUMPY_DTYPES[name], checked_shape(shape))
-    return from_bfloat16(found) if is_bfloat16 else found
+    found = shaped(content, NUMPY_DTYPES[name], checked_shape(shape))
+    return from_bfloat16(found) if name == "bfloat16" else found
 
 
 def bytes_of(array: np.ndarray) -> Bytes:
@@ -230,10 +215,6 @@ def _dictionary(items: Any = ()) -> dict[Any, Any]:
     if isinstance(items, (list, tuple)) and not items:
         return {}
     raise NotPlain("malformed dictionary")
-
-
-def _default_dictionary(*_: Any) -> dict[Any, Any]:
-    return {}
 
 
 def _latin1(text: Any, encoding: Any = "latin1") -> bytes:
@@ -262,23 +243,20 @@ def _text(*parts: Any) -> str:
     return ":".join(str(part) for part in parts if isinstance(part, (str, int)))
 
 
-def _refused(*_: Any) -> Any:
-    raise NotPlain("it calls a class that may only be referenced")
-
-
-def _size(shape: Any = ()) -> tuple[int, ...]:
-    return checked_shape(shape)
+def not_called(*_: Any) -> Any:
+    """Stand for a name that files reference but never call."""
+    raise NotPlain("it calls a name that may only be referenced")
 
 
 _BUILTINS: dict[Callable[..., Any], tuple[str, ...]] = {
     _sequence: ("list", "tuple", "set", "frozenset"),
     _dictionary: ("dict",),
     _bytes: ("bytes", "bytearray"),
-    _refused: ("int", "float", "str", "bool", "object"),
+    not_called: ("int", "float", "str", "bool", "object"),
 }
 PLAIN = {
     ("collections", "OrderedDict"): Known(_dictionary),
-    ("collections", "defaultdict"): Known(_default_dictionary),
+    ("collections", "defaultdict"): Known(lambda *_: {}),
     ("_codecs", "encode"): Known(_latin1),
     **{
         (module, name): Known(make)
@@ -294,7 +272,7 @@ PLAIN = {
         for name, make in (("_reconstruct", NumpyArray), ("scalar", _scalar))
     },
     **{(f"numpy.{core}.numeric", "_frombuffer"): Known(_from_buffer) for core in ("core", "_core")},
-    ("torch", "Size"): Known(_size),
+    ("torch", "Size"): Known(checked_shape),
     ("torch", "device"): Known(_text),
 }
 """(module, name) -> stand-in, for names that occur in the pickles of every framework."""

@@ -75,10 +75,7 @@ class Columns:
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column as ragged values, with NULL lists as empty lists.
-
-        Returns None if the column is missing or all NULL.
-        """
+        """Return a list column as ragged values, NULL lists as empty ones; None if it is missing or all NULL."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -104,20 +101,15 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Convert Python values to Arrow with Arrow's type inference or, if Arrow rejects a mixture of types, according to
-    `kind`.
-    """
+    """Convert Python values to Arrow with its type inference or, for a mixture of types, according to `kind`."""
     try:
         array = pa.array(values)
-        if not _has_floats(array.type) or not _has_flags(values):
+        element = array.type.value_type if pa.types.is_list(array.type) else array.type
+        if not pa.types.is_floating(element) or not _has_flags(values):
             return array
     except (pa.ArrowException, OverflowError):
         pass
     return pa.concat_arrays([kind.one(value) for value in values])
-
-
-def _has_floats(type: pa.DataType) -> bool:
-    return bool(pa.types.is_floating(type.value_type if pa.types.is_list(type) else type))
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
@@ -177,7 +169,11 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
     values = _listed(rows, plain(given) if isinstance(given, pa.Array) else given, "value")
-    kind = replace(SCORE, wants="a number or text", convert=_convert_logged)
+    kind = replace(
+        SCORE,
+        wants="a number or text",
+        convert=lambda array: (TEXT if pa.types.is_string(array.type) else SCORE).convert(array),
+    )
     try:
         if isinstance(given, pa.Array):
             kind.column(given)
@@ -186,12 +182,5 @@ def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
     except WRONG as error:
         type = _type_name(given.type) if isinstance(given, pa.Array) else "mixed values"
         raise wrong(rows, given, type, "value", "value", kind) from error
-    return list(zip(arrays["step"].to_pylist(), arrays["name"].to_pylist(), map(_number, values), strict=True))
-
-
-def _convert_logged(array: pa.Array) -> pa.Array:
-    return (TEXT if pa.types.is_string(array.type) else SCORE).convert(array)
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Decimal) else value
+    logged = [float(value) if isinstance(value, Decimal) else value for value in values]
+    return list(zip(arrays["step"].to_pylist(), arrays["name"].to_pylist(), logged, strict=True))

@@ -52,10 +52,7 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as a batch of columns.
-
-        If advantages are constant within every row, the column has one number per row.
-        """
+        """Return the rows as columns; advantages that are constant within every row are numbers."""
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -136,11 +133,7 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Return concatenated advantages as a column.
-
-    The column has one number per row if advantages are constant over the loss-mask tokens of every row, else one list
-    per row.
-    """
+    """Return advantages as a column: one number per row if constant over every row's loss-mask tokens, else lists."""
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]

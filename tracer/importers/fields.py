@@ -58,10 +58,7 @@ class Fields:
         return self._record
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return the fields of another record of the same file.
-
-        `columns` maps additional columns to fields (column=field).
-        """
+        """Return the fields of another record of the file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
@@ -96,9 +93,7 @@ class Fields:
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return column -> checked and converted cell for the given columns or, if none are given, for every column
-        that a trace has.
-        """
+        """Return column -> checked and converted cell, by default for every column that a trace has."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
@@ -137,11 +132,8 @@ class Fields:
         whole = found.values.dtype.kind in "iu" or (
             found.values.dtype.kind == "f" and bool((np.floor(found.values) == found.values).all())
         )
-        if (
-            not whole
-            or not found.known.all()
-            or (len(found) and not 0 <= found.values.min() <= found.values.max() < 2**31)
-        ):
+        fits = not len(found) or 0 <= found.values.min() <= found.values.max() < 2**31
+        if not whole or not found.known.all() or not fits:
             raise self._refuse(self._found(column)[0], self.get(column), "a list of token ids")
         return found.values.astype(np.int32)
 
@@ -161,9 +153,7 @@ class Fields:
         if value is None:
             return None
         value = _one(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            if isinstance(value, bool):
-                return float(value)
+        if not isinstance(value, (int, float)):
             raise self._refuse(name, value, "a number")
         try:
             return float(value)
@@ -212,10 +202,8 @@ class Fields:
         kinds = set(map(type, items))
         if not kinds <= {int, float, bool, type(None)}:
             raise self._refuse(name, items, "a list of numbers")
-        known = (
-            np.array([item is not None for item in items], bool) if type(None) in kinds else np.ones(len(items), bool)
-        )
-        given = [0 if item is None else item for item in items] if type(None) in kinds else items
+        known = np.array([item is not None for item in items], bool)
+        given = [0 if item is None else item for item in items]
         try:
             found = np.array(given, np.float64 if float in kinds else np.int64)
         except OverflowError as error:
@@ -247,12 +235,10 @@ def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
     Of the types that occur in files, struct accepts only int and bool for "q", and only int, bool and float for "d".
     """
     try:
-        if type(items[0]) is not float:
-            return np.frombuffer(struct.pack(f"{len(items)}q", *items), np.int64)
-        return np.frombuffer(struct.pack(f"{len(items)}d", *items), np.float64)
+        code, dtype = ("d", np.float64) if type(items[0]) is float else ("q", np.int64)
+        return np.frombuffer(struct.pack(f"{len(items)}{code}", *items), dtype)
     except (IndexError, OverflowError, struct.error):
-        pass
-    return None
+        return None
 
 
 _KNOWN = np.ones(1 << 16, bool)

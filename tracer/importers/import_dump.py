@@ -8,23 +8,16 @@ from itertools import pairwise
 from pathlib import Path
 
 from ...schemas.checksums import SealedFile
-from ...schemas.errors import (
-    DamagedTrace,
-    ImportFailed,
-    TraceExists,
-    TraceNotFound,
-)
+from ...schemas.errors import DamagedTrace, ImportFailed, TraceExists, TraceNotFound
 from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store
-from .dump import DumpFolder, Part, Reading, content_of
-from .format import Format
+from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
 from .row_import import Imported, RowImport, open_import
-from .rowbatch import listed_names
-from .selection import Selection, check_sample
+from .rowbatch import Selection, check_sample, listed_names
 
 AUTO, PARQUET = "auto", "parquet"
 
@@ -71,9 +64,13 @@ def import_dump(
     given, share = dict(map or {}), check_sample(sample)
     chosen = FORMATS[format]
     columns = _mapped(chosen, given)
-    options = _options(share, given, steps if chosen.lines else "")
+    mapped = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
+    # These must be the same in every import into one trace.
+    options = {"sample": repr(float(share)), "map": mapped, "steps": steps if chosen.lines else ""}
     before = None if force else _Before.of(output, chosen, options)
-    parts, held_back = _ready(chosen.parts_of(folder), partial)
+    parts = chosen.parts_of(folder)
+    held_back = [part.waits_for for part in parts if part.waits_for and not partial]
+    parts = [part for part in parts if part.waits_for is None or partial]
     selection = Selection(steps=_chosen_steps(chosen, folder, columns, parts, steps), sample=share)
     if selection.steps is not None:
         parts = [part for part in parts if part.step is None or part.step in selection.steps]
@@ -94,7 +91,8 @@ def import_dump(
             unread = [name for name, ours in given.items() if ours and name not in seen]
             if unread:
                 raise ImportFailed(f"no file has the field {listed_names(unread)}", option="map")
-            rows.lacks = _lacks(chosen, before)
+            lacks = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **chosen.lacks}
+            rows.lacks = {name: note for name, note in lacks.items() if before is None or name not in before.passes}
             rows.state.import_options = options
         result = rows.result
         result.num_files = len(rows.state.sources)
@@ -138,12 +136,6 @@ def _add_parts(
     return seen
 
 
-def _lacks(format: Format, before: _Before | None) -> dict[str, str]:
-    """Return pass -> note to record if no file has logprobs of the pass and no earlier import had."""
-    told = {ROLLOUT: _NO_LOGPROBS, TRAIN: _NO_LOGPROBS, **format.lacks}
-    return {name: note for name, note in told.items() if before is None or name not in before.passes}
-
-
 _NO_LOGPROBS = "the files have no logprobs for this pass"
 
 
@@ -156,10 +148,7 @@ class _Before:
 
     @classmethod
     def of(cls, output: str | os.PathLike[str], format: Format, options: dict[str, str]) -> _Before | None:
-        """Read earlier imports from the trace at a path.
-
-        Returns None if there is no trace or it was not imported from files in this format.
-        """
+        """Read the earlier imports at a path; None if there is no trace imported from files in this format."""
         store = Store(output)
         try:
             manifest = store.manifest()
@@ -222,12 +211,6 @@ class _Before:
         return 1 if known is None else (known.num_rows or 0) + 1
 
 
-def _options(sample: float, given: Mapping[str, str], steps: str) -> dict[str, str]:
-    """Return the options that must be the same in every import into one trace."""
-    told = ",".join(f"{theirs}={ours}" for theirs, ours in sorted(given.items()))
-    return {"sample": repr(float(sample)), "map": told, "steps": steps}
-
-
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
     """List the files at a path; None if only `import_parquet` reads it. Raises ImportFailed."""
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
@@ -243,10 +226,7 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return column -> candidate fields after applying the user's `map`.
-
-    Raises ImportFailed for a column that the format does not fill.
-    """
+    """Return column -> candidate fields after the user's `map`. Raises ImportFailed for a column not in the format."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:
@@ -256,13 +236,6 @@ def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ..
         if ours:
             columns[ours] = (theirs,)
     return columns
-
-
-def _ready(parts: list[Part], partial: bool) -> tuple[list[Part], list[str]]:
-    """Return the parts to read now, and the reasons why the remaining parts must wait."""
-    if partial:
-        return parts, []
-    return [part for part in parts if part.waits_for is None], [part.waits_for for part in parts if part.waits_for]
 
 
 def _chosen_steps(

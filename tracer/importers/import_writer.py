@@ -30,10 +30,7 @@ class ImportWriter(TraceWriter):
         super().account(files, saves=False)
 
     def _fail(self, error: BaseException) -> None:
-        """Stop writing after an error. Called on the writing thread.
-
-        The folder is not marked as failed, because it is about to be removed.
-        """
+        """Stop writing after an error, on the writing thread; the folder is removed, so it is not marked as failed."""
         if not self.is_open:
             return
         self.failure = error

@@ -38,10 +38,7 @@ class Kind:
     """Kind of the elements in a list; None if cells are not lists."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array to `type`; an all-NULL array of any type is accepted.
-
-        Raises WrongValues or an Arrow error.
-        """
+        """Convert an array, or an all-NULL array of any type, to `type`. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues
@@ -84,12 +81,8 @@ def either(kind: Kind, other: Kind) -> Kind:
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
 
-    return Kind(
-        wants=f"{kind.wants}, or each {other.wants}",
-        type=kind.type,
-        convert=convert,
-        element=other.element,
-    )
+    wants = f"{kind.wants}, or each {other.wants}"
+    return Kind(wants=wants, type=kind.type, convert=convert, element=other.element)
 
 
 def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
@@ -216,17 +209,11 @@ def _convert_rewards(array: pa.Array) -> pa.Array:
     numbers = [number for row in rows for number in (row or {}).values()]
     if first_wrong(numbers, SCORE) is not None:
         raise WrongValues
-    filled = (None if row is None else [each for each in row.items() if each[1] is not None] for row in rows)
-    return pa.array(
-        [None if row is None else [(name, float(number)) for name, number in row] for row in filled], tables.REWARDS
-    )
+    filled = [row and [(name, float(number)) for name, number in row.items() if number is not None] for row in rows]
+    return pa.array(filled, tables.REWARDS)
 
 
-REWARDS = Kind(
-    wants="a record of numbers, one per reward function",
-    type=tables.REWARDS,
-    convert=_convert_rewards,
-)
+REWARDS = Kind(wants="a record of numbers, one per reward function", type=tables.REWARDS, convert=_convert_rewards)
 
 _OF_TYPE = {
     pa.float64(): NUMBER,

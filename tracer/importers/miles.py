@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Reading
 from .fields import Fields, Values
-from .format import Format
+from .format import Format, Reading
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .samples import (
@@ -143,10 +142,7 @@ class _Shards:
 
 
 def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], where: str, budget: Budget) -> None:
-    """Add one rank's file, a dict of lists with one element per sample.
-
-    The field raw_reward covers the whole batch and is skipped.
-    """
+    """Add one rank's file, a dict of lists with one element per sample; raw_reward, of the whole batch, is skipped."""
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
     if not isinstance(tokens, (list, tuple)):

@@ -1,6 +1,4 @@
-"""Import format of ms-swift: completions.jsonl, written by `log_completions`, with one line per step and a list per
-column.
-"""
+"""Import format of ms-swift: completions.jsonl of `log_completions`, one line per step and a list per column."""
 
 from __future__ import annotations
 

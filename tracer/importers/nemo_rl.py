@@ -25,13 +25,10 @@ COLUMNS = {
 
 
 def _rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
-    plain = {name: _one_element(value) for name, value in fields.record.items()}
+    record = fields.record.items()
+    plain = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in record}
     cells = _cells(fields.of(plain, fields.where))
     return [{"seq_id": str(fields.record.get("idx", number - 1)), **cells}]
-
-
-def _one_element(value: Any) -> Any:
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _cells(fields: Fields) -> dict[str, Any]:

@@ -1,19 +1,22 @@
-"""Import files in the neutral format: one row per sequence, with the trace's column names."""
+"""Import files in the neutral format, Parquet or JSON: one row per sequence, with the trace's column names."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import fsspec
+import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
+from ..store import file_system
 from .columns import METRIC_KINDS, Columns
-from .mapping import check_map, names_of
 from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, open_import
-from .rowbatch import listed_names
-from .rowfiles import RowFiles
-from .selection import Selection, check_sample
+from .rowbatch import ROWS_AT_ONCE, RowBatch, Selection, check_sample, explained, listed_names, shown_name
+from .textfiles import json_names, json_rows
 
 
 def import_parquet(
@@ -54,11 +57,11 @@ def import_parquet(
     wanted = sorted(there, key=lambda theirs: KNOWN.index(there[theirs]))
     with open_import(output, "parquet", source.url, selection, ordered=False, grows=False, force=force) as rows:
         with progress("importing", sum(source.size(name) for name in source.files)) as advance:
-            for batch in source.batches(wanted):
+            for batch in source.rows(source.files, wanted):
                 rows.add_rows(batch, names[batch.file], passes)
                 advance(batch.num_bytes)
         rows.check_any()
-        for batch in source.metrics(METRIC_KINDS):
+        for batch in source.rows(source.metrics_files, METRIC_KINDS):
             rows.add_metrics(batch)
     result = rows.result
     mapped = {theirs for columns in names.values() for theirs in columns}
@@ -75,7 +78,7 @@ def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}
     there: set[int] = set()
-    for batch in source.batches(theirs):
+    for batch in source.rows(source.files, theirs):
         columns = Columns.of(batch, names[batch.file], {"step": KINDS["step"]})
         there.update(columns.list("step") or ())
     return frozenset(parse_steps(steps, sorted(there), of=source.url))
@@ -99,3 +102,146 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
             f"{where}: has no logprobs (found: {listed_names(list(found))}); map yours to {' or '.join(PASSES)}, for "
             f"example theirs={next(iter(PASSES))}"
         )
+
+
+METRICS = "metrics"
+_READ = ".parquet, .jsonl or .json"
+
+
+_PARQUET = (".parquet", ".pq")
+_SUFFIXES = (*_PARQUET, ".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+
+
+def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
+    """Return a Parquet file's column names, in file order. Raises ImportFailed."""
+    with explained(name, "Parquet"), filesystem.open(name, "rb") as file:
+        return list(pq.read_schema(file).names)
+
+
+def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
+    """Yield the rows of a Parquet file, with the requested columns that exist. Raises ImportFailed."""
+    with explained(name, "Parquet"):
+        size, first = int(filesystem.size(name) or 0), 1
+        with filesystem.open(name, "rb") as file:
+            parquet = pq.ParquetFile(file)
+            present = [column for column in parquet.schema_arrow.names if column in columns]
+            for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=present):
+                yield RowBatch(
+                    file=name,
+                    columns={column: batch.column(batch.schema.get_field_index(column)) for column in present},
+                    numbers=range(first, first + batch.num_rows),
+                    num_bytes=size * batch.num_rows // max(parquet.metadata.num_rows, 1),
+                )
+                first += batch.num_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFiles:
+    """The files found at one path, and the file system that holds them."""
+
+    url: str
+    filesystem: fsspec.AbstractFileSystem
+    files: tuple[str, ...]
+    metrics_files: tuple[str, ...]
+
+    @classmethod
+    def of(cls, url: str) -> RowFiles:
+        """List a path's, a folder's or a pattern's files, metrics.* apart. Raises ImportFailed and StorageError."""
+        filesystem, path = file_system(url)
+        with explained(url, "a folder"):
+            found = _found(filesystem, path.rstrip("/") or path, url)
+        metrics = [name for name in found if _base(name).split(".", 1)[0] == METRICS]
+        files = [name for name in found if name not in metrics]
+        if not files:
+            raise ImportFailed(f"{url}: holds no {_READ} file; name the folder or the file itself, or a pattern with *")
+        unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
+        if unknown:
+            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if it has such content")
+        return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
+
+    def size(self, name: str) -> int:
+        """Return a file's size, bytes."""
+        return int(self.filesystem.size(name) or 0)
+
+    def names(self) -> dict[str, list[str]]:
+        """Return file -> names of the file's columns."""
+        return {
+            name: (parquet_names if name.endswith(_PARQUET) else json_names)(self.filesystem, name)
+            for name in self.files
+        }
+
+    def rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
+        """Yield the rows of some files, with the requested columns that each file has."""
+        for name in files:
+            yield from (parquet_rows if name.endswith(_PARQUET) else json_rows)(self.filesystem, name, columns)
+
+
+def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequence[str]:
+    if "*" in path:
+        return sorted(filesystem.glob(path))
+    if filesystem.isdir(path):
+        names = sorted(str(name) for name in filesystem.ls(path, detail=False))
+        return [name for name in names if name.endswith(_SUFFIXES) and not _base(name).startswith(".")]
+    if filesystem.exists(path):
+        return [path, *_beside(filesystem, path)]
+    raise ImportFailed(f"{url}: not found; name a {_READ} file, or a folder of them")
+
+
+def _base(name: str) -> str:
+    return name.rsplit("/", 1)[-1]
+
+
+def _beside(filesystem: fsspec.AbstractFileSystem, path: str) -> list[str]:
+    folder = path.rsplit("/", 1)[0] if "/" in path else ""
+    beside = f"{folder}/{METRICS}.parquet" if folder else f"{METRICS}.parquet"
+    return [beside] if beside != path and filesystem.exists(beside) else []
+
+
+def parse_map(texts: Iterable[str]) -> dict[str, str]:
+    """Parse strings `theirs=ours` into the `map` of `import_parquet`. Raises ImportFailed.
+
+    >>> parse_map(["completion_ids=response_ids"])
+    {'completion_ids': 'response_ids'}
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        theirs, equals, ours = text.rpartition("=")
+        if not equals or not theirs:
+            raise ImportFailed(f"got {text!r}; give theirs=ours, for example completion_ids=response_ids", option="map")
+        if found.setdefault(theirs, ours) != ours:
+            raise ImportFailed(
+                f"{theirs!r} is mapped to both {found[theirs]!r} and {ours!r}; map it once", option="map"
+            )
+    return found
+
+
+def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], known: Collection[str], where: str) -> None:
+    """Raise ImportFailed unless each name in a map is a column in the files and maps to a trace column or ""."""
+    there = list(dict.fromkeys(name for names in files.values() for name in names))
+    for theirs, ours in given.items():
+        if theirs not in there:
+            raise ImportFailed(f"{where} has no column {theirs!r}; it has {listed_names(there)}", option="map")
+        if ours and ours not in known:
+            raise ImportFailed(
+                f"{theirs!r} cannot become {ours!r}; the columns of a trace are {', '.join(known)}", option="map"
+            )
+
+
+def names_of(file: str, columns: Sequence[str], given: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+    """Return file's name -> trace's name of a file's columns. Raises ImportFailed if two map to one."""
+    names: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    for theirs in columns:
+        ours = given.get(theirs, theirs)
+        if ours not in known:
+            continue
+        if theirs in names:
+            raise ImportFailed(f"{file}: has two columns {theirs!r}; rename one")
+        if ours in owner:
+            spare = theirs if theirs == ours else owner[ours]
+            raise ImportFailed(
+                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both become {ours!r}; leave one "
+                f"out with {spare}="
+            )
+        owner[ours], names[theirs] = theirs, ours
+    return names

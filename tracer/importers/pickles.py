@@ -29,9 +29,7 @@ class NotPlain(ValueError):
 
 
 class Budget:
-    """Memory allowed for one file: a multiple of the file's size plus a constant, regardless of the sizes stated in
-    the file.
-    """
+    """Memory allowed for one file: a multiple of its size plus a constant, whatever sizes the file states."""
 
     TIMES, FREE_BYTES = 64, 64 << 20
 
@@ -76,10 +74,7 @@ Persistent = Callable[[Any], Any]
 def load(
     data: bytes, names: Names, where: str, budget: Budget, *, start: int = 0, persistent: Persistent | None = None
 ) -> tuple[Any, int]:
-    """Read the pickle that begins at byte `start`; return its value and end offset.
-
-    Raises ImportFailed, stating the reason, if the content is not a pickle of plain data.
-    """
+    """Read the pickle at byte `start`; return its value and end. Raises ImportFailed unless it is plain data."""
     try:
         return _Machine(data, names, where, budget, persistent).run(start)
     except ImportFailed:
@@ -285,8 +280,7 @@ _HEADERS = {0x80: 1, 0x95: 8}
 """Opcode without effect (PROTO or FRAME) -> size of its argument, bytes."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""Opcode that pushes an empty container -> function that creates the container. A set is read as a list, so that only
-dictionary keys are hashed."""
+"""Opcode of an empty container -> its type. A set is read as a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 

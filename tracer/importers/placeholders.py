@@ -17,15 +17,12 @@ from ..rows import ROUNDING_NATS
 CLAMPED = -9999.0
 """Value that some frameworks write for a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes that score the same policy, so that a token with probability 1 in one pass should have probability 1 in the
-others."""
+"""Passes that score the same policy: a token with probability 1 in one should have it in the others."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""Maximum |logprob|, in nats, at which a token counts as certain (probability 1): the rounding error of a bfloat16
-logprob."""
+"""Maximum |logprob| of a token with probability 1, nats: the rounding error of a bfloat16 logprob."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
-"""Verdicts on a list of zeros. KEPT: the zeros are logprobs. HOLES: the zeros are placeholders. OPEN: undecided until
-the end of the import."""
+"""Verdicts on a list of zeros: logprobs, placeholders, or undecided until the end of the import."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,8 +36,7 @@ class Placeholders:
     all_zero: int = 0
     """Number of values in lists of only 0.0 whose tokens do not have probability 1 in another pass."""
     certain: int = 0
-    """Number of values that were kept in lists of two or more 0.0, because another pass also gives the tokens
-    probability 1."""
+    """Number of values kept in lists of two or more 0.0, because another pass gives the tokens probability 1 too."""
 
     @property
     def total(self) -> int:
@@ -126,10 +122,6 @@ class ZeroLists:
                 verdict_B[zero_B & is_long & ~certain] = HOLES
             found[name] = verdict_B[part.rows]
         return found
-
-    def is_filled(self, name: str) -> bool:
-        """Return True if a pass has had a value other than 0.0."""
-        return name in self.filled
 
     def was_never_filled(self, name: str) -> bool:
         """Return True if a pass has had only 0.0 by the end of the import, and these zeros are placeholders."""

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Part
 from .fields import Fields, Values
-from .format import Format, read_rows
+from .format import DumpFolder, Format, Part, read_rows
 
 _FILE = r"step_(\d+)/rank_(\d+)\.jsonl"
 _MARKER = "STABLE"
@@ -50,10 +49,7 @@ _PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
 
 
 def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield the sequences in a line, which is split where positions restart at 0.
-
-    Sequences without a token in the loss are skipped.
-    """
+    """Yield a line's sequences, split where positions restart at 0; those without a token in the loss are skipped."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")

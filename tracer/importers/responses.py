@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder
 from .fields import Fields
-from .format import Format, first_object, read_rows
-from .local_file import TIMES_AS_JSON, whole_content
-from .textfiles import parsed, read_lines
+from .format import DumpFolder, Format, first_object, read_rows
+from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
@@ -49,10 +47,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the response and the request from a saved object.
-
-    If no request was saved, the object itself is returned as the request.
-    """
+    """Return the response and the request from a saved object, which itself is the request if none was saved."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -62,11 +57,11 @@ def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[s
 
 def response_format(
     key: str, rows_of: Callable[[Fields, Mapping[str, Any]], Iterable[dict[str, Any]]], columns: Mapping[str, tuple[str, ...]],
-    **told: Any,
+    rollout: str, **told: Any,
 ) -> Format:  # fmt: skip
     """Return the format for a server's responses, which are recognised by a key.
 
-    `rows_of` returns the rows in one response.
+    `rows_of` returns the rows in one response; `rollout` is the note on responses without logprobs.
     """
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
@@ -83,5 +78,10 @@ def response_format(
         recognises=lambda folder: _holds(folder, key),
         read=lambda reading: read_rows(reading, rows, records=objects, unit="response"),
         lines=True,
+        lacks={
+            "rollout": rollout,
+            "train": "responses have only the engine's logprobs; write them as Parquet together with the trainer's logprobs "
+            "of the same tokens, and import that with `tim-trace import parquet`",
+        },
         **told,
     )

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from ... import __version__
 from ...schemas.capture import Capture
-from ...schemas.clock import now
+from ...schemas.documents import now
 from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
 from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
@@ -33,14 +33,12 @@ from .columns import Columns, read_metrics
 from .import_writer import ImportWriter
 from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
-from .rowbatch import RowBatch
-from .selection import EVERYTHING, Selection
+from .rowbatch import EVERYTHING, RowBatch, Selection
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Score columns other than logprobs; they are recorded with the pass `train` or, if
-it is missing, with `current` or `rollout`."""
+"""Other score columns, recorded with the pass `train` or, if it is missing, with `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
@@ -90,9 +88,7 @@ class RowImport:
         selection: Selection = EVERYTHING,
         ordered: bool = False,
     ):
-        """`source` is the format's name, and `path` the location of the files. `ordered` means that steps never
-        decrease.
-        """
+        """`source` is the format, `path` the location of the files. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
@@ -120,7 +116,6 @@ class RowImport:
         try:
             if error is None:
                 self._finish()
-                self._tell_lacking()
             self._recorder.close()
         except InvalidRecord as wrong:
             raise ImportFailed(f"{self._where}: {wrong}") from wrong
@@ -142,10 +137,7 @@ class RowImport:
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names` maps columns in the file to columns in the trace, and `passes` maps those columns to passes.
-
-        Raises ImportFailed.
-        """
+        """Record rows. `names`: column in the file -> in the trace; `passes`: column -> pass. Raises ImportFailed."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
@@ -162,7 +154,9 @@ class RowImport:
             if name not in self.result.passes:
                 self.result.passes += (name,)
                 self.add_pass(name)
-        for part in _alike(columns):
+        # Rows are recorded together if they have the same step and the same set of non-NULL lists and rewards.
+        has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
+        for part in _groups(np.array(columns.list("step"), np.int64), *has):
             self._add_step(columns.take(part), [given[row] for row in kept[part]], passes)
         self.result.num_sequences += columns.num_rows
 
@@ -180,17 +174,15 @@ class RowImport:
         self._recorder.add_metrics(step, values)
         self.result.num_metrics += len(values)
 
-    def _tell_lacking(self) -> None:
+    def _finish(self) -> None:
+        """Judge the lists of zeros that were left open until all rows were read, and note the missing passes."""
+        for name in tuple(self._open):
+            self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
+        self.result.ignored_columns += self._unowned
         for name, note in self.lacks.items():
             if name not in self.scored:
                 self.add_pass(name, logprobs_note=note)
                 self.result.missing += (f"{name}: {note}",)
-
-    def _finish(self) -> None:
-        """Judge the lists of zeros that could not be judged before all rows were read."""
-        for name in tuple(self._open):
-            self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
-        self.result.ignored_columns += self._unowned
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
         """Record sequences from one step that have the same non-NULL columns."""
@@ -213,7 +205,7 @@ class RowImport:
         owner = next((name for name in (TRAIN, CURRENT, ROLLOUT) if name in named.values()), None)
         verdicts = self._zero_lists.verdicts({name: part for name, part in passes.items() if name in STANDARD}, lengths)
         for name, part in passes.items():
-            if name in self._open and self._zero_lists.is_filled(name):
+            if name in self._open and name in self._zero_lists.filled:
                 self._settle(name, KEPT)
             for verdict in (KEPT, HOLES, OPEN):
                 some = np.flatnonzero(verdicts.get(name, np.full(len(part.rows), KEPT)) == verdict)
@@ -240,10 +232,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record scores from a pass according to the verdict on lists of zeros.
-
-        Hold the scores back if the verdict is OPEN.
-        """
+        """Record a pass's scores by the verdict on lists of zeros; hold them back if it is OPEN."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -268,15 +257,10 @@ class RowImport:
             owned = [column for column in OF_TOKENS if scores.is_owner and scores.columns[column] is not None]
             own = scores.columns.take(rows) if owned else scores.columns
             experts = [each for place in some if (each := chosen[place]) is not None]
-            beside: dict[str, Any] = {column: own.ragged(column) for column in owned}
-            self._recorder.add_scores(
-                name,
-                scores.batch,
-                rows=rows,
-                logprobs=scores.logprobs.take(some),
-                routing=Routing(expert_ids=np.concatenate(experts)) if experts else None,
-                **beside,
-            )
+            given: dict[str, Any] = {column: own.ragged(column) for column in owned}
+            given |= {"rows": rows, "logprobs": scores.logprobs.take(some)}
+            routing = Routing(expert_ids=np.concatenate(experts)) if experts else None
+            self._recorder.add_scores(name, scores.batch, routing=routing, **given)
 
 
 @contextmanager
@@ -290,10 +274,7 @@ def open_import(
     grows: bool,
     force: bool,
 ) -> Iterator[RowImport]:
-    """Open a RowImport for a new trace, or for the trace at `output` if `grows`. A failed import leaves no files behind.
-
-    Raises ImportFailed.
-    """
+    """Open a RowImport for a new or a growing trace; a failed one leaves no files. Raises ImportFailed."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
@@ -330,12 +311,6 @@ def _rewards(columns: Columns) -> dict[str, list[float]] | None:
     rows = [dict(row or ()) for row in columns.list("rewards") or ()]
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [row.get(name, float("nan")) for row in rows] for name in names} or None
-
-
-def _alike(columns: Columns) -> list[np.ndarray]:
-    """Group rows that can be recorded together: they have the same step and the same set of non-NULL lists and rewards."""
-    has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
-    return _groups(np.array(columns.list("step"), np.int64), *has)
 
 
 def _groups(*keys: np.ndarray) -> list[np.ndarray]:

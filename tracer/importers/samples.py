@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import DumpFolder, Part, Reading
 from .dump_rows import DumpRows, routed
 from .fields import Fields, Values
+from .format import DumpFolder, Part, Reading
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .torch_files import is_cut, read_pickled
@@ -136,10 +136,7 @@ def _of_tokens(fields: Fields, column: str, length: int) -> Values | None:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return the experts selected for a sample's tokens: [S, L, slots].
-
-    The file has S - 1 tokens, since the engine never ran a forward pass on the last token.
-    """
+    """Return a sample's experts, [S, L, slots]; the file lacks the last token, which had no forward pass."""
     found = fields.array("experts", 3)
     if found is None:
         return None

@@ -81,9 +81,5 @@ SGLANG = response_format(
     writes="your client: responses of `/generate`, requested with return_logprob=true",
     alignment="output_token_logprobs are (logprob, id, text) of each output token; output_token_sampling_logprobs become the pass "
     "rollout/sampling, and rollout minus rollout/sampling is the log of the mass that truncation kept",
-    lacks={
-        "rollout": "the responses hold no logprobs; request them with return_logprob=true",
-        "train": "responses have only the engine's logprobs; write them as Parquet together with the trainer's logprobs "
-        "of the same tokens, and import that with `tim-trace import parquet`",
-    },
+    rollout="the responses hold no logprobs; request them with return_logprob=true",
 )

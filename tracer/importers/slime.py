@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .dump import Reading
-from .format import Format
+from .format import Format, Reading
 from .pickles import Budget
 from .rowbatch import RowBatch
 from .samples import (
@@ -46,10 +45,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add the samples in a train dump.
-
-    The field `rollout_position` is a sample's index in the rollout dump and in `raw_reward`.
-    """
+    """Add a train dump's samples; `rollout_position` is their index in the rollout dump and in `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"

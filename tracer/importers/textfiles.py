@@ -1,4 +1,4 @@
-"""Read rows from JSON Lines and JSON arrays."""
+"""Read files of a dump with bounded memory: whole, by line, and as rows of JSON Lines or a JSON array."""
 
 from __future__ import annotations
 
@@ -6,15 +6,47 @@ import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 import msgspec
 
 from ...schemas.errors import ImportFailed
-from ..store import too_large
-from .local_file import TIMES_AS_JSON, lines_of, opened
+from ..store import first_line, too_large
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
+
+_BUFFER_BYTES = 1 << 20
+MAX_LINE = 256 << 20
+"""Maximum length of a line, bytes. A line with a sequence of one million tokens is shorter."""
+TIMES_AS_JSON = 16
+"""Upper estimate of the memory taken by parsed JSON, in bytes per byte of JSON text."""
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file for sequential reading, with a buffer suited to long lines."""
+    return path.open("rb", buffering=_BUFFER_BYTES)
+
+
+def whole_content(path: Path, times: int = 2) -> bytes:
+    """Return a file's content. Raises ImportFailed if unreadable, or `times` its size does not fit in memory."""
+    try:
+        if (said := too_large(path.stat().st_size, times)) is not None:
+            raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
+        return path.read_bytes()
+    except OSError as error:
+        raise ImportFailed(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
+
+
+def lines_of(file: Any, where: object) -> Iterator[Any]:
+    """Yield the lines of a file, as bytes or text. Raises ImportFailed for a line longer than MAX_LINE."""
+    number = 0
+    while line := file.readline(MAX_LINE + 1):
+        number += 1
+        if len(line) > MAX_LINE:
+            raise ImportFailed(
+                f"{where}, line {number}: does not end within {MAX_LINE:,} bytes; is this a complete file of lines?"
+            )
+        yield line
 
 
 def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
@@ -26,10 +58,7 @@ def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the objects in a JSON Lines file or a JSON array, with the requested columns that exist.
-
-    Raises ImportFailed, naming the line.
-    """
+    """Yield a JSON file's objects, with those requested columns that exist. Raises ImportFailed, naming the line."""
     for rows, numbers, unit, num_bytes in _json_rows(filesystem, name):
         present = [column for column in columns if any(column in row for row in rows)]
         values = {column: [row.get(column) for row in rows] for column in present}
@@ -71,7 +100,7 @@ _Rows = tuple[list[dict[str, Any]], list[int], str, int]
 
 def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Rows]:
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
-        if _is_array(name) and _first_character(file) == b"[":
+        if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
             if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
                 raise ImportFailed(f"{name}: {said}; write one object per line, as .jsonl")
@@ -96,10 +125,6 @@ def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Ro
 
 
 _LINES = "each line is one object, or a .json file is one array of objects"
-
-
-def _is_array(name: str) -> bool:
-    return name.removesuffix(".gz").endswith(".json")
 
 
 def _first_character(file: Any) -> bytes:

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
-from .arrays import PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, raw_tensor
-from .local_file import whole_content
+from .arrays import NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, not_called, raw_tensor
 from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
+from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 """First value in a legacy torch.save file; newer releases write zip files."""
@@ -30,10 +29,7 @@ _MAX_INSIDE = 4
 
 
 def read_pickled(path: Path, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read a file written by torch.save or pickle.dump. `shells` adds the framework's own classes to the allowlist.
-
-    Raises ImportFailed, naming the content that is not plain data.
-    """
+    """Read a torch.save or pickle.dump file; `shells` are the framework's allowed classes. Raises ImportFailed."""
     return unpickled(whole_content(path), str(path), shells)
 
 
@@ -57,10 +53,7 @@ def is_cut(path: Path) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """Read a torch.save or pickle.dump file from bytes, charging allocations to the memory budget.
-
-    `depth` is the nesting depth of the bytes in other files.
-    """
+    """Read a torch.save or pickle.dump file from bytes within a budget; `depth` counts the files around it."""
     if depth > _MAX_INSIDE:
         raise ImportFailed(f"{where}: holds pickles nested more than {_MAX_INSIDE} deep")
     if content[:4] == b"PK\x03\x04":
@@ -102,7 +95,9 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
                     if entry is None:
                         raise NotPlain(f"its storage {key!r} is missing")
                     budget.take(entry.file_size)
-                    storages[key] = Storage(dtype, _sized(_stored(content, entry), dtype, numel))
+                    storages[key] = Storage(dtype, _stored(content, entry))
+                    if entry.file_size < numel * _item_size(dtype):
+                        raise NotPlain("a storage is shorter than declared")
                 return storages[key]
 
             found = archive.read(pickles[0])
@@ -117,10 +112,7 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return the bytes of an uncompressed zip entry without copying.
-
-    For thousands of entries, this is faster than ZipFile.read.
-    """
+    """Return the bytes of an uncompressed zip entry without copying; for thousands, faster than ZipFile.read."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -132,8 +124,7 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Layout of a zip entry's local header: its size, and the offset and format of the two lengths (file name and extra
-field)."""
+"""A zip entry's local header: its size, and offset and format of the lengths of file name and extra field."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
@@ -165,7 +156,7 @@ def _storage_id(identity: Any) -> tuple[str | None, str, int]:
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
         raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
-    if not isinstance(kind, _StorageKind) or not isinstance(key, str) or type(numel) is not int or numel < 0:
+    if type(kind) is not _StorageKind or not isinstance(key, str) or type(numel) is not int or numel < 0:
         raise NotPlain("malformed storage")
     if view and view[0] is not None:
         raise NotPlain("a storage that is a view of another one")
@@ -178,33 +169,17 @@ class _StorageKind(Known):
     __slots__ = ("dtype",)
 
     def __init__(self, dtype: str | None):
-        super().__init__(_not_called)
+        super().__init__(not_called)
         self.dtype = dtype
 
 
-class _DtypeName(Known):
+class _DtypeName(_StorageKind):
     """A torch dtype, which files reference but never call."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str):
-        super().__init__(_not_called)
-        self.name = name
-
-
-def _not_called(*_: Any) -> Any:
-    raise NotPlain("it calls a name that may only be referenced")
 
 
 def _item_size(dtype: str | None) -> int:
     """Return the size of one element, bytes; 1 if the storage has no dtype."""
-    return 1 if dtype is None else 2 if dtype == "bfloat16" else np.dtype(TORCH_DTYPES[dtype]).itemsize
-
-
-def _sized(content: Bytes, dtype: str | None, numel: int) -> Bytes:
-    if len(content) < numel * _item_size(dtype):
-        raise NotPlain("a storage is shorter than declared")
-    return content
+    return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
@@ -261,7 +236,7 @@ def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
     def typed(storage: Any, offset: Any, shape: Any, strides: Any, _: Any, __: Any, dtype: Any, *___: Any) -> Tensor:
         if not isinstance(dtype, _DtypeName):
             raise NotPlain("malformed tensor")
-        return Tensor(storage, offset, shape, strides, budget, dtype.name)
+        return Tensor(storage, offset, shape, strides, budget, dtype.dtype)
 
     def tensor(storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
         return Tensor(storage, offset, shape, strides, budget)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .dump import Reading
 from .dump_rows import DumpRows
-from .format import Format
+from .format import Format, Reading
 from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
 
 _TEXTS = ("step", "prompt", "completion")
@@ -23,7 +22,8 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         # Texts are not read: they may be large, and a trace does not store them.
-        kept = [field.name for field in parquet.schema_arrow if _is_number(field.type)]
+        tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+        kept = [field.name for field in parquet.schema_arrow if any(test(field.type) for test in tests)]
         first = 1
         for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept):
             rows = DumpRows(str(path))
@@ -40,10 +40,6 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
             first += batch.num_rows
             if len(rows):
                 yield rows.batch()
-
-
-def _is_number(type: pa.DataType) -> bool:
-    return bool(pa.types.is_integer(type) or pa.types.is_floating(type) or pa.types.is_boolean(type))
 
 
 TRL = Format(

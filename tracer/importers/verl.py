@@ -16,13 +16,12 @@ import pyarrow as pa
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
-from .dump import DumpFolder, Part, Reading
 from .dump_rows import padded_columns, routed
 from .fields import Fields
-from .format import Format, first_object, read_rows
-from .local_file import opened
+from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
 from .pickles import BYTES, Budget, Known, NotPlain
 from .rowbatch import RowBatch
+from .textfiles import opened
 from .torch_files import read_bytes, tensors_in, unpickled
 
 _SHELLS = {
@@ -64,9 +63,7 @@ def _parts(folder: DumpFolder) -> list[Part]:
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    """Return a batch's step from meta.json in the same folder or, without that file, from the last number in the
-    batch's path.
-    """
+    """Return a batch's step from meta.json in its folder or, without it, from the last number in its path."""
     meta = folder.beside(name, "meta.json")
     found = None
     try:
@@ -74,7 +71,7 @@ def _step_of(folder: DumpFolder, name: str) -> int | None:
             with opened(folder.path(meta)) as file:
                 found = json.loads(file.read(65536)).get("global_steps")
     except (ValueError, AttributeError, RecursionError):
-        found = None
+        pass
     if type(found) is int and found >= 0:
         return found
     numbers = re.findall(r"(?:^|[_/])(\d+)(?=/|\.[a-z]+$)", name)
@@ -161,7 +158,9 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     if temperature is not None:
         columns["temperature"] = [temperature] * num_rows
     experts = _experts(fields, is_token.shape, where)
-    routing = [] if experts is None else [_routed(experts[row], is_token[row], where) for row in range(num_rows)]
+    routing = []
+    if experts is not None:
+        routing = [routed(own[mask], int(mask.sum()), where) for own, mask in zip(experts, is_token, strict=True)]
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1), routing=routing)
 
 
@@ -185,17 +184,8 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
     return found
 
 
-def _routed(experts: np.ndarray, is_token: np.ndarray, where: str) -> np.ndarray | None:
-    return routed(experts[is_token], int(is_token.sum()), where)
-
-
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's router choices [B, P + T, L, S], with zeros for tokens without choices.
-
-    Returns None if router choices were not recorded.
-
-    After the trainer has scored a batch, the field may hold the trainer's choices (router_replay.mode=R2) and is not read.
-    """
+    """Return the engine's choices [B, P + T, L, S]; None without, or after the trainer's replaced them (R2)."""
     if "train_logprobs" in fields or np.ndim(settled(fields.get("experts"))) != 4:
         return None
     found = fields.array("experts", 4)

@@ -66,9 +66,5 @@ VLLM = response_format(
     name="vllm",
     writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, requested with logprobs and return_token_ids=true",
     alignment="logprobs belong to the choice's token_ids, or to tokens written as token_id:<id>",
-    lacks={
-        "rollout": "the responses hold no logprobs; request them with logprobs=1 (chat: logprobs=true)",
-        "train": "responses have only the engine's logprobs; write them as Parquet together with the trainer's logprobs "
-        "of the same tokens, and import that with `tim-trace import parquet`",
-    },
+    rollout="the responses hold no logprobs; request them with logprobs=1 (chat: logprobs=true)",
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,13 @@ import pyarrow.parquet as pq
 
 from ... import __version__
 from ...schemas.checksums import SealedFile, whole_hash
-from ...schemas.clock import now
+from ...schemas.documents import now
 from ...schemas.errors import DamagedTrace, TimTraceError
 from ...schemas.layout import LOCATE
 from ...schemas.located import OPERATORS, PATCHES
 from ...schemas.tables import Table
 from ..environment import numeric_versions
-from ..parquet_file import ParquetFooter, read_footer, write_checked
+from ..parquet_file import read_footer, write_checked
 from ..store import Store, first_line
 from ..verified_file import FileCursor
 from ..whole_file import unnamed_file, write_part
@@ -58,13 +59,11 @@ def header_path(result: str) -> str:
 
 
 def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
-    """Store a result in a local trace under its question's id, replacing an earlier result. Return the path of the
-    header.
-
-    Raises OSError, and StorageError if a link points outside the trace.
-    """
+    """Store a result under its question's id and return its header's path. Raises OSError and StorageError."""
     folder = Path(store.root)
-    before = _named_before(store, result)
+    before: set[str] = set()
+    with suppress(TimTraceError, OSError):  # only the tables of this header: others may be another process's newer ones
+        before = set(read_header(store, result).files)
     files = dict(
         _write_table(folder, result, spec, rows)
         for spec, rows in ((OPERATORS, _operator_rows(found)), (PATCHES, list(map(asdict, found.patches))))
@@ -78,17 +77,6 @@ def write_result(store: Store, result: str, question: LocateQuestion, found: Loc
     for name in before - set(files):
         (folder / name).unlink(missing_ok=True)
     return relative
-
-
-def _named_before(store: Store, result: str) -> set[str]:
-    """Return the tables listed in the header that is about to be replaced.
-
-    Only these may be removed, since another process may be writing newer tables for the same question.
-    """
-    try:
-        return set(read_header(store, result).files)
-    except (TimTraceError, OSError):
-        return set()
 
 
 def _write_table(folder: Path, result: str, spec: Table, rows: Sequence[dict[str, Any]]) -> tuple[str, SealedFile]:
@@ -151,25 +139,17 @@ def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
 
 
 def read_result(store: Store, result: str) -> KeptResult:
-    """Read a stored result with its tables. Raises DamagedTrace if the content does not match its checksums,
-    NewerTrace, and FileNotFoundError.
-    """
-    header = read_header(store, result)
-    try:
-        return _read_tables(store, header)
-    except FileNotFoundError:  # The result was replaced by a newer one while it was being read.
+    """Read a stored result with its tables. Raises DamagedTrace, NewerTrace, and FileNotFoundError."""
+    for _ in range(2):  # A newer result may replace this one while it is being read.
         header = read_header(store, result)
-    try:
-        return _read_tables(store, header)
-    except FileNotFoundError as error:
-        missing = [name for name in header.files if not store.exists(name)]
-        raise DamagedTrace(f"{', '.join(map(store.shown, missing))}: is missing; {_AGAIN}") from error
+        with suppress(FileNotFoundError):
+            return _read_tables(store, header)
+    missing = [name for name in header.files if not store.exists(name)]
+    raise DamagedTrace(f"{', '.join(map(store.shown, missing))}: is missing; {_AGAIN}")
 
 
 def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
-    """Check one of a result's tables against the recorded hash of the whole file. Raises DamagedTrace if the table does
-    not match or is missing.
-    """
+    """Check one of a result's tables against the hash of the whole file. Raises DamagedTrace, also if it is missing."""
     try:
         read_table(store, header, relative)
         is_whole = whole_hash(store.read_bytes(relative)) == header.files[relative].hash
@@ -179,8 +159,9 @@ def read_whole_table(store: Store, header: ResultHeader, relative: str) -> None:
         raise DamagedTrace(f"{store.shown(relative)}: its content has changed since locate wrote it; {_AGAIN}")
 
 
-def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
-    where = store.shown(relative)
+def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
+    """Read one of a result's tables, verifying its checksums. Raises DamagedTrace and FileNotFoundError."""
+    where, spec, record = store.shown(relative), _spec(header, relative), header.files[relative]
     if (size := store.file_size(relative)) != record.num_bytes:
         raise DamagedTrace(f"{where}: has {size:,} bytes, but locate wrote {record.num_bytes:,}; {_AGAIN}")
     footer = read_footer(store, relative, size)
@@ -188,7 +169,17 @@ def _footer(store: Store, relative: str, record: SealedFile) -> ParquetFooter:
         raise DamagedTrace(f"{where}: has {footer.num_rows:,} rows, more than a locate result can have; {_AGAIN}")
     if (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer has changed since locate wrote it; {_AGAIN}")
-    return footer
+    if not footer.schema.remove_metadata().equals(spec.schema):
+        raise DamagedTrace(f"{where}: does not have the columns of a table of {spec.name}; {_AGAIN}")
+    try:
+        file = footer.verified(store, relative)
+        rows: list[dict[str, Any]] = pq.read_table(pa.PythonFile(FileCursor(file), mode="r")).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, (DamagedTrace, FileNotFoundError)):
+            raise
+        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)}); {_AGAIN}") from error
+    _check_rows(rows, spec, len(header.sequences), where)
+    return rows
 
 
 def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
@@ -215,23 +206,6 @@ def _read_tables(store: Store, header: ResultHeader) -> KeptResult:
 
 def _spec(header: ResultHeader, relative: str) -> Table:
     return next(each for each in (OPERATORS, PATCHES) if relative.startswith(f"{_identity(header.id, each)}-"))
-
-
-def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[str, Any]]:
-    """Read one of a result's tables, verifying its checksums. Raises DamagedTrace and FileNotFoundError."""
-    where, spec = store.shown(relative), _spec(header, relative)
-    footer = _footer(store, relative, header.files[relative])
-    if not footer.schema.remove_metadata().equals(spec.schema):
-        raise DamagedTrace(f"{where}: does not have the columns of a table of {spec.name}; {_AGAIN}")
-    try:
-        file = footer.verified(store, relative)
-        rows: list[dict[str, Any]] = pq.read_table(pa.PythonFile(FileCursor(file), mode="r")).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, (DamagedTrace, FileNotFoundError)):
-            raise
-        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)}); {_AGAIN}") from error
-    _check_rows(rows, spec, len(header.sequences), where)
-    return rows
 
 
 def _check_rows(rows: Iterable[dict[str, Any]], spec: Table, num_sequences: int, where: str) -> None:

@@ -17,9 +17,7 @@ A, B = "a", "b"
 ROUTES = "routes"
 """Name of the patch that replaces one execution's expert choices by the other's."""
 BEYOND = 1.0
-"""Maximum error, in units of the rounding bound, that rounding can explain. An operator that introduces a larger error
-counts as diverging.
-"""
+"""Maximum error, in units of the rounding bound, that rounding explains; above it an operator diverges."""
 FORMAT = 1
 """Format version of the header and its tables."""
 _WHAT = "a locate result"
@@ -27,9 +25,7 @@ _WHAT = "a locate result"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """The arguments of a `locate` command. Equal arguments give the same id, and only the newest result per id is
-    stored.
-    """
+    """The arguments of a `locate` command. Equal arguments give the same id, whose newest result is stored."""
 
     step: int
     arm: str | None
@@ -44,19 +40,13 @@ class LocateQuestion:
 
 
 def limits(layers: str | None, operators: str | None) -> str:
-    """Return a text for the layers and operators that a question is limited to, such as `layers 2:8` or `operators
-    q_proj,rotary`.
-
-    Return an empty string if the question has no limits.
-    """
+    """Return a question's limits, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
     return " and ".join(f"{name} {text}" for name, text in (("layers", layers), ("operators", operators)) if text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """Error that one operator introduces in one execution, over all chosen sequences, measured against float64 on the
-    same inputs.
-    """
+    """Error that an operator introduces in one execution, over all sequences, against float64 on the same inputs."""
 
     side: str
     """The execution, `a` or `b`."""
@@ -73,21 +63,14 @@ class OperatorError:
     introduced: float
     """Root mean square of the error that the operator itself introduces, relative to the RMS of the exact result."""
     ratio: float
-    """Largest error that the operator itself introduces, divided by the rounding bound. Above 1, rounding does not
-    explain the error.
-    """
+    """Largest error that the operator introduces, divided by the rounding bound; rounding explains up to 1."""
     seq_id: str
     token: int
-    """Index of the token with the largest error, counted from 0 over the prompt and response of the sequence `seq_id`.
-    """
+    """Token with the largest error, counted from 0 over the prompt and response of the sequence `seq_id`."""
     inherited: float | None
-    """RMS difference between the operator's inputs in the two executions, relative to a's input; None if the operator
-    has no common input.
-    """
+    """RMS difference between the two executions' inputs, relative to a's; None without a common input."""
     difference: float | None
-    """RMS difference between the operator's outputs in the two executions, relative to a's output; None if there is no
-    common output.
-    """
+    """RMS difference between the two executions' outputs, relative to a's; None without a common output."""
     in_double: float | None
     """Largest relative error at any token when the operator's code runs in float64; None if this was not tried."""
 
@@ -98,9 +81,7 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSequence:
-    """A sequence that both executions ran, with its mismatch. A token's mismatch is d = logprob(b) - logprob(a), in
-    nats.
-    """
+    """A sequence that both executions ran, with its mismatch: d = logprob(b) - logprob(a) per token, nats."""
 
     seq_id: str
     group: str
@@ -127,9 +108,7 @@ class WeightDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How often one router chooses different experts in the two executions. Such a choice is discontinuous, so its
-    effect is not a sum of small errors.
-    """
+    """How often a router chooses different experts in the two executions, a discontinuous effect."""
 
     operator: str
     layer: int | None
@@ -145,9 +124,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Mismatch that remains when some operators of one execution are computed by the other execution's code, on
-    unchanged inputs.
-    """
+    """Mismatch that remains when some operators of one execution run the other's code, on unchanged inputs."""
 
     patch: str
     """Patched operators: a kind of operator, `all operators`, or `routes` for differing expert choices."""
@@ -167,9 +144,7 @@ class Divergence:
     kind: str
     layer: int | None
     why: str
-    """`weights` if the operator has other weights, `beyond` if the error it introduces exceeds the rounding bound,
-    `code` if its result differs even in float64.
-    """
+    """`weights`: other weights; `beyond`: error above the rounding bound; `code`: differs even in float64."""
     ratio: float | None
     version: int | None
     """If `why` is `weights`, the policy version whose weights the operator has; else None."""
@@ -202,8 +177,7 @@ class LocatedFacts:
     unseen: tuple[str, ...]
     """Kinds of operators that only one execution has."""
     engines: tuple[str, ...]
-    """Executions that vLLM ran, `a` or `b`. vLLM runs them eagerly, without compilation, CUDA graphs or a prefix cache.
-    """
+    """Executions that vLLM ran, `a` or `b`: eagerly, without compilation, CUDA graphs or a prefix cache."""
     first: Divergence | None
     """First operator whose error rounding does not explain; None if rounding explains all errors."""
     unjudged: dict[str, str] = field(default_factory=dict)
@@ -228,9 +202,7 @@ class Located(LocatedFacts):
     """
     patches: tuple[Patch, ...]
     only: str = ""
-    """Layers and operators that the question is limited to, such as `layers 2:8` or `operators q_proj,rotary`; empty if
-    it has no limits.
-    """
+    """Limits of the question, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

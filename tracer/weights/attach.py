@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
-from ..hooks.model_contract import dtypes, tokenizer_identity
+from ..hooks.model_contract import described, tokenizer_identity
 from ..importers.import_writer import ImportWriter
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line
@@ -69,7 +69,7 @@ def attach(
     """
     Store(trace).manifest()
     model, of_tokenizer = load_folder(folder, tokenizer)
-    there = _absolute(folder)
+    there = os.path.abspath(os.path.expanduser(folder))
     with grown_trace(trace) as building:
         store = Store(trace)
         snapshot = take_snapshot(store)
@@ -79,7 +79,7 @@ def attach(
         has_tokenizer = of_tokenizer is not None and not store.files(TOKENIZER)
         writer = ImportWriter(building)
         writer.state.attached_from = there
-        writer.state.model = _identity(model, there)
+        writer.state.model = described(model, there, model.config.to_dict())
         if of_tokenizer is not None:
             writer.state.tokenizer = tokenizer_identity(of_tokenizer)
         if has_tokenizer:
@@ -100,16 +100,8 @@ def attach(
     )
 
 
-def _absolute(folder: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.path.expanduser(folder))
-
-
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load a Hugging Face folder's model on the CPU, each tensor in the dtype stored in the folder, and its tokenizer
-    or None.
-
-    Raises WeightsMissing, InvalidOption and NotInstalled.
-    """
+    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption and others."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
@@ -132,7 +124,8 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         raise WeightsMissing(f"{path / 'config.json'}: cannot be read ({first_line(error)})") from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
-    if not _is_language_model(kind):
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model or not hasattr(kind, "generate"):
         raise WeightsMissing(
             f"{path / 'config.json'}: names the architecture {name}, which is not a language model in the installed transformers"
         )
@@ -149,12 +142,6 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     with torch.no_grad():
         _put_own_dtypes(model, path)
     return model, _tokenizer(path, tokenizer)
-
-
-def _is_language_model(kind: object) -> bool:
-    import transformers
-
-    return isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and hasattr(kind, "generate")
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
@@ -182,16 +169,6 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
         raise InvalidOption(
             f"{place}: no tokenizer can be loaded from it ({first_line(error)})", option="tokenizer"
         ) from error
-
-
-def _identity(model: Any, there: str) -> dict[str, Any]:
-    return {
-        "name": there,
-        "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "dtypes": dtypes(model),
-        "config": model.config.to_dict(),
-    }
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
@@ -222,7 +199,9 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
             if other:
                 told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
                 raise InvalidOption(f"{there}: does not match the model of {where}: {told}")
-    most = max((_largest(rows) for rows in _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])), default=-1)
+    tables = _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])
+    tokens = (pc.max(pc.list_flatten(column)).as_py() for rows in tables for column in rows.columns)
+    most = max((token for token in tokens if token is not None), default=-1)
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
         raise InvalidOption(
@@ -236,11 +215,6 @@ def _size(config: Mapping[str, Any], name: str) -> Any:
     return text.get(name)
 
 
-def _largest(rows: pa.Table) -> int:
-    found = [pc.max(pc.list_flatten(rows[name])).as_py() for name in rows.column_names]
-    return max((each for each in found if each is not None), default=-1)
-
-
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
     """Yield the given columns of a table, one file at a time, without the columns that a file lacks."""
     for entry in snapshot.files[table]:
@@ -251,9 +225,7 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights for a version will be replaced. Raises InvalidOption if replacing them is not
-    allowed.
-    """
+    """Return the writers whose weights for a version will be replaced. Raises InvalidOption if not allowed."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]
@@ -272,10 +244,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove weights attached by a writer.
-
-    The writer's state is marked first, so that readers ignore the weights from then on.
-    """
+    """Remove weights attached by a writer, whose state is marked first, so that readers ignore them."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

@@ -1,8 +1,9 @@
-"""Reads checkpoints saved by a run as Hugging Face folders, and writes a recorded version as one."""
+"""Reads checkpoints saved by a run as Hugging Face folders, writes a version as one, and finds a trace's weights."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import InvalidOption, StorageError, WeightsMissing
+from ..store import Store
 from .chunks import bits_type
-from .reader import Tensor
+from .reader import Tensor, WeightReader
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -23,11 +25,7 @@ _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads policy versions that a run saved as Hugging Face folders, such as `checkpoint-100` or `step_200`, inside
-    one folder.
-
-    The number at the end of a folder's name is taken as the policy version, that is, the number of optimizer updates.
-    """
+    """Reads policy versions that a run saved as Hugging Face folders; the number that ends a name is the version."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -44,11 +42,7 @@ class CheckpointReader:
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Load every tensor of a version. Raises WeightsMissing.
-
-        `attempt` is ignored, since checkpoint folders hold each version only once. So is `is_lazy`: tensors are always
-        memory-mapped and take no memory until they are read.
-        """
+        """Memory-map every tensor of a version, whatever `attempt` and `is_lazy`. Raises WeightsMissing."""
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
             raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; available: {there}")
@@ -85,9 +79,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded model's config, with `architectures` added if missing, as in a model never loaded from disk.
-    vLLM needs it.
-    """
+    """Return a model's config with `architectures`, which vLLM needs and a model never loaded from disk lacks."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -131,3 +123,25 @@ def write_folder(
             (folder / document).write_bytes(content)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be written ({error}); give a writable folder") from error
+
+
+FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
+"""Name of the environment variable that sets --weights-from for every command."""
+
+
+def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
+    """Return a reader of a trace's policy versions: `.versions`, `.load(version)`.
+
+    Checkpoints outside the trace are read only from a folder given by the user: `weights_from` or TIM_TRACE_WEIGHTS_FROM. The
+    folder recorded in the trace itself is reported but not read, since the trace may come from an untrusted source.
+    """
+    manifest = store.manifest()
+    writers, damaged = store.writers()
+    reader = WeightReader(store, writers, needs_checksums=manifest.is_checked, checkpoints=manifest.weights_from)
+    reader.damaged[:0] = damaged
+    if weights_from is not None:
+        return CheckpointReader(Path(weights_from))
+    if reader.versions or reader.damaged or manifest.weights_from is None:
+        return reader
+    folder = os.environ.get(FOLDER_VARIABLE)
+    return CheckpointReader(Path(folder)) if folder else reader

@@ -71,16 +71,12 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Return the number of elements in the whole parameter, even if DeepSpeed ZeRO-3 has replaced it by an empty
-    tensor.
-    """
+    """Return the number of elements in the whole parameter, even if ZeRO-3 has replaced it by an empty tensor."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Return module -> name -> this process's shard, for all parameters under FSDP1 or FSDP2, even if currently
-    gathered.
-    """
+    """Return module -> name -> this process's shard under FSDP1 or FSDP2, even if currently gathered."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
@@ -126,10 +122,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Return a layout of a model's tensors in one array per dtype. Tied tensors are included once.
-
-    Raises InvalidRecord for an unsupported dtype.
-    """
+    """Return a layout with one array per dtype and tied tensors once. Raises InvalidRecord for other dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}
@@ -158,9 +151,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def replicated(tensor: Any) -> Any:
-    """Return a DTensor's value if it is replicated on every process; else None, since reading the value would need a
-    collective.
-    """
+    """Return a replicated DTensor's value; None for others, since reading them would need a collective."""
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 

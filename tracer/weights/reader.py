@@ -22,8 +22,16 @@ from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
 from ...schemas.writer_state import WriterState
 from ..store import Store, first_line, unreadable
-from .changes import apply_changes, decode_changes
-from .chunks import DOCUMENT, bits_type, changes_key, chunk_elements, chunk_key, decode_chunk
+from .chunks import (
+    DOCUMENT,
+    apply_changes,
+    bits_type,
+    changes_key,
+    chunk_elements,
+    chunk_key,
+    decode_changes,
+    decode_chunk,
+)
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
 """Ways to supply a trace's weights, for use in error messages."""
@@ -73,10 +81,7 @@ class WeightReader:
         needs_checksums: bool = False,
         checkpoints: str | None = None,
     ):
-        """`writers` are the writer states, which list their files and training attempts.
-
-        `checkpoints` is the checkpoint folder recorded in the trace, for error messages.
-        """
+        """`writers` list their files and attempts; `checkpoints` is the recorded folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []
@@ -86,9 +91,7 @@ class WeightReader:
         """(version, attempt) with a damaged or missing part -> a sentence describing the damage."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """(segment, dtype, chunk index) -> the version held and its bits. It holds all chunks of the version read last,
-        or only the chunk read last.
-        """
+        """(segment, dtype, chunk) -> version and bits held: all chunks of the version read last, or the last chunk."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         """Segment -> number of elements per dtype."""
@@ -111,11 +114,9 @@ class WeightReader:
         try:
             content = self.store.read_json(f"{WEIGHTS}/{name}")
             record = parse_weight_version(content, where, needs_checksum=needs_checksums)
-        except DamagedTrace as error:
-            self._note_lost(name, str(error), known.get(segment.writer))
-            return
-        except OSError as error:
-            self._note_lost(name, str(unreadable(where, error)), known.get(segment.writer))
+        except (DamagedTrace, OSError) as error:
+            told = str(unreadable(where, error) if isinstance(error, OSError) else error)
+            self._note_lost(name, told, known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
             self.damaged.append(f"{where}: contains the record of {record.segment}.{record.version}.json; remove it")
@@ -149,9 +150,7 @@ class WeightReader:
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
-        """Return a version's records from the given training attempt, by default from the newest attempt that has the
-        version.
-        """
+        """Return a version's records from a training attempt, by default the newest that has the version."""
         return self._by_attempt[version][self._chosen(version, attempt)]
 
     def _chosen(self, version: int, attempt: int | None) -> int:
@@ -208,17 +207,13 @@ class WeightReader:
                     self._read(record, tensor)
             except (TimTraceError, ValueError, KeyError, IndexError, TypeError) as error:
                 found.append(str(error))
-            try:
-                self._read_row(record)
+            try:  # decode this version's own chunks, to find damage in them even if earlier versions are lost
+                for dtype, indexes in self._chunks_of(record).items():
+                    for index in indexes:
+                        self._apply(record, dtype, index, self._empty(record, dtype, index))
             except TimTraceError as error:
                 found.append(str(error))
         return found
-
-    def _read_row(self, record: WeightVersion) -> None:
-        """Decode only the chunks stored for this version, to find damage in them even if earlier versions are lost."""
-        for dtype, indexes in self._chunks_of(record).items():
-            for index in indexes:
-                self._apply(record, dtype, index, self._empty(record, dtype, index))
 
     def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
         """Return name -> tensor, each read only when its bits are accessed."""
@@ -237,8 +232,13 @@ class WeightReader:
         for name, by_place in places.items():
             own = list(by_place.values())
             shape = own[0][1].whole_shape
-            if shape is not None:
-                self._check_count(parts, name, sum(tensor.numel for _, tensor in own), math.prod(shape))
+            count = sum(tensor.numel for _, tensor in own)
+            if shape is not None and count != math.prod(shape):
+                held = ", ".join(sorted(record.segment for record in parts))
+                raise WeightsMissing(
+                    f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {math.prod(shape):,} elements; "
+                    f"a writer's part is missing (found: {held})"
+                )
             found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
         return found | {name: found[kept] for name, kept in tied.items()}
 
@@ -287,10 +287,8 @@ class WeightReader:
         # The first version is not kept: it may be the only one.
         rows = self._rows_read.setdefault(record.writer, set())
         rows.add((record.segment, record.row))
-        if (
-            len(rows) == 1
-            or sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items()) > self.most_held
-        ):
+        num_bytes = sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items())
+        if len(rows) == 1 or num_bytes > self.most_held:
             self._held.clear()
         self._held[key] = record, chunk_C
         return chunk_C
@@ -298,11 +296,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Convert a chunk held for another version in the segment to this version, by undoing changes back to their
-        common ancestor.
-
-        Return None if the chunk cannot be converted.
-        """
+        """Convert another version's chunk by undoing changes back to the common ancestor; None if impossible."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))
@@ -366,9 +360,8 @@ class WeightReader:
                         f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array"
                     )
                 size = chunk_elements(dtype, counts[dtype])
-                if len(set(chunks)) != len(chunks) or not all(
-                    0 <= index * size < max(counts[dtype], 1) for index in chunks
-                ):
+                are_inside = all(0 <= index * size < max(counts[dtype], 1) for index in chunks)
+                if len(set(chunks)) != len(chunks) or not are_inside:
                     raise DamagedTrace(
                         f"{self._shown(record)}: version {record.version} has duplicate chunks of {dtype}, or chunks beyond its tensors"
                     )
@@ -400,14 +393,6 @@ class WeightReader:
         if not in_place:
             np.bitwise_xor(target, part_C[: len(target)], out=target)
 
-    def _check_count(self, parts: list[WeightVersion], name: str, count: int, of: int) -> None:
-        if count != of:
-            held = ", ".join(sorted(record.segment for record in parts))
-            raise WeightsMissing(
-                f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {of:,} elements; "
-                f"a writer's part is missing (found: {held})"
-            )
-
     @property
     def told_checkpoints(self) -> str:
         """Sentence on the checkpoint folder recorded in the trace, and how to read it."""
@@ -436,9 +421,7 @@ def _segment_of(name: str) -> Segment | None:
 
 
 def _layout(content: bytes, expected: str | None) -> WeightLayout:
-    """Parse the tensor layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError if the content is
-    invalid.
-    """
+    """Parse the tensor layout in a segment's zarr.json. Raises ValueError, KeyError or TypeError."""
     if expected not in (None, whole_hash(content)):
         raise ValueError("its content has changed since it was written")
     found = WeightLayout.from_dict(json.loads(content)["attributes"]["layout"])

@@ -15,51 +15,44 @@ from typing import Any
 import numpy as np
 
 from ...schemas.checksums import SealedFile, sealed, whole_hash
-from ...schemas.clock import now
+from ...schemas.documents import now
 from ...schemas.layout import WEIGHTS, Segment
 from ...schemas.weights import ITEM_BYTES, WeightLayout, WeightVersion, chain_hash
 from ..patience import Patience
 from ..whole_file import write_part
 from ..worker import Worker
-from .changes import Changes, added, changes_of, write_changes
 from .chunks import (
     DOCUMENT,
     Bits,
+    Changes,
+    added,
     array_document,
     changes_key,
+    changes_of,
     chunk_elements,
     group_document,
     map_chunks,
     part,
+    write_changes,
     write_row,
     written_chunks,
 )
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change between versions. A segment gets more while its deltas are
-together smaller than its keyframe.
-"""
+"""Versions per segment if many elements change; more while its deltas are together smaller than its keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Maximum share of elements that may change for an update to be stored as sparse changes; above it, all bits are
-stored.
-"""
+"""Maximum share of changed elements for an update to be stored as sparse changes; above it, all bits are."""
 STRIDE = 4
-"""Row r of a segment stores changes relative to row r - STRIDE ** n, where STRIDE ** n is the largest power of STRIDE
-that divides r. This keeps the number of rows needed to rebuild a version small.
-"""
+"""Row r stores changes to row r - STRIDE ** n, the largest power that divides r: few rows rebuild a version."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of the shares of changed elements over all updates between a keyframe and a version. At this sum,
-applying the changes takes as long as reading the keyframe.
-"""
+"""Maximum sum of changed shares from the keyframe on: applying them then takes as long as reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum size of a version that is copied to pinned memory, bytes. Up to this size, the caller need not wait for the
-copy. Pinned memory is unavailable to other processes, and torch rounds its size up to a power of two.
-"""
+"""Maximum bytes of a version in pinned memory, whose copy the caller need not await; others cannot use it."""
 
 ENCODERS = 2
 """Number of compression threads."""
@@ -104,13 +97,9 @@ class WeightWriter:
         self._is_few = True
         """True if all rows after the keyframe in the current segment are stored as sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
-        """For each level, the recent changes not yet summed into the next level. Level 0 holds single rows, level 1
-        sums over STRIDE rows, and so on.
-        """
+        """For each level, the changes not yet summed into the next one: single rows, sums over STRIDE rows, ..."""
         self._on_the_way: list[int] = []
-        """[rows] for each row of the segment, the number of changed elements that must be applied to rebuild it from
-        the keyframe.
-        """
+        """[rows] number of changed elements to apply to rebuild each row of the segment from the keyframe."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -129,9 +118,7 @@ class WeightWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """Values that change as long as the writer's threads make progress; writing a large model's weights can take
-        minutes.
-        """
+        """Values that change while the writer's threads make progress; a large model's weights can take minutes."""
         return [worker.signs for worker in (self._worker, *self._encoders)]
 
     @property
@@ -150,21 +137,16 @@ class WeightWriter:
         if version == self._version:
             return
         self._version = version
-        layout = self._layout_of(tensors)
+        # The layout is computed again only if the tensors are not the same objects as before.
+        known = tuple((name, id(tensor)) for name, tensor in tensors.items())
+        layout = layout_of(tensors) if self._layout is None or known != self._known else self._layout
+        self._known = known
         self.drain()
         if layout != self._layout:
             self._layout, self._spare, self._last = layout, {}, {}
         bits, wait = _copy(layout, tensors, self._spare)
         self._spare = {}
         self._worker.submit(partial(self._write, version, layout, bits), 1, ready=wait)
-
-    def _layout_of(self, tensors: Mapping[str, Any]) -> WeightLayout:
-        """Return the tensors' layout. It is computed again only if the tensors are not the same objects as before."""
-        known = tuple((name, id(tensor)) for name, tensor in tensors.items())
-        if self._layout is None or known != self._known:
-            self._known = known
-            return layout_of(tensors)
-        return self._layout
 
     def drain(self) -> None:
         """Wait until all submitted versions are written."""
@@ -238,7 +220,9 @@ class WeightWriter:
         while row % STRIDE ** (level + 1) == 0:
             together = [*self._recent[level], changes]
             self._recent[level] = []
-            changes = {dtype: self._together([one[dtype] for one in together]) for dtype in delta}
+            for dtype in delta:
+                several = [one[dtype] for one in together]
+                changes[dtype] = map_chunks(partial(_added, several), len(several[0]), self._encoders)
             level += 1
         base_row = row - STRIDE**level
         on_the_way = self._on_the_way[base_row] + sum(len(k) for of_dtype in changes.values() for k, _ in of_dtype)
@@ -257,9 +241,6 @@ class WeightWriter:
             return changes_of(delta_E[within], bits_E[within])
 
         return map_chunks(find, -(-len(bits_E) // size), self._encoders)
-
-    def _together(self, several: list[list[Changes]]) -> list[Changes]:
-        return map_chunks(lambda index: added([one[index] for one in several]), len(several[0]), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
         """Write a row's sparse changes. Return the indices of the changed chunks, and the size on disk in bytes."""
@@ -285,11 +266,12 @@ class WeightWriter:
         self._account({f"{WEIGHTS}/{name}": sealed(content)})
 
 
-def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy every tensor's bits to the host, reusing spare buffers.
+def _added(several: list[list[Changes]], index: int) -> Changes:
+    return added([one[index] for one in several])
 
-    Return the bits, and a function that waits for the copy, or None if the copy is complete.
-    """
+
+def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
+    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits, None once complete."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
