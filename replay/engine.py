@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..schemas.arguments import check_arguments
 from ..schemas.contract import Contract
@@ -362,8 +363,6 @@ class _UnitScorer:
         The caller sets `identity_held` in the results of arms other than the identity arm.
         """
         if self._run is None or self._loaded is None:
-            import torch
-
             torch.set_num_threads(self._threads)
             self._run = RecordedRun(**self._opening)
             self._loaded = LoadedModel(self._run.weights)
@@ -397,8 +396,6 @@ def _on_cluster(
     advance: Advance,
 ) -> Iterator[ReplayedStep]:
     """Score the units on Ray actors; yield the results in the same order as in a single process."""
-    import torch
-
     threads = torch.get_num_threads()
     units = [
         _Unit(

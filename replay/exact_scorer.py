@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, option
 from ..tracer.weights.reader import Tensor
@@ -65,8 +67,6 @@ class ExactArmScorer(HfScorer):
         model.forget()
 
     def _make(self, model: ExactModel) -> ExactScorer:
-        import torch
-
         in_single = self.numerics.head_in_fp32
         return ExactScorer(
             model,

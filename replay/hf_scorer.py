@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import torch
+
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..schemas.modules import has_experts
@@ -358,8 +360,6 @@ class HfScorer:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if GPU or host memory ran out; torch has no exception class for the latter."""
-    import torch
-
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return True

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
@@ -53,8 +55,6 @@ class Numerics:
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") else None
 
     def _cast(self, name: str) -> Any:
-        import torch
-
         recorded = None if self.arm.dtype else self.recorded["model"].get(name)
         return getattr(torch, recorded) if recorded else None
 
@@ -115,8 +115,6 @@ class Numerics:
     @property
     def logits_dtype(self) -> Any:
         """torch's dtype of the logits and everything after: the arm's, or the recorded one; None for the default."""
-        import torch
-
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])
         recorded = None if self.arm.dtype else self.recorded.get("logprobs_dtype")
@@ -130,8 +128,6 @@ class Numerics:
     @property
     def projection_dtype(self) -> Any:
         """torch's dtype of the head's projection; None for that of the hidden states."""
-        import torch
-
         return torch.float32 if self.head_in_fp32 else self.autocast
 
 

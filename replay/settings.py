@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
+
 from ..schemas.contract import Contract
 from ..schemas.errors import TimTraceWarning
 from ..tracer.environment import torch_settings
@@ -23,8 +25,6 @@ _cuda_began: list[str | None] = []
 def switches() -> dict[str, Callable[[Any], object]]:
     """Return name of a recorded setting -> its setter, in the order in which the settings must be applied. Needs
     torch."""
-    import torch
-
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     def attribute(owner: Any, name: str) -> Callable[[Any], object]:
@@ -56,16 +56,12 @@ def autocast_dtype(contract: Contract) -> Any:
 
     Return None if the pass did not use autocast, or used it with float32, which has no effect.
     """
-    import torch
-
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name in ("None", "float32") else getattr(torch, name)
 
 
 def autocast(device: Any, dtype: Any) -> Any:
     """Return a context manager for autocast to the torch dtype `dtype`, or a null context if `dtype` is None."""
-    import torch
-
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -76,8 +72,6 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     CUDA reads the variable when CUDA starts. If no value was recorded, the value that torch requires is set for
     deterministic algorithms. The previous value is restored afterwards.
     """
-    import torch
-
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
     if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
@@ -110,8 +104,6 @@ def _set_variable(value: str | None) -> None:
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     """Apply the recorded settings with the arm's changes in this context, and restore the previous settings
     afterwards."""
-    import torch
-
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def keep_double() -> Any:
     """Return a context in which casts from float64 to float32 have no effect.
 
     Other tensors are unaffected: rotary frequencies, which the model defines in float32, stay float32.
     """
-    import torch
     from torch.overrides import TorchFunctionMode
 
     class KeepDouble(TorchFunctionMode):  # type: ignore[misc]

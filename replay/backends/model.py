@@ -12,6 +12,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay, option
 from ...tracer.store import first_line
@@ -44,8 +45,6 @@ def build(
     own, and no third-party code runs (see trusted), except the attentions in `allow_kernel`, which may come from the hub.
     Raises CannotReplay.
     """
-    import torch
-
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
@@ -76,8 +75,6 @@ def build(
 
 def _placed(model: Any, device: str) -> Any:
     """Move the model to the device and return it. A model larger than a GPU is split by layer over all visible GPUs."""
-    import torch
-
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
@@ -128,7 +125,6 @@ def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any], device: str) -> Any:
-    import torch
     from transformers import AttentionInterface
 
     try:
@@ -156,7 +152,6 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
     """Raise CannotReplay while a model is built if it exceeds MAX_MODULES or the memory of this machine or its GPUs."""
-    import torch
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -221,8 +216,6 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     """Load a version's weights into the model, bit for bit or rounded to `dtype`. Raises CannotReplay."""
-    import torch
-
     wanted = model.state_dict(keep_vars=True)  # The tensors themselves are needed, so that their dtype can be changed.
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
@@ -247,8 +240,6 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
 
 def to_torch(tensor: Tensor) -> Any:
     """Return a torch tensor that shares the same bits."""
-    import torch
-
     bits = tensor.bits
     flat = torch.from_numpy(np.require(bits, requirements=["C", "A"]).reshape(-1).view(np.uint8))
     return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...schemas.errors import CannotReplay
 from ..arm_option import FACTORY, phrase
 from ..arms import Arm
@@ -36,16 +38,12 @@ class ModuleScorer:
 
     def __call__(self, batch: PaddedBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
-
         with torch.no_grad():
             return self.logprobs(batch)
 
     def logprobs(self, batch: PaddedBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
         enabled."""
-        import torch
-
         device = next(self._model.parameters()).device
         ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
         logits_BWV = self._model(input_ids=ids_BW, attention_mask=mask_BW)
@@ -53,8 +51,6 @@ class ModuleScorer:
         return torch.cat([self._row(logits_BWV[i], ids_BW[i], batch, i) for i in range(len(batch.rows))])
 
     def _row(self, logits_WV: Any, ids_W: Any, batch: PaddedBatch, row: int) -> Any:
-        import torch
-
         first = int(batch.first_B[row])
         end = first + len(batch.rows[row].response_ids)
         logits_TV = logits_WV[first - 1 : end - 1]

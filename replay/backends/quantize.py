@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 GROUP = 128
 """G: number of inputs that share a scale. The last group in a row may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -15,8 +17,6 @@ _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 
 def quantize(model: Any, kind: str) -> None:
     """Round the weights of all experts and of all linear layers except the head."""
-    import torch
-
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     with torch.no_grad():
         for module in model.modules():
@@ -34,8 +34,6 @@ def rounded(weight_OI: Any, kind: str) -> Any:
 
     int8 has 255 values and int4 has 15.
     """
-    import torch
-
     parts = []
     for part_OG in weight_OI.float().split(GROUP, dim=1):
         scale_O1 = part_OG.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]

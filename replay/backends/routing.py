@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay
 from ...tracer.routing import NOT_ROUTED, Router, RouterTap, Routing, choice, routers
@@ -100,8 +101,6 @@ class Table:
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
         """Return a router's output with its choice replaced by the recorded one."""
-        import torch
-
         found = choice(output)
         if found is None:
             raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")
@@ -122,8 +121,6 @@ class Table:
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
     """Yield the observed choices for each row; each router call covers some of the batch's columns."""
-    import torch
-
     places_N = torch.from_numpy(batch.places_N)
     num_rows = len(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from ...schemas.errors import CannotReplay
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch
 from ..settings import autocast
@@ -41,16 +43,12 @@ class TransformersScorer:
 
     def __call__(self, batch: ForwardBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
-
         with torch.no_grad():
             return self.logprobs(batch)
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
         enabled."""
-        import torch
-
         double = next(self._model.parameters()).dtype == torch.float64
         with keep_double() if double else nullcontext():
             with autocast(self._device, self._autocast):
@@ -66,8 +64,6 @@ class TransformersScorer:
 
     def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
         """Return the hidden states and token ids in the flattened forward pass."""
-        import torch
-
         ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
         mask_BW = torch.from_numpy(batch.mask_BW).to(self._device)
         if self._cached_tokens is None:
@@ -77,8 +73,6 @@ class TransformersScorer:
         return hidden_BWH.flatten(0, 1), ids_BW.flatten()
 
     def _packed(self, batch: PackedBatch) -> tuple[Any, Any]:
-        import torch
-
         ids_W = torch.from_numpy(batch.ids_W).to(self._device)
         positions_W = torch.from_numpy(batch.positions_W).to(self._device)
         inputs = {"input_ids": ids_W[None], "position_ids": positions_W[None]}
@@ -104,8 +98,6 @@ class TransformersScorer:
 
     def _through_cache(self, ids_BW: Any, mask_BW: Any, keep: int) -> Any:
         """Run the prompt in one forward, then the recorded tokens through the cache, as in sampling."""
-        import torch
-
         assert self._cached_tokens is not None
         width = ids_BW.shape[1]
         cache: Any = kv_cache(self._model.config, self._kv_dtype)
@@ -125,8 +117,6 @@ class TransformersScorer:
 
 
 def _compiled(backbone: Any) -> Any:
-    import torch
-
     return torch.compile(backbone, dynamic=True)
 
 
@@ -136,7 +126,6 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
     vLLM's scales are 1 unless a checkpoint has others (its documentation, "Quantized KV cache"). Attention reads the
     rounded values for the newest tokens too. Values beyond 448 saturate.
     """
-    import torch
     from transformers import DynamicCache
 
     if kv_dtype is None:

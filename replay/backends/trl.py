@@ -9,6 +9,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
 from ..batching import ForwardBatch, PaddedBatch
@@ -43,16 +45,12 @@ class TrlScorer:
 
     def __call__(self, batch: ForwardBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
-
         with torch.set_grad_enabled(self._grad):
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
         enabled."""
-        import torch
-
         device = next(self._model.parameters()).device
         if isinstance(batch, TreeBatch):
             return self._of_tree(batch, device)
@@ -70,8 +68,6 @@ class TrlScorer:
     def _of_tree(self, batch: TreeBatch, device: Any) -> Any:
         """Return the logprobs of a prefix tree, with the model run in the same way as in the loss of
         AsyncGRPOTrainer."""
-        import torch
-
         rows = packing.RowSpans(batch.spans)
         ids_1W, positions_1W, labels_1W = (
             torch.from_numpy(values_W).to(device)[None] for values_W in (batch.ids_W, batch.positions_W, batch.labels_W)

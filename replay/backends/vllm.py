@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay, TimTraceWarning
@@ -229,8 +230,6 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 def _free_share() -> float:
     """Return the share of GPU memory for an engine: the free share minus a reserve of 0.03, at most vLLM's default of
     0.9."""
-    import torch
-
     free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
     return max(0.01, min(0.9, round(free / total - 0.03, 2)))
 
@@ -241,8 +240,6 @@ def _first_line(error: Exception) -> str:
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
     """Return logprobs [T, V] after temperature, top-k and top-p, from vLLM's raw ones."""
-    import torch
-
     raw = vllm_logprobs.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
@@ -253,8 +250,6 @@ def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
     """Return the logprob [T] of each recorded token, from processed logprobs or vLLM's dictionaries."""
     if processed_TV is None:
         return np.array(vllm_logprobs.sampled_logprobs(entries, ids_T.tolist()), np.float32)
-    import torch
-
     taken = processed_TV.gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
     return np.asarray(taken.squeeze(-1).numpy())
 
@@ -285,7 +280,6 @@ def _forced_tokens() -> Any:
 
 
 def _keep_plain() -> None:
-    import torch
     from vllm.model_executor.layers import utils
 
     def plain(layer: Any, remove_weight: bool) -> None:

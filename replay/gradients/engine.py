@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from ...schemas.errors import CannotReplay, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...schemas.steps import parse_steps
@@ -117,8 +119,6 @@ def _on_cluster(
     gpus: float,
 ) -> Iterator[_Outcome]:  # fmt: skip
     """Yield the outcome of each step, computed on a cluster, in order of steps."""
-    import torch
-
     threads = torch.get_num_threads()
     outcomes: dict[int, _Outcome] = {}
     worker = _StepTaker(run, arms, asked, threads)
@@ -153,8 +153,6 @@ class _StepTaker:
     @cached_property
     def trace(self) -> RecordedRun:
         """The trace, opened by an actor."""
-        import torch
-
         torch.set_num_threads(self._threads or 1)
         return RecordedRun(**self._opening)
 

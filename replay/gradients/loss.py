@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay, option
 from ...schemas.loss import (
@@ -46,8 +47,6 @@ class StepLoss:
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
         """Return the rows' share of the loss. The shares of all rows add up to the loss of the optimizer step."""
-        import torch
-
         cells = _Cells.of(rows, current_N)
         losses_B = self._aggregated(self._terms(cells), cells.mask_BT)
         pairs = [self.divisors[key_of(entry)] for entry in rows]
@@ -59,8 +58,6 @@ class StepLoss:
 
         Operations run in the same order as in TRL, since the order affects how gradients are rounded.
         """
-        import torch
-
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
         # A token without a logprob in the denominator has a ratio of 1.
@@ -90,8 +87,6 @@ class StepLoss:
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
         """Return the VESPO weight, from each sequence's ratio and correction: [B, 1], or [B, T] if advantages are per
         token."""
-        import torch
-
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
@@ -108,8 +103,6 @@ class StepLoss:
     def _divergence(self, cells: _Cells, ratio: Any) -> Any:
         """Return the k3 divergence from the reference policy, exp(d) - d - 1, [B, T]; 0 for a token without a reference
         logprob."""
-        import torch
-
         current_BT, reference_BT = cells.current_BT, cells.logprobs(REFERENCE)
         reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
         k3_BT = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
@@ -117,8 +110,6 @@ class StepLoss:
 
     def _weights(self, cells: _Cells) -> Any:
         """Return the weights of the correction, [B, T] or [B, 1]; a token without a rollout logprob has a ratio of 1."""
-        import torch
-
         loss = self.loss
         d = (cells.logprobs(self.above) - cells.logprobs(ROLLOUT)) * cells.mask_BT
         d = torch.where(d.isnan(), torch.zeros_like(d), d)
@@ -156,8 +147,6 @@ class _Cells:
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
-        import torch
-
         lengths = [len(entry.row.response_ids) for entry in rows]
         width = max(n + entry.row.pad_right for n, entry in zip(lengths, rows, strict=True))
         cells_N = np.concatenate([np.arange(n) + index * width for index, n in enumerate(lengths)])

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..backends import kernels
 from ..batching import ForwardBatch
 from ..hf_scorer import HfScorer
@@ -46,8 +48,6 @@ class GradientScorer(HfScorer):
     @property
     def has_dropout(self) -> bool:
         """True if the forward uses dropout, so that it differs between runs."""
-        import torch
-
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
@@ -72,8 +72,6 @@ class GradientScorer(HfScorer):
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        import torch
-
         parameters = list(self.parameters.values())
         _forget(parameters)
         with ExitStack() as stack:

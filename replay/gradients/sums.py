@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.modules import KINDS, kind_of
 
@@ -58,8 +59,6 @@ class Sums:
 
 def add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
     """Add a gradient to the total in place, in the way torch accumulates gradients, and return the total."""
-    import torch
-
     if total is None:
         return gradient
     both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]
@@ -70,21 +69,15 @@ def add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
 
 def total_norm(gradient: Gradient) -> float:
     """Return the norm that torch.nn.utils.clip_grad_norm_ computes, bit for bit."""
-    import torch
-
     return float(torch.nn.utils.get_total_norm([values for values in gradient if values is not None]))
 
 
 def _norm(values: Any) -> float:
-    import torch
-
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
 def _products(a: Any, r: Any) -> np.ndarray:
     """Return the sums [4] of aa, ar, rr and (a - r)^2."""
-    import torch
-
     a = torch.zeros_like(r) if a is None else a.to(r.device if r is not None else a.device)
     r = torch.zeros_like(a) if r is None else r
     sums = torch.zeros(4, dtype=torch.float64)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay, InvalidOption, TimTraceError
 from ...schemas.steps import parse_steps
@@ -155,8 +156,6 @@ class _Location:
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
     ) -> None:
         """Build all models and load the weights."""
-        import torch
-
         contract = self._run.train_contract(self._rows[0].contract)
         plain = HfScorer(self._run, Arm(dtype="fp64", attention="eager"), contract, self._device)
         model = plain.build()

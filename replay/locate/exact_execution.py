@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..backends.exact.attention import MOST_KEYS
 from ..backends.exact.model import ExactModel, Operator
 from ..backends.exact.slices import bits_for
@@ -53,8 +55,6 @@ def _heard(
     model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
 ) -> Iterator[None]:
     """Record the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
-    import torch
-
     shape, dtype = shape_of(batch), model.precision.dtype
     where = {index: torch.from_numpy(places(batch, index)).to(model.device) for index in chosen}
 

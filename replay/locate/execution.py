@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
@@ -145,8 +146,6 @@ class Execution:
     @property
     def _keeps_double(self) -> bool:
         """True if torch has to keep every value in float64."""
-        import torch
-
         return bool(next(self.model.parameters()).dtype == torch.float64)
 
     def listen(

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from . import bounds
 from .heard import Heard
 from .judged import GIVES, ratio
@@ -46,8 +48,6 @@ def judge_router(
     If the code run by `again` computes no logits that could be replaced, a choice is accepted if its logits are within
     both bounds.
     """
-    import torch
-
     kind, layer = kind_of(name), layer_of(name)
     # Logits are wider than the choices, which some routers return first.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
@@ -148,7 +148,6 @@ def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
 
     The context's `has_begun` is True once a result equal to `made` was found.
     """
-    import torch
     from torch.overrides import TorchFunctionMode
 
     class GoingOn(TorchFunctionMode):  # type: ignore[misc]
@@ -180,8 +179,6 @@ def follows(
     that it computes itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its
     scores. Return None if the code does not compute the logits `made_TE` before it chooses.
     """
-    import torch
-
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(
         -1, ids_TS.long(), True

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from ...tracer.store import first_line
 from . import bounds
 from .cores import ROTARY, Cores
@@ -66,7 +68,6 @@ class Forward:
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook so that an operator it cannot handle is noted, and the others are judged without it."""
-        import torch
 
         def called(name: str, *args: Any) -> Any:
             try:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..backends import kernels
 from ..backends.double import keep_double
@@ -97,8 +98,6 @@ class Graft:
 
     def _narrowed(self, dtype: Any) -> Any:
         """Return the dtype of inputs under autocast, which does not narrow a taker's float64."""
-        import torch
-
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property
@@ -108,8 +107,6 @@ class Graft:
     @contextmanager
     def _as_giver(self) -> Iterator[None]:
         """Use the giver's own settings, since a float64 taker keeps values wide that have to be narrow here."""
-        import torch
-
         is_double = self._first.dtype == torch.float64
         with (
             keep_double() if is_double else torch._C.DisableTorchFunction(),
@@ -120,8 +117,6 @@ class Graft:
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
         """Return the giver's attention functions and masks for a forward of the taker, from one run of the giver."""
-        import torch
-
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}
@@ -147,8 +142,6 @@ class Graft:
 
 def cast(value: Any, dtype: Any) -> Any:
     """Cast a floating-point tensor to another dtype; return anything else unchanged."""
-    import torch
-
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         return value.to(dtype) if is_float and dtype is not None else value
@@ -156,8 +149,6 @@ def cast(value: Any, dtype: Any) -> Any:
 
 def as_given(new: Any, given: Any) -> Any:
     """Return a result in the dtypes and shapes of the taker's own operator."""
-    import torch
-
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         pairs = zip(outputs_of(new), outputs_of(given), strict=True)
         return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
@@ -191,8 +182,6 @@ class VllmGiver(Graft):
             yield
 
     def _computed(self, name: str, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
-        import torch
-
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             new = self.theirs[name](*args)
         return as_given(new, given)

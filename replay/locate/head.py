@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...tracer.logits import scaled
 from ..recorded import RecordedRow
@@ -30,8 +31,6 @@ def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
     """Judge the operators after the last hidden states, as one operator if the projection is not called separately."""
-    import torch
-
     name = execution.head
     hidden = final_hidden(taps, name)
     if hidden is None or not len(row.response_ids):

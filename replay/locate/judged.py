@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .windows import Window
 
 Point = tuple[str, str, int]
@@ -68,8 +70,6 @@ class Judgement:
         point: Point | None = None,
     ) -> None:
         """Compare values [T, ...] with exact ones, given the bound of each; the error at `point`, if given, is kept."""
-        import torch
-
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -131,8 +131,6 @@ def _judged(
     point: Point | None,
 ) -> Judged:
     """Compare values; `off` is found minus exact, in float64, and is overwritten."""
-    import torch
-
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

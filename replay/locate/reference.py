@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...tracer.logits import scaled
 from ..backends.double import keep_double
@@ -57,8 +58,6 @@ class Reference:
 
         `first_position` is the position of the row's first token.
         """
-        import torch
-
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
@@ -88,8 +87,6 @@ class Reference:
         gradient is multiplied as soon as it exists, and the error is released. The values inside a layer exist for one
         layer at a time, since layers are recomputed in the backward.
         """
-        import torch
-
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}
         with (
@@ -135,14 +132,10 @@ class Reference:
 
     def logprobs(self, row: RecordedRow, temperature: float, first_position: int) -> np.ndarray:
         """Return the log-probabilities of a row's response, [T] float64."""
-        import torch
-
         with torch.no_grad(), keep_double():
             return np.asarray(self._logprobs(row, self._hidden(row, first_position)[0], temperature).cpu())
 
     def _logprobs(self, row: RecordedRow, hidden_TH: Any, temperature: float) -> Any:
-        import torch
-
         ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden_TH.device)
         before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
         logits_TV = self.model.get_output_embeddings()(hidden_TH[before])
@@ -151,8 +144,6 @@ class Reference:
 
     def _hidden(self, row: RecordedRow, first_position: int) -> Any:
         """Return the hidden states [1, T, H] of prompt and response."""
-        import torch
-
         ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
         device = next(self.model.parameters()).device
         positions = first_position + torch.arange(len(ids), device=device)

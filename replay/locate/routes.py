@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...tracer.routing import NOT_ROUTED, Routing, routers
 from ..backends.routing import followed
@@ -85,7 +86,5 @@ def score_with(
 
 def _stacked(taps: RowTaps, names: Sequence[str], slot: int) -> np.ndarray:
     """Return [T, L, ...]: one output of each router, stacked by layer."""
-    import torch
-
     stacked = torch.stack([cast(taps.calls[name].gives[slot], torch.float64) for name in names], dim=1)
     return np.asarray(stacked.cpu().numpy())

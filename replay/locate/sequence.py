@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...tracer.located.results import A, B, Router
 from ...tracer.store import first_line
@@ -145,8 +146,6 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
     """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest score not
     chosen."""
-    import torch
-
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..batching import ForwardBatch, PaddedBatch
 from ..prefix_tree import TreeBatch
@@ -136,8 +137,6 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
 
     The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; with `heads_first` [B, N, W, D] for any N.
     """
-    import torch
-
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if heads_first:
@@ -195,8 +194,6 @@ def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 
 def outputs_of(value: Any) -> list[Any]:
     """Return the tensors in a result, in order. They may be nested in tuples, lists, dicts and dataclasses."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for part in _parts(value) for tensor in outputs_of(part)]
@@ -218,8 +215,6 @@ def with_outputs(value: Any, new: Sequence[Any]) -> Any:
 
 
 def _replaced(value: Any, rest: Iterator[Any]) -> Any:
-    import torch
-
     if isinstance(value, torch.Tensor):
         return next(rest)
     if not (parts := _parts(value)):
@@ -344,8 +339,6 @@ class _HeardForward:
         other: Collection[str],
         cores: Mapping[int, str],
     ):
-        import torch
-
         self._chosen, self._other, self._cores = chosen, other, cores
         self._shape = shape_of(batch)
         self._places = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
@@ -373,8 +366,6 @@ class _HeardForward:
             taps.calls[_unused(name, taps.calls)] = Call(takes[index], given, is_other_code=name in self._other)
 
     def enters(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        import torch
-
         layer, hidden = layer_of(name), hidden_of(args, kwargs)
         if isinstance(hidden, torch.Tensor) and layer is not None:
             for index, taps in self._chosen.items():

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay, option
@@ -349,7 +350,6 @@ class _EngineTaps:
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
     """Join the calls for successive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
-    import torch
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

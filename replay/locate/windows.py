@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..recorded import RecordedRow
 from .names import layer_of
@@ -107,8 +108,6 @@ def bytes_per_token(model: Any) -> int:
 
 def free_bytes(device: str) -> int:
     """Return the free memory on a device, in bytes; _UNKNOWN_FREE if the system does not report it."""
-    import torch
-
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:

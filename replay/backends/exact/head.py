@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .functions import divided, exp, log
 from .layers import Linear
 from .precision import Precision
@@ -28,8 +30,6 @@ class ExactHead:
 
     def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
         """Return the log-probabilities [M], nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
-        import torch
-
         wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
         parts = [
             self._of(hidden_MH[start : start + self._chunk], ids_M[start : start + self._chunk])

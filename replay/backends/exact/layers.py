@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .functions import cosine_and_sine, divided, exp, silu
 from .precision import Precision, rounded
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
@@ -20,8 +22,6 @@ class Linear:
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
         """`output_dtype` is the dtype that the result is rounded to; None for that of the activations."""
-        import torch
-
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
         self._bits = bits_for(weight_OK.shape[1], precision.slices)
@@ -30,8 +30,6 @@ class Linear:
 
     def __call__(self, x_MK: Any) -> Any:
         """Return [M, O]."""
-        import torch
-
         parts = [self._rows(x_MK[start : start + ROWS]) for start in range(0, len(x_MK), ROWS)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -46,8 +44,6 @@ class RmsNorm:
     """Root mean square normalisation along the last axis (Zhang and Sennrich 2019, eq. 4)."""
 
     def __init__(self, module: Any, precision: Precision):
-        import torch
-
         self._weight = module.weight.detach().to(torch.float64)
         self._epsilon = float(module.variance_epsilon)
         self._precision = precision
@@ -62,16 +58,12 @@ class Rotary:
     """Rotary position embedding, with transformers' frequencies for the model."""
 
     def __init__(self, module: Any, precision: Precision):
-        import torch
-
         self._frequencies = module.inv_freq.detach().to(torch.float64)
         self._scaling = float(module.attention_scaling)
         self._precision = precision
 
     def table(self, positions: Any) -> tuple[Any, Any]:
         """Return cosines and sines [..., D] of positions [...], computed in float32 as in transformers."""
-        import torch
-
         angles = rounded(positions[..., None].to(torch.float64) * self._frequencies, torch.float32)
         tables = []
         for values in cosine_and_sine(angles):
@@ -81,8 +73,6 @@ class Rotary:
 
     def turn(self, x: Any, cosine: Any, sine: Any) -> Any:
         """Return vectors [..., D] rotated by the angles of their positions."""
-        import torch
-
         first, second = x.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
         return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
@@ -141,8 +131,6 @@ class Experts:
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
         """Return [M, H]: the weighted outputs of each token's experts, added in order of index."""
-        import torch
-
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]

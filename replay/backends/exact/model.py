@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ....schemas.errors import CannotReplay, option
 from .attention import MOST_KEYS, KeyValueCache, Seen
 from .head import ExactHead
@@ -89,8 +91,6 @@ class Embedding:
 
     def __call__(self, ids_M: Any) -> Any:
         """Return the embeddings [M, H] float64 of token ids."""
-        import torch
-
         return self._weight_VH[ids_M].to(torch.float64)
 
 
@@ -217,8 +217,6 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
     Data is copied to the host once for all window sizes.
     """
-    import torch
-
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)
@@ -229,8 +227,6 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
     """Return [B, T, S]: True if a token sees a key, which is its own or that of an earlier token in its row and
     window."""
-    import torch
-
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -19,8 +21,6 @@ class Precision:
 
         Sums of an fp64 replay are thus as accurate as float64's; rotary tables are float32, as in transformers.
         """
-        import torch
-
         return 3 if self.dtype == torch.float64 else 2
 
     def round(self, x: Any) -> Any:
@@ -29,15 +29,11 @@ class Precision:
 
     def wide(self, x: Any) -> Any:
         """Round to the dtype of norms, routing and logits in transformers: float32, or float64 for a float64 model."""
-        import torch
-
         return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
 
 
 def rounded(x: Any, dtype: Any) -> Any:
     """Round a float64 tensor to `dtype`, through float32, so that CPU and GPU round the same way."""
-    import torch
-
     if dtype == torch.float64:
         return x
     single = x.to(torch.float32)

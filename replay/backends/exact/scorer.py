@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...batching import ForwardBatch, PackedBatch
 from .model import ExactModel
@@ -30,8 +31,6 @@ class ExactScorer:
 
     def __call__(self, batch: ForwardBatch) -> Any:
         """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
-
         with torch.no_grad():
             ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in laid(batch))
             hidden_BWH = self._hidden(ids_BW, positions_BW, rows_BW, self._ends(batch))
@@ -48,8 +47,6 @@ class ExactScorer:
         return [prompt, *range(prompt + self._cached_tokens, batch.width, self._cached_tokens), batch.width]
 
     def _hidden(self, ids_BW: Any, positions_BW: Any, rows_BW: Any, ends: list[int]) -> Any:
-        import torch
-
         caches = self._model.caches(*ids_BW.shape)
         start, parts = 0, []
         for end in ends:
