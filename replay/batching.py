@@ -134,6 +134,18 @@ class PackedBatch:
 ForwardBatch = PaddedBatch | PackedBatch
 
 
+def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
+    """Return the columns at which the forwards through a KV cache begin and end: the prompt, then chunks of the response.
+
+    Without `cached_tokens`, and for packed rows, it is one forward.
+    """
+    if cached_tokens is None or isinstance(batch, PackedBatch):
+        return [0, batch.width]
+    prompt = batch.width - batch.num_kept
+    ends = [0, prompt, *range(prompt + cached_tokens, batch.width, cached_tokens), batch.width]
+    return sorted(set(ends))
+
+
 def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
     """Split the values [N] of a batch's response tokens by row."""
     return np.split(values_N, np.cumsum([len(row.response_ids) for row in batch.rows])[:-1])

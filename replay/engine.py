@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from ..schemas.arguments import check_arguments
-from ..schemas.contract import Contract
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
@@ -31,8 +30,11 @@ from .loaded import LoadedModel, Scorer, scorer_of
 from .plan import ArmPlan, ReplayPlan
 from .recorded import RecordedRow, RecordedRun, assumed_versions
 from .results import ReplayedStep, ReplayedSteps
-from .sample import Sample, draw_sample, extents, parse_sample
+from .sample import Row, Sample, draw_sample, extents, parse_sample
 from .scored import Scored
+
+_Held = dict[int, str | None]
+"""Step -> code of the reason why replaying the step as recorded did not reproduce its bits; None if it did."""
 
 
 @dataclass(slots=True)
@@ -49,14 +51,10 @@ class _Wanted:
     serves_others: bool = False
     """True for the identity arm if other arms were requested. Those arms run even where the identity arm cannot."""
 
-    def lacks(self, step: int, seq_id: str) -> bool:
-        """Return True if the sequence has no score under this arm yet."""
+    def lacking(self, step: int, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows of a step that have no score under this arm yet."""
         there = self.there.get(step, set())
-        return there is not None and seq_id not in there
-
-    def lacking(self, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows in a step that have no score under this arm yet."""
-        return [row for row in rows if self.lacks(step, row.seq_id)]
+        return [] if there is None else [row for row in rows if row.seq_id not in there]
 
 
 def replay(
@@ -114,10 +112,9 @@ def replay(
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
     wanted = _wanted(run, arms, chosen, force, drawn, device, dry_run=dry_run)
     plan = _plan(run, wanted, drawn)
-    if dry_run:
-        _measure(run, wanted, plan, drawn)
     results = ReplayedSteps(sample=drawn, plan=plan)
     if dry_run:
+        _measure(run, wanted, plan, drawn)
         return results
     with connected(ray):  # fails before anything is removed if the cluster does not answer
         for entry in wanted:
@@ -174,7 +171,12 @@ def _wanted(
     """Return the remaining work for each arm. All checks run here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
-    contract = _contract(run, steps[0], first)
+    digests = {row.contract for row in first}
+    if len(digests) != 1:
+        raise CannotReplay(
+            f"{run.store.url}: step {steps[0]} was scored under {len(digests)} contracts; a replay needs exactly one"
+        )
+    contract = run.train_contract(digests.pop())
     if dry_run:  # Our own scoring code is as fast as TRL's, and importing TRL would take most of the time in a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
@@ -190,12 +192,20 @@ def _wanted(
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
         is_replaced = force and not serves_others
-        there = {} if is_replaced else _there(run, target, steps)
+        there: dict[int, set[str] | None] = {}
+        if not is_replaced and target.is_sample:
+            whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
+            there = {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
+        elif not is_replaced:
+            there = dict.fromkeys(target.steps)
         if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
                 f"{target.name} already exists with other changes; choose another name ({option('name', 'NAME')}), or replace it with {option('force')}"
             )
-        left = [step for step in steps if _lacks(there, step, sample)]
+        left = [
+            step for step in steps
+            if (names := there.get(step, set())) is not None and (sample is None or not names >= sample.steps[step].keys())
+        ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
         # Other arms are judged by the identity arm, so it covers all their steps. The results of a
@@ -218,11 +228,11 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     """Arm -> the version of weights that it would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
-        drawn = rows if sample is None else [row for row in rows if row.seq_id in sample.steps[step]]
+        drawn = rows if sample is None else sample.drawn(step, rows)
         for entry, plan, own in zip(wanted, plans, steps, strict=True):
             if step not in own:
                 continue
-            lacking = [row for row in drawn if entry.lacks(step, row.seq_id)]
+            lacking = entry.lacking(step, drawn)
             forwards = {row.forward for row in lacking}
             running = [row for row in rows if row.forward in forwards] if entry.scorer.keeps_batches else lacking
             stale = entry.scorer.arm.weights_version
@@ -260,46 +270,6 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
             loaded.close()
 
 
-_Held = dict[int, str | None]
-"""Step -> code of the reason why replaying the step as recorded did not reproduce its bits; None if it did."""
-
-
-def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:
-    """Return step -> sequences that already have scores under an arm; None if every sequence has one."""
-    if not target.is_sample:
-        return dict.fromkeys(target.steps)
-    whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
-    return {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
-
-
-def _lacks(there: dict[int, set[str] | None], step: int, sample: Sample | None) -> bool:
-    """Return True if a step has sequences left to score."""
-    names = there.get(step, set())
-    return names is not None and (sample is None or not names >= sample.steps[step].keys())
-
-
-def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
-    """Return the contract under which the replayed pass was recorded in a step. Raises CannotReplay if there are
-    several."""
-    digests = {row.contract for row in rows}
-    if len(digests) != 1:
-        raise CannotReplay(
-            f"{run.store.url}: step {step} was scored under {len(digests)} contracts; a replay needs exactly one"
-        )
-    return run.train_contract(digests.pop())
-
-
-def _check_contract(run: RecordedRun, step: int, rows: list[RecordedRow], contract: Contract) -> None:
-    """Raise CannotReplay if a step was recorded under a contract that differs from the first step's."""
-    for digest in {row.contract for row in rows}:
-        found = list(differences(run.train_contract(digest), contract))
-        if found:
-            raise CannotReplay(
-                f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
-                f"replay such steps separately, with {option('steps', 'FIRST:LAST')}"
-            )
-
-
 def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
     """Yield the arms grouped by the model they share, the identity arm's group first."""
     keys = list(dict.fromkeys(entry.scorer.key for entry in wanted))
@@ -316,8 +286,19 @@ def _step_results(
     advance: Advance,
     sample: Sample | None,
 ) -> Iterator[ReplayedStep]:
-    """Yield the results of a step under arms that share a model."""
-    rows = _read(run, group, step)
+    """Yield the results of a step under arms that share a model.
+
+    Raises CannotReplay if a token is outside the vocabulary, or if the contract differs from the first step's.
+    """
+    rows = run.step(step)
+    check_tokens(rows, run.model["config"])
+    for digest in {row.contract for row in rows}:
+        found = list(differences(run.train_contract(digest), group[0].scorer.contract))
+        if found:
+            raise CannotReplay(
+                f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
+                f"replay such steps separately, with {option('steps', 'FIRST:LAST')}"
+            )
     for entry in group:
         if step in entry.steps:
             try:
@@ -326,7 +307,10 @@ def _step_results(
                 if not entry.serves_others:
                     raise
                 held[step] = REFUSED
-                yield _refused(entry, step, error)
+                yield ReplayedStep(
+                    arm=entry.scorer.arm.name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan,
+                    identity_held=False, not_held=REFUSED, differs=(first_line(error),),
+                )  # fmt: skip
             else:
                 yield _step(entry, step, scored, held)
 
@@ -425,17 +409,6 @@ def _on_cluster(
         yield replace(step, identity_held=held[step.step] is None, not_held=held[step.step])
 
 
-def _read(run: RecordedRun, group: list[_Wanted], step: int) -> list[RecordedRow]:
-    """Return the rows of a step.
-
-    Raises CannotReplay if a token is outside the vocabulary, or if the contract differs from the first step's.
-    """
-    rows = run.step(step)
-    check_tokens(rows, run.model["config"])
-    _check_contract(run, step, rows, group[0].scorer.contract)
-    return rows
-
-
 def _scored(
     entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
 ) -> Scored:
@@ -477,13 +450,17 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedSte
     pairs = list(zip(scored.rows, scored.logprobs, strict=True))
     recorded = np.concatenate([row.logprobs[row.scored] for row, _ in pairs])
     replayed = np.concatenate([value[row.scored] for row, value in pairs])
-    same = _same_bits(recorded, replayed)
+    same = recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32)
     d = replayed.astype(np.float64) - recorded.astype(np.float64)
     differs: tuple[str, ...] = ()
     if scorer.arm.is_identity:
         held[step] = None
         if not same.all():
-            differs = _differs(scorer, scored.rows, scorer.made_by())
+            if scorer.run.replayed_pass == ROLLOUT:
+                differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch",)
+            if not all(row.composition_known for row in scored.rows):
+                differs += ("batch composition: not recorded, now one row per forward",)
+            differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
             held[step] = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(
         arm=scorer.arm.name,
@@ -496,26 +473,3 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedSte
         not_held=held[step],
         differs=differs,
     )
-
-
-def _refused(entry: _Wanted, step: int, error: RuntimeError) -> ReplayedStep:
-    """Return the identity arm's result for a step that cannot be replayed as recorded."""
-    return ReplayedStep(
-        arm=entry.scorer.arm.name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan, identity_held=False,
-        not_held=REFUSED, differs=(first_line(error),),
-    )  # fmt: skip
-
-
-def _same_bits(recorded: np.ndarray, replayed: np.ndarray) -> np.ndarray:
-    return np.asarray(recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32))
-
-
-def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
-    """Return the known reasons why the replay did not reproduce the recorded bits."""
-    unknown = not all(row.composition_known for row in rows)
-    words = []
-    if scorer.run.replayed_pass == ROLLOUT:
-        words.append(f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch")
-    if unknown:
-        words.append("batch composition: not recorded, now one row per forward")
-    return (*words, *assumed_versions(rows), *differences(scorer.contract, contract))

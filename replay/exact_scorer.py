@@ -14,14 +14,12 @@ from .backends import model as models
 from .backends.exact.model import ExactModel, check
 from .backends.exact.scorer import ExactScorer
 from .hf_scorer import HfScorer, LoadKey
-from .numerics import ExactNumerics
 from .recorded import RecordedRun
 
 
 class ExactArmScorer(HfScorer):
     """Scores steps bit-identically in any batch, padding and chunking."""
 
-    numerics_of = ExactNumerics
     hears_routers = False
     keeps_batches = False
     """Other rows of a batch do not affect the bits of a row."""

@@ -42,7 +42,6 @@ LoadKey = tuple[Any, ...]
 class HfScorer:
     """Scorer of an arm on a rebuilt transformers model. Arms with equal load keys share the model."""
 
-    numerics_of: type[Numerics] = Numerics
     starts_with_weights = False
     keeps_recorded_rows = True
     """True if the identity arm fails rather than run fewer rows per forward than recorded."""
@@ -54,7 +53,7 @@ class HfScorer:
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
         """Code of the reason why the recorded attention or experts were replaced; None if they were not."""
-        self.numerics = self.numerics_of(arm, contract)
+        self.numerics = Numerics(arm, contract)
         kernels.check(arm.attention, device)
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
@@ -73,7 +72,7 @@ class HfScorer:
         self.kernels: set[str] = set()
         self._rows: int | None = None
         """Maximum number of rows per forward pass since memory ran out; None if memory has not run out."""
-        self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext()
+        self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
         """Function from a batch to a context that is entered around the forward pass of the batch."""
         self.calls_whole_model = False
         """True if the logits come from the model's own forward method, including the head."""
@@ -97,7 +96,7 @@ class HfScorer:
             what = "experts" if "experts" in used else "attention"
             why = trusted.WHY[self.substitution].format(name=ascii(recorded.get(what)))
             warnings.warn(f"arm {self.arm.name}: {why}; {used[what]} is used instead", TimTraceWarning, stacklevel=4)
-        self.numerics = self.numerics_of(self.arm, self.contract | {"model": recorded | used})
+        self.numerics = Numerics(self.arm, self.contract | {"model": recorded | used})
 
     @cached_property
     def _weights(self) -> models.Weights:
@@ -324,6 +323,7 @@ class HfScorer:
         if arm.kv_dtype:
             changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
         used = used_settings(self.contract["torch"], arm)
+        rows = arm.batch_size or self._rows or self.contract.get("rows_a_forward")
         autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
         ranks, given = "ulysses_sequence_parallel_size", self.contract.get("settings")
         whole = {"settings": {**given, ranks: 1}} if isinstance(given, dict) and given.get(ranks) else {}
@@ -342,7 +342,7 @@ class HfScorer:
                 "temperature": arm.temperature or self.contract.get("temperature"),
                 "model": self.contract["model"] | changed,
                 "attention_kernels": sorted(self.kernels),
-                "rows_a_forward": self._rows_a_forward,
+                "rows_a_forward": f"up to {arm.batch_tokens} tokens" if arm.batch_tokens else rows,
                 "prompt_padding_side": None if self.numerics.is_tree else self._padding,
                 "packing": PREFIX_TREE if self.numerics.is_tree else PACKED_ROWS if self.numerics.is_packed else None,
                 "device": environment.device_name(self.device),
@@ -350,12 +350,6 @@ class HfScorer:
                 "versions": environment.numeric_versions(),
             }
         )
-
-    @property
-    def _rows_a_forward(self) -> Any:
-        if self.arm.batch_tokens:
-            return f"up to {self.arm.batch_tokens} tokens"
-        return self.arm.batch_size or self._rows or self.contract.get("rows_a_forward")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

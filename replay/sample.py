@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -41,6 +41,9 @@ class Extent:
     forward: tuple[str, int | None]
     """Writer that recorded the forward pass, and the index of the forward pass at that writer; the index is None if it
     was not recorded."""
+
+
+Row = TypeVar("Row", RecordedRow, Extent)
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
@@ -98,7 +101,7 @@ class Sample:
         be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
-    def drawn(self, step: int, rows: Sequence[RecordedRow]) -> list[RecordedRow]:
+    def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of a step that are in the sample."""
         return [row for row in rows if row.seq_id in self.steps[step]]
 

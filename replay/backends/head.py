@@ -11,9 +11,26 @@ from typing import Any
 import torch
 
 from ...tracer.projection import Projection
+from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
 """Maximum size of the logits in memory at a time."""
+
+
+class BatchScorer:
+    """Base class of what turns a forward pass into log-probabilities."""
+
+    grad_enabled = False
+    """True if the recorded pass kept gradients, which affects the kernels in use."""
+
+    def __call__(self, batch: ForwardBatch) -> Any:
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
+        with torch.set_grad_enabled(self.grad_enabled):
+            return self.logprobs(batch).detach()
+
+    def logprobs(self, batch: Any) -> Any:
+        """Return the log-probabilities [N] as in a call; differentiable if gradients are enabled."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,9 +17,10 @@ from ..batching import ForwardBatch, PaddedBatch
 from ..prefix_tree import TreeBatch
 from ..settings import autocast
 from . import packing, trusted
+from .head import BatchScorer
 
 
-class TrlScorer:
+class TrlScorer(BatchScorer):
     """Calls the trainer's scoring function as the recorded pass did."""
 
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
@@ -31,7 +32,7 @@ class TrlScorer:
         self.name = str(contract["scoring_function"])
         self._score = None if self.name in trusted.PACKED_LOSSES else _function(self.name)
         self._head = _function(str(contract["fused_lm_head"]))
-        self._grad = bool(contract.get("grad_enabled"))
+        self.grad_enabled = bool(contract.get("grad_enabled"))
         device = next(model.parameters()).device
         outputs = ("log_probs", "entropy")
         self._head(
@@ -43,14 +44,7 @@ class TrlScorer:
         if autocast_dtype is not None:
             _wrap_forward(model, lambda: autocast(device, autocast_dtype))
 
-    def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        with torch.set_grad_enabled(self._grad):
-            return self.logprobs(batch).detach()
-
     def logprobs(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
-        enabled."""
         device = next(self._model.parameters()).device
         if isinstance(batch, TreeBatch):
             return self._of_tree(batch, device)

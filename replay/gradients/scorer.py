@@ -79,15 +79,12 @@ class GradientScorer(HfScorer):
             stack.enter_context(kernels.forced(self.arm.attention))
             stack.enter_context(torch.enable_grad())
             for batch, entries in self._forwards(rows):
-                current_N = self._differentiable(batch)
+                current_N = self._given(self._scorer.logprobs, batch)
                 seen(batch, current_N)
                 loss(entries, current_N).backward()
         found = [parameter.grad for parameter in parameters]
         _forget(parameters)
         return found
-
-    def _differentiable(self, batch: ForwardBatch) -> Any:
-        return self._given(self._scorer.logprobs, batch)
 
     def _forwards(self, rows: Sequence[LossRow]) -> Iterator[tuple[ForwardBatch, list[LossRow]]]:
         """Yield forwards in the arm's batch shape, each with its rows."""

@@ -16,7 +16,7 @@ from shared import rest_slow
 from tim_trace.analysis.views import connect
 from tim_trace.replay.arms import parse_arm
 from tim_trace.replay.backends.double import keep_double
-from tim_trace.replay.backends.exact import attention, head, layers
+from tim_trace.replay.backends.exact import attention, layers
 from tim_trace.replay.backends.exact.model import ExactModel, check
 from tim_trace.replay.backends.exact.scorer import ExactScorer
 from tim_trace.replay.backends.head import Head
@@ -211,7 +211,7 @@ def test_blocks_and_chunks_change_no_bit(monkeypatch):
     for scores in (1, 1 << 10, attention.BLOCK["cuda"]):
         monkeypatch.setitem(attention.BLOCK, "cpu", scores)
         monkeypatch.setattr(layers, "ROWS", 3)
-        monkeypatch.setattr(head, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(layers, "CHUNK_BYTES", 1)
         assert score(ExactScorer(ExactModel(model("qwen3-moe"))), rows, 8) == whole
 
 

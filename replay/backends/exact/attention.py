@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from .functions import exp, power_of_two
-from .precision import Precision
+from .functions import Precision, exp, power_of_two
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17

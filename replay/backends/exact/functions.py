@@ -1,4 +1,4 @@
-"""exp, log, sine and cosine from correctly rounded float64 operations only.
+"""Rounding, and exp, log, sine and cosine from correctly rounded float64 operations only.
 
 torch's own differ between the body and the tail of a tensor, and between CPU and GPU. IEEE 754 fixes the results of +, -,
 *, /, sqrt and rounding to an integer, so functions built from these give the same bits at every position of a tensor, in
@@ -8,6 +8,7 @@ every batch and on every device. Each is a separate torch operation, since a fus
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -91,3 +92,35 @@ def power_of_two(exponent: Any) -> Any:
 def divided(x: Any, number: float) -> Any:
     """Return x / number, rounded once: with a Python number as divisor, a GPU multiplies by the reciprocal."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Rounding of numbers kept in float64 tensors: to `dtype` wherever the transformers model would round."""
+
+    dtype: Any
+    """torch's dtype of weights and activations."""
+
+    @property
+    def slices(self) -> int:
+        """Slices per number: two represent at least 36 bits relative to a vector's largest element, three at least 51.
+
+        Sums of an fp64 replay are thus as accurate as float64's; rotary tables are float32, as in transformers.
+        """
+        return 3 if self.dtype == torch.float64 else 2
+
+    def round(self, x: Any) -> Any:
+        """Round to the activations' dtype."""
+        return rounded(x, self.dtype)
+
+    def wide(self, x: Any) -> Any:
+        """Round to the dtype of norms, routing and logits in transformers: float32, or float64 for a float64 model."""
+        return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+
+def rounded(x: Any, dtype: Any) -> Any:
+    """Round a float64 tensor to `dtype`, through float32, so that CPU and GPU round the same way."""
+    if dtype == torch.float64:
+        return x
+    single = x.to(torch.float32)
+    return (single if dtype == torch.float32 else single.to(dtype)).to(torch.float64)

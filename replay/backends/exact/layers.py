@@ -1,6 +1,7 @@
-"""The layers of a decoder except attention: linear, norm, rotary embedding, experts.
+"""The layers of a decoder except attention: linear, norm, rotary embedding, experts, head.
 
-Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width.
+Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width,
+C tokens per chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 
-from .functions import cosine_and_sine, divided, exp, silu
-from .precision import Precision, rounded
+from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, silu
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
 """Maximum number of tokens per matrix product; it bounds the memory used."""
+CHUNK_BYTES = 128 << 20
+"""Maximum size of the float64 logits in memory at a time."""
 
 
 class Linear:
@@ -93,12 +95,12 @@ class Mlp:
     """Gated feed-forward layer with SiLU."""
 
     def __init__(self, gate: Linear, up: Linear, down: Linear, precision: Precision):
-        self.gate, self.up, self.down, self.activation = gate, up, down, Silu(precision)
+        self.gate_proj, self.up_proj, self.act_fn, self.down_proj = gate, up, Silu(precision), down
         self._precision = precision
 
     def __call__(self, x_MH: Any) -> Any:
         """Return [M, H]."""
-        return self.down(self._precision.round(self.activation(self.gate(x_MH)) * self.up(x_MH)))
+        return self.down_proj(self._precision.round(self.act_fn(self.gate_proj(x_MH)) * self.up_proj(x_MH)))
 
 
 class Router:
@@ -149,9 +151,37 @@ class Mixture:
     """A router and its experts."""
 
     def __init__(self, router: Router, experts: Experts):
-        self.router, self.experts = router, experts
+        self.gate, self.experts = router, experts
 
     def __call__(self, x_MH: Any) -> Any:
         """Return [M, H]."""
-        _, weights_MJ, experts_MJ = self.router(x_MH)
+        _, weights_MJ, experts_MJ = self.gate(x_MH)
         return self.experts(x_MH, experts_MJ, weights_MJ)
+
+
+class ExactHead:
+    """The projection to the vocabulary, sliced once, and its log-softmax."""
+
+    def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
+        """`projection_dtype` is the dtype that logits are first rounded to; None for the dtype of the activations."""
+        projection = held.get_output_embeddings()
+        self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
+        self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))
+        self._precision, self._temperature = precision, temperature
+
+    def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
+        """Return the log-probabilities [M], nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
+        wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
+        parts = [
+            self._of(hidden_MH[start : start + self._chunk], ids_M[start : start + self._chunk])
+            for start in range(0, len(hidden_MH), self._chunk)
+        ]
+        return torch.cat(parts).to(wide) if parts else hidden_MH.new_zeros(0, dtype=wide)
+
+    def _of(self, hidden_CH: Any, ids_C: Any) -> Any:
+        logits_CV = self._precision.wide(self._linear(hidden_CH))
+        if self._temperature != 1.0:
+            logits_CV = self._precision.wide(divided(logits_CV, self._temperature))
+        shifted_CV = logits_CV.sub_(logits_CV.amax(dim=-1, keepdim=True))
+        taken_C1 = shifted_CV.gather(-1, ids_C[:, None])
+        return (taken_C1 - log(sum_of_units(exp(shifted_CV)))).squeeze(-1)

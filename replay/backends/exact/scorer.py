@@ -5,16 +5,18 @@ Shapes: B rows in a forward pass (1 if packed), W row length including padding, 
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...batching import ForwardBatch, PackedBatch
+from ...batching import ForwardBatch, PackedBatch, cached_ends
+from ..head import BatchScorer
 from .model import ExactModel
 
 
-class ExactScorer:
+class ExactScorer(BatchScorer):
     """Scores a token bit-identically for every batch, padding, chunking and thread count.
 
     Positions count only a row's own tokens, so that padding does not shift them.
@@ -29,32 +31,17 @@ class ExactScorer:
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 
-    def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        with torch.no_grad():
-            ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in laid(batch))
-            hidden_BWH = self._hidden(ids_BW, positions_BW, rows_BW, self._ends(batch))
-            scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
-            head = self._model.head(self._temperature, self._head_dtype)
-            # A token is predicted from the hidden state before it.
-            return head.logprobs(hidden_BWH.flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
-
-    def _ends(self, batch: ForwardBatch) -> list[int]:
-        """Return the end column of each forward: a single one, or the prompt followed by chunks of the response."""
-        if self._cached_tokens is None or isinstance(batch, PackedBatch):
-            return [batch.width]
-        prompt = batch.width - batch.num_kept
-        return [prompt, *range(prompt + self._cached_tokens, batch.width, self._cached_tokens), batch.width]
-
-    def _hidden(self, ids_BW: Any, positions_BW: Any, rows_BW: Any, ends: list[int]) -> Any:
+    def logprobs(self, batch: ForwardBatch) -> Any:
+        ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in laid(batch))
         caches = self._model.caches(*ids_BW.shape)
-        start, parts = 0, []
-        for end in ends:
-            if end > start:
-                so_far = (positions_BW[:, :end], rows_BW[:, :end])
-                parts.append(self._model.hidden(ids_BW[:, start:end], *so_far, caches))
-                start = end
-        return torch.cat(parts, dim=1)
+        parts = [
+            self._model.hidden(ids_BW[:, start:end], positions_BW[:, :end], rows_BW[:, :end], caches)
+            for start, end in pairwise(cached_ends(batch, self._cached_tokens))
+        ]
+        scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
+        head = self._model.head(self._temperature, self._head_dtype)
+        # A token is predicted from the hidden state before it.
+        return head.logprobs(torch.cat(parts, dim=1).flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
 
 
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
