@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..schemas.capture import Capture
-from ..schemas.contract import Contract, canonical_json
+from ..schemas.contract import Contract, canonical_json, differences
 from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS, Segment
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
@@ -23,10 +23,8 @@ from ..tracer.snapshot import Snapshot
 from ..tracer.whole_file import write_part
 from ..tracer.writer import TraceWriter
 from .arms import Arm
-from .batching import ForwardBatch
-from .differences import differences
+from .batching import ForwardBatch, Scored
 from .recorded import RecordedRow, RecordedRun
-from .scored import Scored
 
 
 class ArmPass:

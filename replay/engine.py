@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import nan
 from time import perf_counter
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from ..schemas.arguments import check_arguments
+from ..schemas.contract import differences
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
@@ -23,15 +25,12 @@ from ..tracer.store import first_line
 from .arm_pass import ArmPass
 from .arms import AS_RECORDED, Arm, check_distinct, parse_arm
 from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED, check_scoring
-from .batching import check_tokens
-from .differences import differences
+from .batching import Scored, check_tokens
 from .gpus import device_here, gpus_of_actor
 from .loaded import LoadedModel, Scorer, scorer_of
-from .plan import ArmPlan, ReplayPlan
 from .recorded import RecordedRow, RecordedRun, assumed_versions
-from .results import ReplayedStep, ReplayedSteps
+from .results import ArmPlan, ReplayedStep, ReplayedSteps, ReplayPlan
 from .sample import Row, Sample, draw_sample, extents, parse_sample
-from .scored import Scored
 
 _Held = dict[int, str | None]
 """Step -> code of the reason why replaying the step as recorded did not reproduce its bits; None if it did."""
@@ -135,12 +134,9 @@ def _here(run: RecordedRun, wanted: list[_Wanted], advance: Advance, sample: Sam
     held: _Held = {}
     try:
         for group in _by_key(wanted):
-            loaded = LoadedModel(run.weights)
-            try:
+            with closing(LoadedModel(run.weights)) as loaded:
                 for step in sorted({step for entry in group for step in entry.steps}):
                     yield from _step_results(run, loaded, group, step, held, advance, sample)
-            finally:
-                loaded.close()
     finally:
         for entry in wanted:
             entry.target.close()
@@ -252,8 +248,7 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
     """
     to_do = {arm.arm: arm for arm in plan if arm.num_tokens}
     for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do]):
-        loaded = LoadedModel(run.weights)
-        try:
+        with closing(LoadedModel(run.weights)) as loaded:
             for entry in group:
                 scorer, step = entry.scorer, entry.steps[0]
                 rows = run.step(step)
@@ -266,8 +261,6 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
                 arm = to_do[scorer.arm.name]
                 arm.tokens_per_s = sum(row.num_tokens for row in first) / max(perf_counter() - start, 1e-9)
                 arm.load_s = loaded.load_s
-        finally:
-            loaded.close()
 
 
 def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:

@@ -16,7 +16,7 @@ from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..schemas.modules import has_experts
 from ..tracer import environment
 from ..tracer.progress import Advance, unheard
-from ..tracer.routing import Router
+from ..tracer.routing import Router, routers
 from ..tracer.staging import to_numpy
 from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor
@@ -27,11 +27,10 @@ from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
 from .backends.quantize import GROUP, quantize
 from .backends.transformers import TransformersScorer
-from .batching import LEFT, PACKED, RIGHT, ForwardBatch, forwards, packed_batch, recorded_forwards, responses
+from .batching import LEFT, PACKED, RIGHT, ForwardBatch, Scored, forwards, packed_batch, recorded_forwards, responses
 from .numerics import Numerics
 from .prefix_tree import tree_batch
 from .recorded import RecordedRow, RecordedRun
-from .scored import Scored
 from .settings import cublas_workspace, settings, used_settings
 
 _Found = TypeVar("_Found")
@@ -167,7 +166,11 @@ class HfScorer:
         is reused."""
         self._model = model
         if self.run.has_routing and self.hears_routers:
-            self._routers = routing.checked(model, self.arm.routing)
+            self._routers = routers(model)
+            if self.arm.routing and not self._routers:
+                raise CannotReplay(
+                    f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its experts"
+                )
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)
         return self._scorer

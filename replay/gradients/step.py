@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from ...schemas.contract import differences
 from ...schemas.modules import KINDS
 from ...tracer.staging import to_numpy
 from ..batching import ForwardBatch, responses
-from ..differences import differences
 from .arm import GradientArm
 from .loss import StepLoss
 from .results import GradientStep, ModuleGradient, same_digits

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,19 @@ from ...schemas.errors import CannotReplay
 from ...tracer.weights.reader import Tensor
 from ..arm_option import EXACT, phrase
 from ..arms import Arm
-from ..backends.double import keep_double
+from ..backends.double import KeepDouble
+from ..backends.exact.attention import MOST_KEYS
+from ..backends.exact.model import ExactModel, Operator
+from ..backends.exact.slices import bits_for
 from ..backends.kernels import KERNELS
 from ..batching import ForwardBatch
+from ..exact_scorer import ExactArmScorer
 from ..hf_scorer import HfScorer
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from .bounds import unit
 from .reference import Reference
-from .taps import RowTaps, Taps
+from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places, shape_of
 
 Prepare = Callable[[Any], None]
 """Modifies a model after its weights are loaded."""
@@ -122,20 +127,20 @@ class Execution:
         self,
         rows: Sequence[RecordedRow],
         of: list[RecordedRow],
-        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
+        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
         """Return sequence -> [T] float64 log-probabilities of `rows`, in batches of `of`; each runs within `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
-            with keep_double() if self._keeps_double else nullcontext(), around(batch):
+            with KeepDouble() if self._keeps_double else nullcontext(), around(batch):
                 yield
 
         self.scorer.around = both
         try:
             scored = self.scorer.score(self.scorer.together(list(rows), of))
         finally:
-            self.scorer.around = lambda batch: nullcontext()
+            self.scorer.around = nullcontext
         wanted = {row.seq_id for row in rows}
         return {
             row.seq_id: np.asarray(values, np.float64)
@@ -172,6 +177,63 @@ class Execution:
         """Return a listener for the operators selected by `wanted`."""
         assert self.reference is not None
         return Taps(self.model, wanted, self.reference.operators).heard
+
+
+class ExactExecution(Execution):
+    """An arm of the exact engine with the weights of a step: its own operators, under transformers' names.
+
+    The engine stores values of its own dtype in float64 tensors. Its operators are observed in the engine's dtype.
+    """
+
+    scorer_of = ExactArmScorer
+    is_other_code = False
+    rounds_scores = False
+    coarsest = None
+    """None, since it rounds only once, to the dtype of its outputs."""
+    _keeps_double = False
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that holds the weights."""
+        return self.built.held
+
+    @property
+    def attention_cut(self) -> float:  # type: ignore[override]
+        """Part of the weighted values that its attention cuts off, as a share of the largest."""
+        slices = self.built.precision.slices
+        return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
+
+    def _listening(self, wanted: Callable[[str], bool]) -> Listening:
+        return partial(_heard_exactly, self.built, wanted)
+
+
+@contextmanager
+def _heard_exactly(
+    model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
+) -> Iterator[None]:
+    """Record the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
+    shape, dtype = shape_of(batch), model.precision.dtype
+    where = {index: torch.from_numpy(places(batch, index)).to(model.device) for index in chosen}
+
+    def kept(value: Any, index: int, operator: Operator) -> Any:
+        part = of_tokens(value, shape, where[index], heads_first=operator.is_heads_first)
+        return part.to(dtype) if part is not None and part.is_floating_point() else part
+
+    def called(name: str, operator: Operator, original: Callable[..., Any], *args: Any) -> Any:
+        given = original(*args)
+        takes = args[:3] if operator.is_heads_first else args
+        for index, taps in chosen.items():
+            took = tuple(kept(value, index, operator) for value in takes)
+            if name.endswith("rotary_emb"):
+                took = (None, *took)  # transformers' rotary takes hidden states before the positions
+            taps.calls[name] = Call(took, tuple(kept(value, index, operator) for value in outputs_of(given)))
+        return given
+
+    with ExitStack() as stack:
+        for name, operator in model.operators().items():
+            if wanted(name):
+                stack.enter_context(operator.replaced(partial(called, name, operator, operator.call)))
+        yield
 
 
 def check_heard(arm: Arm) -> None:

@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from ..backends import kernels
-from ..backends.double import keep_double
+from ..backends.double import KeepDouble
 from ..backends.vllm_mixture import in_order, is_mixture
 from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
-from .exact_execution import ExactExecution
-from .execution import Execution
+from .execution import ExactExecution, Execution
 from .names import core_name, is_core
 from .taps import (
     attention_around,
@@ -109,7 +108,7 @@ class Graft:
         """Use the giver's own settings, since a float64 taker keeps values wide that have to be narrow here."""
         is_double = self._first.dtype == torch.float64
         with (
-            keep_double() if is_double else torch._C.DisableTorchFunction(),
+            KeepDouble() if is_double else torch._C.DisableTorchFunction(),
             autocast(self._first.device, self._autocast),
             kernels.forced(self._giver.arm.attention),
         ):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...tracer.logits import scaled
-from ..backends.double import keep_double
+from ..backends.double import KeepDouble
 from ..recorded import RecordedRow
 from .forward import Forward
 from .heard import Arithmetic, Heard
@@ -63,7 +63,7 @@ class Reference:
         forward = Forward(heard, self.operators, self.names)
         with (
             torch.no_grad(),
-            keep_double(),
+            KeepDouble(),
             forward.listening(mixtures(self.model), self.layers),
             self._running(window),
         ):
@@ -93,7 +93,7 @@ class Reference:
             hooked(self.operators, after=products.gives),
             attention_around(products.core),
             torch.enable_grad(),
-            keep_double(),
+            KeepDouble(),
             self._run_again(),
             hooked(self.layers, products.enters),
             hooked(embedding, after=lambda *call: call[-1].requires_grad_()),
@@ -113,7 +113,7 @@ class Reference:
             for module in self.layers.values():
                 module.forward = partial(
                     checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False,
-                    context_fn=lambda: (nullcontext(), keep_double()),
+                    context_fn=lambda: (nullcontext(), KeepDouble()),
                 )  # fmt: skip
                 stack.callback(module.__dict__.pop, "forward")
             yield
@@ -132,7 +132,7 @@ class Reference:
 
     def logprobs(self, row: RecordedRow, temperature: float, first_position: int) -> np.ndarray:
         """Return the log-probabilities of a row's response, [T] float64."""
-        with torch.no_grad(), keep_double():
+        with torch.no_grad(), KeepDouble():
             return np.asarray(self._logprobs(row, self._hidden(row, first_position)[0], temperature).cpu())
 
     def _logprobs(self, row: RecordedRow, hidden_TH: Any, temperature: float) -> Any:

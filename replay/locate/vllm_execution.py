@@ -33,7 +33,6 @@ from .execution import Execution, check_heard
 from .names import core_name
 from .taps import Call, RowTaps, hidden_of, hooked
 
-VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
 """Modules that vLLM runs after the forward pass, and only for response tokens."""
 _FUSED = ("act_fn",)
@@ -136,7 +135,9 @@ class VllmExecution:
             taps.spans = batch.spans(kwargs["positions"])
 
         # In a decode, the last token is sampled but never run through the model, so one more token is added.
-        asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
+        asked = list(rows)
+        if self._scorer.decodes:
+            asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
         handle = self.model.register_forward_pre_hook(before, with_kwargs=True)
         try:
             with taps.heard():
@@ -165,11 +166,6 @@ class _EagerScorer(VllmScorer):
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
-
-    @property
-    def decodes(self) -> bool:
-        """True if tokens are decoded one by one."""
-        return self._decodes
 
 
 class _Batch:
@@ -211,11 +207,6 @@ class _Batch:
         return self._known[request]
 
 
-def _longer(row: RecordedRow) -> RecordedRow:
-    """Return a row with one more token."""
-    return replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:]))
-
-
 def names(model: Any) -> dict[str, list[str]]:
     """Return vLLM module -> the operators that transformers has in place of the module.
 
@@ -240,7 +231,7 @@ def names(model: Any) -> dict[str, list[str]]:
             found[name] = [f"model.{_ROTARY}"]
         elif last in packed and hasattr(module, "output_partition_sizes"):
             found[name] = [f"{layer}.{each}" for each in packed[last]]
-        elif _computes(module):
+        elif any(True for _ in module.parameters(recurse=False)):  # transformers has a module with these weights
             found[name] = [name]
         elif not any(True for _ in module.children()):
             raise CannotReplay(
@@ -248,11 +239,6 @@ def names(model: Any) -> dict[str, list[str]]:
                 f"compare arms of {option('engine', 'hf')}"
             )
     return found
-
-
-def _computes(module: Any) -> bool:
-    """Return True if a module has weights of its own; transformers then has a corresponding module."""
-    return any(True for _ in module.parameters(recurse=False))
 
 
 class _EngineTaps:

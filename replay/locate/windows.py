@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..batching import grouped
 from ..recorded import RecordedRow
 from .names import layer_of
 
@@ -68,17 +69,13 @@ def parts(
     `num_bytes` is the memory needed per token. There is one window unless a single sequence's values do not fit.
     """
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
-    part: list[RecordedRow] = []
-    size = 0
-    for row in sorted(rows, key=lambda row: (row.writer, row.forward_id)):
-        own = row.num_tokens * num_bytes
-        if part and size + own > most_bytes:
-            yield part, _windows(layers, math.ceil(size / most_bytes))
-            part, size = [], 0
-        part.append(row)
-        size += own
-    if part:
-        yield part, _windows(layers, math.ceil(size / most_bytes))
+
+    def size(part: Sequence[RecordedRow]) -> int:
+        return sum(row.num_tokens for row in part) * num_bytes
+
+    by_forward = sorted(rows, key=lambda row: (row.writer, row.forward_id))
+    for part in grouped(by_forward, lambda part: size(part) <= most_bytes):
+        yield part, _windows(layers, math.ceil(size(part) / most_bytes))
 
 
 def _windows(layers: Sequence[int], number: int) -> list[Window]:

@@ -229,7 +229,8 @@ def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> An
 def _layer(module: Any, config: Any, precision: Precision) -> SimpleNamespace:
     """Return the operators of a layer, under the names that transformers gives them; `attention` is the core."""
     given = module.self_attn
-    attention = {name: _linear(getattr(given, name), precision) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention: dict[str, Any] = {name: _linear(getattr(given, name), precision) for name in projections}
     norms = {name: getattr(given, name, None) for name in ("q_norm", "k_norm")}
     attention |= {name: RmsNorm(norm, precision) for name, norm in norms.items() if norm is not None}
     return SimpleNamespace(
