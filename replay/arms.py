@@ -137,11 +137,8 @@ class Arm:
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Name of the arm: the pass is replay/NAME.  [default: built from the changes]",
-        default="",
-        users=_ANY,
-        metavar="NAME",
-    )
+        "Name of the arm: the pass is replay/NAME.  [default: built from the changes]", default="", users=_ANY, metavar="NAME",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name, described in OPTIONS.items():

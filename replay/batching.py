@@ -63,8 +63,8 @@ class PaddedBatch:
 
     def last(self, values_BK: Any) -> Any:
         """Return the values [N] for the response tokens, row by row, from the values in the last K columns."""
-        begin, kept = self.width - values_BK.shape[1], values_BK.shape[1]
-        return values_BK.reshape(-1)[_spans(self.first_B - begin + np.arange(len(self.rows)) * kept, self.rows)]
+        rows_N, columns_N = np.divmod(self.scored_N, self.width)
+        return values_BK[rows_N, columns_N - self.width]
 
     @property
     def tokens_BW(self) -> np.ndarray:

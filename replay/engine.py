@@ -26,14 +26,10 @@ from .arm_pass import ArmPass
 from .arms import AS_RECORDED, Arm, check_distinct, parse_arm
 from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED, check_scoring
 from .batching import Scored, check_tokens
-from .gpus import device_here, gpus_of_actor
-from .loaded import LoadedModel, Scorer, scorer_of
+from .loaded import LoadedModel, Scorer, device_here, gpus_of_actor, scorer_of
 from .recorded import RecordedRow, RecordedRun, assumed_versions
 from .results import ArmPlan, ReplayedStep, ReplayedSteps, ReplayPlan
 from .sample import Row, Sample, draw_sample, extents, parse_sample
-
-_Held = dict[int, str | None]
-"""Step -> code of the reason why replaying the step as recorded did not reproduce its bits; None if it did."""
 
 
 @dataclass(slots=True)
@@ -45,10 +41,8 @@ class _Wanted:
     steps: list[int]
     there: dict[int, set[str] | None]
     """Step -> sequences that already have scores under this arm; None if every sequence has one."""
-    is_replaced: bool
+    is_replaced: bool = False
     """True if the existing pass of this arm is removed before the arm is scored."""
-    serves_others: bool = False
-    """True for the identity arm if other arms were requested. Those arms run even where the identity arm cannot."""
 
     def lacking(self, step: int, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of a step that have no score under this arm yet."""
@@ -120,26 +114,8 @@ def replay(
             if entry.is_replaced:
                 entry.target.remove()
         with progress("replaying", sum(arm.num_tokens for arm in plan)) as advance:
-            made = (
-                _here(run, wanted, advance, drawn)
-                if ray is None
-                else _on_cluster(run, wanted, drawn, device, ray, gpus, advance)
-            )
-            results.extend(made)
+            results.extend(_results(run, wanted, drawn, device, ray, gpus, advance))
     return results
-
-
-def _here(run: RecordedRun, wanted: list[_Wanted], advance: Advance, sample: Sample | None) -> Iterator[ReplayedStep]:
-    """Yield the results of each step and arm, computed in this process."""
-    held: _Held = {}
-    try:
-        for group in _by_key(wanted):
-            with closing(LoadedModel(run.weights)) as loaded:
-                for step in sorted({step for entry in group for step in entry.steps}):
-                    yield from _step_results(run, loaded, group, step, held, advance, sample)
-    finally:
-        for entry in wanted:
-            entry.target.close()
 
 
 def _arms(given: Sequence[str | Arm], changes: dict[str, Any]) -> list[Arm]:
@@ -207,7 +183,7 @@ def _wanted(
         # Other arms are judged by the identity arm, so it covers all their steps. The results of a
         # sample cover all of it, including sequences that already have scores.
         asked_steps = steps if arm.is_identity or sample is not None else left
-        wanted.append(_Wanted(scorer, target, asked_steps, there, is_replaced, serves_others))
+        wanted.append(_Wanted(scorer, target, asked_steps, there, is_replaced))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
@@ -270,47 +246,9 @@ def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
         yield [entry for entry in wanted if entry.scorer.key == key]
 
 
-def _step_results(
-    run: RecordedRun,
-    loaded: LoadedModel,
-    group: list[_Wanted],
-    step: int,
-    held: _Held,
-    advance: Advance,
-    sample: Sample | None,
-) -> Iterator[ReplayedStep]:
-    """Yield the results of a step under arms that share a model.
-
-    Raises CannotReplay if a token is outside the vocabulary, or if the contract differs from the first step's.
-    """
-    rows = run.step(step)
-    check_tokens(rows, run.model["config"])
-    for digest in {row.contract for row in rows}:
-        found = list(differences(run.train_contract(digest), group[0].scorer.contract))
-        if found:
-            raise CannotReplay(
-                f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
-                f"replay such steps separately, with {option('steps', 'FIRST:LAST')}"
-            )
-    for entry in group:
-        if step in entry.steps:
-            try:
-                scored = _scored(entry, step, rows, sample, loaded, advance)
-            except RuntimeError as error:  # raised by torch, or CannotReplay, which is a subclass of RuntimeError
-                if not entry.serves_others:
-                    raise
-                held[step] = REFUSED
-                yield ReplayedStep(
-                    arm=entry.scorer.arm.name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan,
-                    identity_held=False, not_held=REFUSED, differs=(first_line(error),),
-                )  # fmt: skip
-            else:
-                yield _step(entry, step, scored, held)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Unit of work on a cluster: a step, under arms that share a model."""
+    """Unit of work: a step, under arms that share a model."""
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
@@ -320,60 +258,91 @@ class _Unit:
         return f"step {self.step} under {', '.join(self.arms)}"
 
 
-class _UnitScorer:
-    """Ray actor of a replay. It opens the trace with its first unit, and keeps one model in memory until a unit needs a
-    different one."""
+@dataclass(slots=True)
+class _Opened:
+    """A trace, with the scorer and the pass of each arm; one model is in memory until a unit needs a different one."""
 
-    def __init__(self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, threads: int):
-        """Store what the actor needs; `threads` is the number of threads that torch uses in the parent process."""
+    run: RecordedRun
+    loaded: LoadedModel
+    arms: dict[str, tuple[Scorer, ArmPass]]
+
+
+class _UnitScorer:
+    """Worker of a replay: in this process, or an actor of a cluster, which opens the trace with its first unit."""
+
+    def __init__(
+        self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, advance: Advance | None
+    ):
+        """`advance` gets the tokens of each forward pass in this process; None for an actor."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
-        self._contract, self._device, self._threads = wanted[0].scorer.contract, device, threads
-        self._sample = sample
-        self._run: RecordedRun | None = None
-        self._loaded: LoadedModel | None = None
-        self._entries: dict[str, tuple[Scorer, ArmPass]] = {}
+        self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
+        self._sample, self._advance = sample, advance
+        self._opened: _Opened | None = None
+        if advance is not None:
+            arms = {entry.scorer.arm.name: (entry.scorer, entry.target) for entry in wanted}
+            self._opened = _Opened(run, LoadedModel(run.weights), arms)
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores to the trace; return the results, and the number of tokens that ran.
+        """Score a unit and write its scores to the trace; return the results, and the number of tokens that ran in an
+        actor.
 
-        The caller sets `identity_held` in the results of arms other than the identity arm.
+        `identity_held` and `not_held` are set in the results of the identity arm only. Raises CannotReplay if a token is
+        outside the vocabulary, or if the contract differs from the first step's.
         """
-        if self._run is None or self._loaded is None:
+        if self._opened is None:
             torch.set_num_threads(self._threads)
-            self._run = RecordedRun(**self._opening)
-            self._loaded = LoadedModel(self._run.weights)
-            for arm in self._arms:
-                scorer = scorer_of(self._run, arm, self._contract, self._device)
-                self._entries[arm.name] = scorer, ArmPass(self._run, arm)
-        group = [
-            _Wanted(*self._entries[name], [unit.step], there, False, name == AS_RECORDED and len(self._arms) > 1)
-            for name, there in unit.arms.items()
-        ]
-        held: _Held = {unit.step: None}
+            run = RecordedRun(**self._opening)
+            scorers = [scorer_of(run, arm, self._contract, self._device) for arm in self._arms]
+            arms = {scorer.arm.name: (scorer, ArmPass(run, scorer.arm)) for scorer in scorers}
+            self._opened = _Opened(run, LoadedModel(run.weights), arms)
+        opened, step = self._opened, unit.step
+        rows = opened.run.step(step)
+        check_tokens(rows, opened.run.model["config"])
+        for digest in {row.contract for row in rows}:
+            found = list(differences(opened.run.train_contract(digest), self._contract))
+            if found:
+                raise CannotReplay(
+                    f"{opened.run.store.url}: step {step} was scored under another contract than the first step "
+                    f"({found[0]}); replay such steps separately, with {option('steps', 'FIRST:LAST')}"
+                )
         tokens: list[int] = []
-        parts = _step_results(self._run, self._loaded, group, unit.step, held, tokens.append, self._sample)
-        return list(parts), sum(tokens)
+        results = []
+        for name, there in unit.arms.items():
+            entry = _Wanted(*opened.arms[name], [step], there)
+            try:
+                scored = _scored(entry, step, rows, self._sample, opened.loaded, self._advance or tokens.append)
+            except RuntimeError as error:  # raised by torch, or CannotReplay, which is a subclass of RuntimeError
+                if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even where the recording does not
+                    raise
+                results.append(
+                    ReplayedStep(
+                        arm=name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan,
+                        identity_held=False, not_held=REFUSED, differs=(first_line(error),),
+                    )
+                )  # fmt: skip
+            else:
+                results.append(_step(entry.scorer, step, scored))
+        return results, sum(tokens)
 
     def close(self) -> None:
         """Release the model and seal the added scores."""
-        if self._loaded is not None:
-            self._loaded.close()
-        for _, target in self._entries.values():
-            target.close()
+        if self._opened is not None:
+            self._opened.loaded.close()
+            for _, target in self._opened.arms.values():
+                target.close()
 
 
-def _on_cluster(
+def _results(
     run: RecordedRun,
     wanted: list[_Wanted],
     sample: Sample | None,
     device: str,
-    address: str,
+    ray: str | None,
     gpus: float,
     advance: Advance,
 ) -> Iterator[ReplayedStep]:
-    """Score the units on Ray actors; yield the results in the same order as in a single process."""
-    threads = torch.get_num_threads()
+    """Score each step under each arm, here or on Ray actors; yield the results in the same order."""
     units = [
         _Unit(
             step=step,
@@ -386,18 +355,18 @@ def _on_cluster(
         for group in _by_key(wanted)
         for step in sorted({step for entry in group for step in entry.steps})
     ]
-    worker = _UnitScorer(run, wanted, sample, device, threads)
+    worker = _UnitScorer(run, wanted, sample, device, advance if ray is None else None)
+    cpus = 1 if gpus else torch.get_num_threads()
     scored: dict[int, list[ReplayedStep]] = {}
     try:
-        found = run_units(address, worker, units, num_cpus=1 if gpus else threads, num_gpus=gpus)
-        for number, (results, num_tokens) in found:
+        for number, (results, num_tokens) in run_units(ray, worker, units, num_cpus=cpus, num_gpus=gpus):
             scored[number] = results
             advance(num_tokens)
     finally:
-        adopt(run.folder)
-    identity = next(entry.scorer.arm.name for entry in wanted if entry.scorer.arm.is_identity)
+        if ray is not None:
+            adopt(run.folder)
     steps = [step for number in range(len(units)) for step in scored[number]]
-    held = {step.step: step.not_held for step in steps if step.arm == identity}
+    held = {step.step: step.not_held for step in steps if step.arm == AS_RECORDED}
     for step in steps:
         yield replace(step, identity_held=held[step.step] is None, not_held=held[step.step])
 
@@ -438,23 +407,21 @@ def _scored(
     return scored
 
 
-def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedStep:
-    scorer = entry.scorer
+def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
     pairs = list(zip(scored.rows, scored.logprobs, strict=True))
     recorded = np.concatenate([row.logprobs[row.scored] for row, _ in pairs])
     replayed = np.concatenate([value[row.scored] for row, value in pairs])
     same = recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32)
     d = replayed.astype(np.float64) - recorded.astype(np.float64)
     differs: tuple[str, ...] = ()
-    if scorer.arm.is_identity:
-        held[step] = None
-        if not same.all():
-            if scorer.run.replayed_pass == ROLLOUT:
-                differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch",)
-            if not all(row.composition_known for row in scored.rows):
-                differs += ("batch composition: not recorded, now one row per forward",)
-            differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
-            held[step] = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
+    not_held = None
+    if scorer.arm.is_identity and not same.all():
+        if scorer.run.replayed_pass == ROLLOUT:
+            differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch",)
+        if not all(row.composition_known for row in scored.rows):
+            differs += ("batch composition: not recorded, now one row per forward",)
+        differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
+        not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(
         arm=scorer.arm.name,
         step=step,
@@ -462,7 +429,7 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedSte
         num_equal=int(same.sum()),
         mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0,
         max_abs_d=float(np.abs(d).max(initial=0.0)),
-        identity_held=held[step] is None,
-        not_held=held[step],
+        identity_held=not_held is None,
+        not_held=not_held,
         differs=differs,
     )

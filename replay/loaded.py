@@ -1,11 +1,14 @@
-"""The model in memory, with the weights of one version, and the scorers attached to it."""
+"""The model in memory: its device, the weights of one version, and the scorers attached to it."""
 
 from __future__ import annotations
 
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from ..schemas.contract import Contract
+from ..schemas.errors import InvalidOption, option
 from ..tracer.progress import Advance
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
@@ -78,3 +81,23 @@ class LoadedModel:
             self._model.close()
         self._model = self._shared = self._key = self._version = None
         self._attached = []
+
+
+def device_here() -> str:
+    """Return `cuda` if torch has a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
+    """Return the GPUs of an actor with a model: a fraction of one, one, or several. Raises InvalidOption."""
+    if ray is None:
+        if gpus_per_arm is not None:
+            raise InvalidOption(f"applies to a cluster only; add {option('ray', 'auto')}", option="gpus_per_arm")
+        return 0.0
+    if gpus_per_arm is None:
+        return 1.0 if device_here() == "cuda" else 0.0
+    if gpus_per_arm < 0 or (gpus_per_arm > 1 and gpus_per_arm != int(gpus_per_arm)):
+        raise InvalidOption(
+            f"got {gpus_per_arm:g}; use a fraction from 0 to 1, or a whole number", option="gpus_per_arm"
+        )
+    return float(gpus_per_arm)

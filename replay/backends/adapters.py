@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...schemas.errors import CannotReplay
+from ...tracer.store import first_line
 from ...tracer.weights.chunks import bits_type
 from ...tracer.weights.reader import Tensor
 
@@ -69,9 +70,8 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
                 else:
                     wrapped.add_adapter(str(name), config, autocast_adapter_dtype=False)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            line = str(error).strip().partition("\n")[0]
             raise CannotReplay(
-                f"the adapter {ascii(name)[:80]} cannot be added to the model ({line}); install the peft version recorded in the trace (tim-trace info)"
+                f"the adapter {ascii(name)[:80]} cannot be added to the model ({first_line(error)}); install the peft version recorded in the trace (tim-trace info)"
             ) from error
     wrapped.set_adapter(identity.get("active_adapter") or next(iter(identity["adapters"])))
     return wrapped
@@ -145,6 +145,8 @@ class MergedWeights:
 
         PEFT's own code merges them, as in trl.generation.vllm_generation before weights are sent to an engine.
         """
+        import torch
+
         model = self._wrapped.get_base_model()
         load(model)
         self._wrapped.merge_adapter()
@@ -153,15 +155,8 @@ class MergedWeights:
             if ".original_module." in name or re.search(r"(^|\.)lora_", name):
                 continue
             own = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name).replace(".base_layer.", ".")
-            found[own] = _tensor(tensor)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+            found[own] = Tensor(dtype, flat.view(bits_type(dtype)).reshape(tuple(tensor.shape)))
         self._wrapped.unmerge_adapter()
         return found
-
-
-def _tensor(tensor: Any) -> Tensor:
-    """Return a copy of a torch tensor's bits."""
-    import torch
-
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
-    return Tensor(dtype, flat.view(bits_type(dtype)).reshape(tuple(tensor.shape)))

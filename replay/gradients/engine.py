@@ -13,11 +13,10 @@ from ...schemas.errors import CannotReplay, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
 from ...schemas.steps import parse_steps
 from ...tracer.cluster import run_units
-from ...tracer.progress import Advance, Progress, no_progress
+from ...tracer.progress import Progress, no_progress
 from ..arms import check_distinct
 from ..batching import check_tokens
-from ..gpus import device_here, gpus_of_actor
-from ..loaded import LoadedModel
+from ..loaded import LoadedModel, device_here, gpus_of_actor
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
 from .loss import StepLoss, divisors, passes_of
@@ -63,7 +62,8 @@ def gradient(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     gpus = gpus_of_actor(ray, gpus_per_arm)
-    arms = _arms(arm)
+    arms = [GradientArm(), *(each if isinstance(each, GradientArm) else parse_gradient_arm(each) for each in arm)]
+    check_distinct([each.name for each in arms])
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
@@ -75,17 +75,18 @@ def gradient(
     found: list[GradientStep] = []
     notes: list[str] = []
     with progress("taking gradients", len(chosen)) as advance:
-        outcomes = (
-            _here(run, arms, asked, chosen, advance)
-            if ray is None
-            else _on_cluster(run, arms, asked, chosen, advance, ray, gpus)
-        )
-        for outcome in outcomes:
-            found += outcome.results
-            if outcome.refusal is not None:
-                if len(chosen) == 1:
-                    raise outcome.refusal
-                notes.append(f"step {outcome.step}: {outcome.refusal}")
+        threads = torch.get_num_threads()
+        taker = _StepTaker(run, arms, asked, None if ray is None else threads)
+        outcomes: dict[int, _Outcome] = {}
+        for number, outcome in run_units(ray, taker, chosen, num_cpus=1 if gpus else threads, num_gpus=gpus):
+            outcomes[number] = outcome
+            advance(1)
+    for _, outcome in sorted(outcomes.items()):
+        found += outcome.results
+        if outcome.refusal is not None:
+            if len(chosen) == 1:
+                raise outcome.refusal
+            notes.append(f"step {outcome.step}: {outcome.refusal}")
     if not found:
         raise CannotReplay(notes[0])
     return GradientReport(run=run.store.name, loss=asked.loss, steps=tuple(found), notes=tuple(notes))
@@ -101,33 +102,6 @@ class _Outcome:
     refusal: WeightsMissing | CannotReplay | None
 
 
-def _here(
-    run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance
-) -> Iterator[_Outcome]:
-    """Yield the outcome of each step, computed in this process."""
-    taker = _StepTaker(run, arms, asked)
-    try:
-        for step in steps:
-            yield taker.run(step)
-            advance(1)
-    finally:
-        taker.close()
-
-
-def _on_cluster(
-    run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance, address: str,
-    gpus: float,
-) -> Iterator[_Outcome]:  # fmt: skip
-    """Yield the outcome of each step, computed on a cluster, in order of steps."""
-    threads = torch.get_num_threads()
-    outcomes: dict[int, _Outcome] = {}
-    worker = _StepTaker(run, arms, asked, threads)
-    for number, outcome in run_units(address, worker, steps, num_cpus=1 if gpus else threads, num_gpus=gpus):
-        outcomes[number] = outcome
-        advance(1)
-    yield from (outcomes[number] for number in range(len(steps)))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
     """The options of a call, and the settings and metrics of the run."""
@@ -141,7 +115,7 @@ class _Asked:
 class _StepTaker:
     """Computes gradients, one step at a time; on a cluster, in an actor that opens the trace itself."""
 
-    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int | None = None):
+    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int | None):
         """`threads` is torch's number of threads in the parent process of an actor; None in this process."""
         self.arms, self.asked = arms, asked
         self._opening, self._threads = run.opening, threads
@@ -202,12 +176,6 @@ class _StepTaker:
         if arm.logprobs is None and below == "train" and update.own_ratio:
             below = "current"
         return StepLoss(loss, below, arm.logprobs or "train", divisors(loss, update))
-
-
-def _arms(given: Sequence[str | GradientArm]) -> list[GradientArm]:
-    arms = [GradientArm(), *(arm if isinstance(arm, GradientArm) else parse_gradient_arm(arm) for arm in given)]
-    check_distinct([arm.name for arm in arms])
-    return arms
 
 
 def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> Loss:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -78,19 +78,14 @@ class GradientScorer(HfScorer):
             stack.enter_context(settings(self.contract["torch"], self.arm))
             stack.enter_context(kernels.forced(self.arm.attention))
             stack.enter_context(torch.enable_grad())
-            for batch, entries in self._forwards(rows):
+            entries = {id(entry.row): entry for entry in rows}
+            for batch in self.batches([entry.row for entry in rows]):
                 current_N = self._given(self._scorer.logprobs, batch)
                 seen(batch, current_N)
-                loss(entries, current_N).backward()
+                loss([entries[id(row)] for row in batch.rows], current_N).backward()
         found = [parameter.grad for parameter in parameters]
         _forget(parameters)
         return found
-
-    def _forwards(self, rows: Sequence[LossRow]) -> Iterator[tuple[ForwardBatch, list[LossRow]]]:
-        """Yield forwards in the arm's batch shape, each with its rows."""
-        entries: Mapping[int, LossRow] = {id(entry.row): entry for entry in rows}
-        for batch in self.batches([entry.row for entry in rows]):
-            yield batch, [entries[id(row)] for row in batch.rows]
 
 
 def _forget(parameters: Sequence[Any]) -> None:

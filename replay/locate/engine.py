@@ -19,8 +19,8 @@ from ..arms import Arm, parse_arm
 from ..backends.adapters import PREFIX
 from ..backends.model import to_torch
 from ..batching import check_tokens
-from ..gpus import device_here
 from ..hf_scorer import HfScorer
+from ..loaded import device_here
 from ..recorded import RecordedRow, RecordedRun
 from .chosen import Chosen, choose
 from .execution import ExactExecution, Execution, Prepare

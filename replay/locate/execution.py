@@ -27,7 +27,7 @@ from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from .bounds import unit
 from .reference import Reference
-from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places, shape_of
+from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 
 Prepare = Callable[[Any], None]
 """Modifies a model after its weights are loaded."""
@@ -41,6 +41,8 @@ class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
     """Part of the weighted values that its attention cuts off, as a share of the largest."""
+    _keeps_double = True
+    """True if torch has to keep every value of a float64 model in float64."""
     reference: Reference | None = None
     """The recorded model, whose operators are observed here, whatever modules compute them."""
 
@@ -133,7 +135,8 @@ class Execution:
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
-            with KeepDouble() if self._keeps_double else nullcontext(), around(batch):
+            is_double = self._keeps_double and next(self.model.parameters()).dtype == torch.float64
+            with KeepDouble() if is_double else nullcontext(), around(batch):
                 yield
 
         self.scorer.around = both
@@ -147,11 +150,6 @@ class Execution:
             for row, values in zip(scored.rows, scored.logprobs, strict=True)
             if row.seq_id in wanted
         }
-
-    @property
-    def _keeps_double(self) -> bool:
-        """True if torch has to keep every value in float64."""
-        return bool(next(self.model.parameters()).dtype == torch.float64)
 
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
@@ -212,8 +210,8 @@ def _heard_exactly(
     model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
 ) -> Iterator[None]:
     """Record the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
-    shape, dtype = shape_of(batch), model.precision.dtype
-    where = {index: torch.from_numpy(places(batch, index)).to(model.device) for index in chosen}
+    shape, dtype = batch.tokens_BW.shape, model.precision.dtype
+    where = places(batch, chosen, model.device)
 
     def kept(value: Any, index: int, operator: Operator) -> Any:
         part = of_tokens(value, shape, where[index], heads_first=operator.is_heads_first)

@@ -127,7 +127,7 @@ class Reference:
                 if layer is None or window.runs(layer):
                     continue
                 stack.callback(_put_back, module, module.__dict__.get("forward"))
-                module.forward = _passed_on
+                module.forward = lambda hidden, *_args, **_kwargs: hidden
             yield
 
     def logprobs(self, row: RecordedRow, temperature: float, first_position: int) -> np.ndarray:
@@ -206,16 +206,13 @@ class _Products:
 
         def multiply(gradient: Any) -> None:
             gradient = gradient[0].transpose(0, 1) if heads_first else gradient
-            for products, each in zip(self.found, self._of(place), strict=True):
+            if place != self._place:
+                self._place, self._errors = place, self._errors_of(self._windows[place])
+            for products, each in zip(self.found, self._errors, strict=True):
                 if (error := each.pop(point, None)) is not None:
                     products[point] = _product(gradient, error)
 
         (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
-
-    def _of(self, place: int) -> Sequence[dict[Point, Any]]:
-        if place != self._place:
-            self._place, self._errors = place, self._errors_of(self._windows[place])
-        return self._errors
 
 
 def _product(gradient: Any, error: Any) -> float:
@@ -226,10 +223,6 @@ def _product(gradient: Any, error: Any) -> float:
     if np.isfinite(found):
         return found
     return float((gradient.reshape(error.shape) * error).nan_to_num(0.0, 0.0, 0.0).sum())
-
-
-def _passed_on(hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return hidden
 
 
 def _put_back(module: Any, forward: Any) -> None:

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..batching import ForwardBatch, PaddedBatch
-from ..prefix_tree import TreeBatch
-from .names import core_name, layer_modules, layer_of
+from ..batching import ForwardBatch
+from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
@@ -62,22 +61,10 @@ class RowTaps:
         return 0
 
 
-def places(batch: ForwardBatch, index: int) -> np.ndarray:
-    """Return [T] int64: the indices of a row's prompt and response tokens in the concatenated rows of a forward
-    pass."""
-    row = batch.rows[index]
-    if isinstance(batch, PaddedBatch):
-        start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
-        return np.arange(start, start + row.num_tokens)
-    if isinstance(batch, TreeBatch):
-        return batch.places_B[index]
-    end = int(batch.ends_B[index])
-    return np.arange(end - row.num_tokens, end)
-
-
-def shape_of(batch: ForwardBatch) -> tuple[int, int]:
-    """Return the number of rows and the row length of tensors in a forward pass; packed rows count as a single row."""
-    return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
+def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
+    """Return row index -> [T] the indices of a row's prompt and response tokens in the concatenated rows of a forward."""
+    places_B = np.split(batch.places_N, np.cumsum([row.num_tokens for row in batch.rows])[:-1])
+    return {index: torch.from_numpy(places_B[index]).to(device) for index in chosen}
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
@@ -313,8 +300,9 @@ class Taps:
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
         """Observe one forward pass. `chosen` is row index -> where the values of that row are recorded."""
-        self._chosen, self._shape = chosen, shape_of(batch)
-        self._places = {index: torch.from_numpy(places(batch, index)).to(self._device) for index in chosen}
+        self._chosen, self._shape = chosen, batch.tokens_BW.shape
+        self._places = places(batch, chosen, self._device)
+        self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
         """Running operator -> row -> inputs of the operator for that row, recorded before the operator can change them
@@ -340,12 +328,9 @@ class Taps:
         return part
 
     def _keep(self, name: str, gives: Sequence[Any]) -> None:
-        takes = self._taken.pop(name)
+        takes, call = self._taken.pop(name), self._calls.next(name)
         for index, taps in self._chosen.items():
             given = tuple(self._kept(value, index) for value in gives)
-            number, call = 2, name
-            while call in taps.calls:  # calls after the first have a number appended
-                call, number = f"{name}#{number}", number + 1
             taps.calls[call] = Call(takes[index], given, is_other_code=name in self._other)
 
     def _enters(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -96,13 +96,10 @@ class VllmExecution:
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter name in transformers -> torch dtype; the experts in a mixture are left out."""
-        return {name: tensor.dtype for name, tensor in self._held(with_experts=False)}
+        return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
-    def held(self) -> Iterator[tuple[str, Any]]:
+    def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
         """Yield the engine's weights under transformers' names. Fused weights are split, and padding is removed."""
-        return self._held(with_experts=True)
-
-    def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
         model = self.model
         parts = dict(names(model))
         modules = dict(model.named_modules())

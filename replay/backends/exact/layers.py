@@ -32,14 +32,13 @@ class Linear:
 
     def __call__(self, x_MK: Any) -> Any:
         """Return [M, O]."""
-        parts = [self._rows(x_MK[start : start + ROWS]) for start in range(0, len(x_MK), ROWS)]
+        parts = []
+        for rows_MK in x_MK.split(ROWS):
+            result_MO = matmul(sliced(rows_MK, self._bits, self._precision.slices), self._weight)
+            if self._bias_O is not None:
+                result_MO = result_MO + self._bias_O
+            parts.append(rounded(result_MO, self._dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _rows(self, x_MK: Any) -> Any:
-        result_MO = matmul(sliced(x_MK, self._bits, self._precision.slices), self._weight)
-        if self._bias_O is not None:
-            result_MO = result_MO + self._bias_O
-        return rounded(result_MO, self._dtype)
 
 
 class RmsNorm:
@@ -172,16 +171,13 @@ class ExactHead:
     def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
         """Return the log-probabilities [M], nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
         wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
-        parts = [
-            self._of(hidden_MH[start : start + self._chunk], ids_M[start : start + self._chunk])
-            for start in range(0, len(hidden_MH), self._chunk)
-        ]
-        return torch.cat(parts).to(wide) if parts else hidden_MH.new_zeros(0, dtype=wide)
-
-    def _of(self, hidden_CH: Any, ids_C: Any) -> Any:
-        logits_CV = self._precision.wide(self._linear(hidden_CH))
-        if self._temperature != 1.0:
-            logits_CV = self._precision.wide(divided(logits_CV, self._temperature))
-        shifted_CV = logits_CV.sub_(logits_CV.amax(dim=-1, keepdim=True))
-        taken_C1 = shifted_CV.gather(-1, ids_C[:, None])
-        return (taken_C1 - log(sum_of_units(exp(shifted_CV)))).squeeze(-1)
+        parts = [hidden_MH.new_zeros(0)]
+        for hidden_CH, ids_C in zip(hidden_MH.split(self._chunk), ids_M.split(self._chunk), strict=True):
+            if len(ids_C):
+                logits_CV = self._precision.wide(self._linear(hidden_CH))
+                if self._temperature != 1.0:
+                    logits_CV = self._precision.wide(divided(logits_CV, self._temperature))
+                shifted_CV = logits_CV.sub_(logits_CV.amax(dim=-1, keepdim=True))
+                taken_C1 = shifted_CV.gather(-1, ids_C[:, None])
+                parts.append((taken_C1 - log(sum_of_units(exp(shifted_CV)))).squeeze(-1))
+        return torch.cat(parts).to(wide)
