@@ -382,15 +382,11 @@ def _scored(
     lacking = entry.lacking(step, wanted)
     new = {row.seq_id for row in lacking}
     there = [row for row in wanted if row.seq_id not in new]
-    known = Scored()
-    if there and entry.scorer.arm.is_identity:
-        alike = entry.target.scored_alike(step, there, entry.scorer.made_by())
-        if alike is None:
-            lacking, there = wanted, []
-        else:
-            known = alike
-    elif there:
-        known = entry.target.scored(step, there)
+    known: Scored | None = Scored()
+    if there:
+        known = entry.target.scored(step, there, entry.scorer.made_by() if entry.scorer.arm.is_identity else None)
+    if known is None:
+        lacking, there, known = wanted, [], Scored()
     if not lacking:
         return known
     scored = loaded.score(entry.scorer, entry.scorer.together(lacking, rows), advance)

@@ -18,7 +18,7 @@ from .settings import autocast_dtype
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The settings of an arm; properties that return torch dtypes import torch."""
+    """The settings of an arm."""
 
     arm: Arm
     recorded: Contract

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,25 +24,25 @@ _cuda_began: list[str | None] = []
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return name of a recorded setting -> its setter, in the order in which the settings must be applied. Needs
-    torch."""
+    """Return name of a recorded setting -> its setter, in the order in which the settings must be applied."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
-    def attribute(owner: Any, name: str) -> Callable[[Any], object]:
-        return lambda value: setattr(owner, name, value)
-
     return {
-        "fp32_precision": attribute(torch.backends, "fp32_precision"),
-        "cuda_matmul_fp32_precision": attribute(cuda.matmul, "fp32_precision"),
+        "fp32_precision": partial(setattr, torch.backends, "fp32_precision"),
+        "cuda_matmul_fp32_precision": partial(setattr, cuda.matmul, "fp32_precision"),
         "float32_matmul_precision": torch.set_float32_matmul_precision,
         "deterministic_algorithms": torch.use_deterministic_algorithms,
         "num_threads": torch.set_num_threads,
-        "mkldnn": attribute(torch.backends.mkldnn, "enabled"),
-        "cudnn_allow_tf32": attribute(cudnn, "allow_tf32"),
-        "cuda_bf16_reduced_precision_reduction": attribute(cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-        "cuda_fp16_reduced_precision_reduction": attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        "cudnn_deterministic": attribute(cudnn, "deterministic"),
-        "cudnn_benchmark": attribute(cudnn, "benchmark"),
+        "mkldnn": partial(setattr, torch.backends.mkldnn, "enabled"),
+        "cudnn_allow_tf32": partial(setattr, cudnn, "allow_tf32"),
+        "cuda_bf16_reduced_precision_reduction": partial(
+            setattr, cuda.matmul, "allow_bf16_reduced_precision_reduction"
+        ),
+        "cuda_fp16_reduced_precision_reduction": partial(
+            setattr, cuda.matmul, "allow_fp16_reduced_precision_reduction"
+        ),
+        "cudnn_deterministic": partial(setattr, cudnn, "deterministic"),
+        "cudnn_benchmark": partial(setattr, cudnn, "benchmark"),
         "cuda_preferred_blas": cuda.preferred_blas_library,
         "cuda_preferred_linalg": cuda.preferred_linalg_library,
         "sdp_flash": cuda.enable_flash_sdp,
@@ -52,7 +53,7 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return the autocast dtype of a recorded pass. Needs torch.
+    """Return the autocast dtype of a recorded pass.
 
     Return None if the pass did not use autocast, or used it with float32, which has no effect.
     """

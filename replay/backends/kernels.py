@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from ...schemas.errors import CannotReplay
+from ...tracer.hooks.patches import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,21 +67,13 @@ def forced(attention: str | None) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _heads_repeated() -> Iterator[None]:
+def _heads_repeated() -> AbstractContextManager[None]:
     """Make transformers copy keys and values for each query head, for kernels that cannot share them."""
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
-    shares = getattr(sdpa_attention, name, None)
-    if shares is None:  # this release always copies them
-        yield
-        return
-    setattr(sdpa_attention, name, lambda *_: False)
-    try:
-        yield
-    finally:
-        setattr(sdpa_attention, name, shares)
+    # Releases without this function always copy them.
+    return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 
 @contextmanager
@@ -102,8 +95,5 @@ def observed(found: set[str]) -> Iterator[None]:
         found.add(f"sdpa {names.get(chosen, chosen)}")
         return original(query, key, value, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = watching
-    try:
+    with replaced(functional, "scaled_dot_product_attention", watching):
         yield
-    finally:
-        functional.scaled_dot_product_attention = original

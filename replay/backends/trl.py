@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,16 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            _wrap_forward(model, lambda: autocast(device, autocast_dtype))
+            # As in Accelerator.prepare_model under mixed precision, the forward runs in autocast and returns float32.
+            from accelerate.utils import convert_outputs_to_fp32
+
+            forward = model.forward
+
+            def in_autocast(*args: Any, **kwargs: Any) -> Any:
+                with autocast(device, autocast_dtype):
+                    return forward(*args, **kwargs)
+
+            model.forward = convert_outputs_to_fp32(in_autocast)  # type: ignore[no-untyped-call]
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         device = next(self._model.parameters()).device
@@ -71,19 +79,6 @@ class TrlScorer(BatchScorer):
         )
         packing.check_all(rows, self._model.config)
         return outputs.log_probs.flatten()[torch.from_numpy(batch.before_N).to(device)]
-
-
-def _wrap_forward(model: Any, cast: Callable[[], Any]) -> None:
-    """Run the forward in autocast and return float32, as Accelerator.prepare_model does under mixed precision."""
-    from accelerate.utils import convert_outputs_to_fp32
-
-    forward = model.forward
-
-    def in_autocast(*args: Any, **kwargs: Any) -> Any:
-        with cast():
-            return forward(*args, **kwargs)
-
-    model.forward = convert_outputs_to_fp32(in_autocast)  # type: ignore[no-untyped-call]
 
 
 def scores(contract: Contract) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from ...schemas.errors import CannotReplay, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
+from ...schemas.passes import CURRENT, TRAIN
 from ...schemas.steps import parse_steps
 from ...tracer.cluster import run_units
 from ...tracer.progress import Progress, no_progress
@@ -159,7 +160,11 @@ class _StepTaker:
             stale = arm.forward.weights_version
             version = update.policy_version if stale is None else stale
             self._loaded.ready(scorer, version, update.rows[0].row.attempt)
-            yield passes.take(arm, scorer, self._loss(arm, update))
+            loss = corrected(self.asked.loss, arm.correction)
+            below = arm.logprobs or loss.denominator
+            if arm.logprobs is None and below == TRAIN and update.own_ratio:
+                below = CURRENT
+            yield passes.take(arm, scorer, StepLoss(loss, below, arm.logprobs or TRAIN, divisors(loss, update)))
 
     def _scorers_of(self, update: Update) -> list[GradientScorer]:
         if update.contract not in self._scorers:
@@ -169,13 +174,6 @@ class _StepTaker:
                 GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self.arms
             ]
         return self._scorers[update.contract]
-
-    def _loss(self, arm: GradientArm, update: Update) -> StepLoss:
-        loss = corrected(self.asked.loss, arm.correction)
-        below = arm.logprobs or loss.denominator
-        if arm.logprobs is None and below == "train" and update.own_ratio:
-            below = "current"
-        return StepLoss(loss, below, arm.logprobs or "train", divisors(loss, update))
 
 
 def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> Loss:

@@ -101,10 +101,10 @@ def loss_steps(run: RecordedRun) -> list[int]:
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
     """Return hyperparameter name -> value for a run."""
-    table = run.table(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
+    rows = run.records(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
-        for name, value, text in zip(*(table[column].to_pylist() for column in table.column_names), strict=True)
+        for name, value, text in rows
         if name.startswith(HYPERPARAMETER)
     }
 
@@ -112,12 +112,8 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
     """Return step -> last logged value for the first of these metrics that the trace has; empty if it has none."""
     for name in names:
-        table = run.table(METRICS, ds.field("name") == name, ["step", "value"])
-        found = {
-            step: value
-            for step, value in zip(table["step"].to_pylist(), table["value"].to_pylist(), strict=True)
-            if value is not None
-        }
+        rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
+        found = {step: value for step, value in rows if value is not None}
         if found:
             return found
     return {}

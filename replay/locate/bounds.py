@@ -123,11 +123,11 @@ def _of_module(
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before or after rounding.
-        return (
-            (2.0 * rounding.out) * max(1.0, float(exact.abs().amax()))
-            - rounding.out
-            + 4.0 * _rotary_angle(takes) * 2.0**-24
-        )
+        # The largest angle is the last position plus 2, since the highest frequency is 1.
+        positions = [value for value in takes if value is not None and not value.is_floating_point()]
+        angle = float(positions[0].max()) + 2.0 if positions else 2.0
+        largest = max(1.0, float(exact.abs().amax()))
+        return (2.0 * rounding.out) * largest - rounding.out + 4.0 * angle * 2.0**-24
     if "Embedding" in kind:
         scale = abs(float(getattr(module, "embed_scale", 1.0)))
         return (rounding.casts + 3.0 * rounding.out) * exact.abs() + rounding.least * scale + floor
@@ -385,9 +385,3 @@ def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
     """Return a bound on the error of an operator whose internals are unknown, relative to each token's largest
     element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)
-
-
-def _rotary_angle(takes: tuple[Any, ...]) -> float:
-    """Return the largest angle in a rotary table: the last position plus 2, since the highest frequency is 1."""
-    positions = [value for value in takes if value is not None and not value.is_floating_point()]
-    return float(positions[0].max()) + 2.0 if positions else 2.0

@@ -55,8 +55,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
         found, how = [by_name[name] for name in names], "named"
     version = found[0].policy_version
     same = tuple(row for row in found if row.policy_version == version)
-    table = run.table(SEQUENCES, ds.field("step") == step, ["seq_id", "group_id"])
-    named = dict(zip(table["seq_id"].to_pylist(), table["group_id"].to_pylist(), strict=True))
+    named = dict(run.records(SEQUENCES, ds.field("step") == step, ["seq_id", "group_id"]))
     return Chosen(rows=same, how=how, groups={row.seq_id: named.get(row.seq_id) or row.seq_id for row in same})
 
 

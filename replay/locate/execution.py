@@ -12,6 +12,7 @@ import torch
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
+from ...tracer.hooks.patches import replaced
 from ...tracer.weights.reader import Tensor
 from ..arm_option import EXACT, phrase
 from ..arms import Arm
@@ -230,7 +231,8 @@ def _heard_exactly(
     with ExitStack() as stack:
         for name, operator in model.operators().items():
             if wanted(name):
-                stack.enter_context(operator.replaced(partial(called, name, operator, operator.call)))
+                observed = partial(called, name, operator, operator.call)
+                stack.enter_context(replaced(operator.owner, operator.attribute, observed))
         yield
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from ...tracer.hooks.patches import replaced
 from ...tracer.logits import scaled
 from ..backends.double import KeepDouble
 from ..recorded import RecordedRow
@@ -107,15 +109,13 @@ class Reference:
     @contextmanager
     def _run_again(self) -> Iterator[None]:
         """Make layers keep only their inputs, and recompute the rest when the backward needs it, in this context."""
-        from torch.utils.checkpoint import checkpoint
-
         with ExitStack() as stack:
             for module in self.layers.values():
-                module.forward = partial(
+                again = partial(
                     checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False,
                     context_fn=lambda: (nullcontext(), KeepDouble()),
                 )  # fmt: skip
-                stack.callback(module.__dict__.pop, "forward")
+                stack.enter_context(replaced(module, "forward", again))
             yield
 
     @contextmanager
@@ -124,10 +124,8 @@ class Reference:
         with ExitStack() as stack:
             for name, module in self.layers.items():
                 layer = layer_of(name)
-                if layer is None or window.runs(layer):
-                    continue
-                stack.callback(_put_back, module, module.__dict__.get("forward"))
-                module.forward = lambda hidden, *_args, **_kwargs: hidden
+                if layer is not None and not window.runs(layer):
+                    stack.enter_context(replaced(module, "forward", lambda hidden, *_args, **_kwargs: hidden))
             yield
 
     def logprobs(self, row: RecordedRow, temperature: float, first_position: int) -> np.ndarray:
@@ -223,10 +221,3 @@ def _product(gradient: Any, error: Any) -> float:
     if np.isfinite(found):
         return found
     return float((gradient.reshape(error.shape) * error).nan_to_num(0.0, 0.0, 0.0).sum())
-
-
-def _put_back(module: Any, forward: Any) -> None:
-    if forward is None:
-        module.__dict__.pop("forward")
-    else:
-        module.forward = forward

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...tracer.hooks.patches import replaced
 from ..batching import ForwardBatch
 from .names import CallNames, core_name, layer_modules, layer_of
 
@@ -238,11 +239,8 @@ def attention_around(around: Around) -> Iterator[None]:
 
         return called
 
-    AttentionInterface.get_interface = get_interface
-    try:
+    with replaced(AttentionInterface, "get_interface", get_interface):
         yield
-    finally:
-        AttentionInterface.get_interface = original
 
 
 @contextmanager

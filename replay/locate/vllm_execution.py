@@ -22,6 +22,7 @@ import torch
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay, option
 from ...schemas.modules import has_experts
+from ...tracer.hooks.patches import replaced
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.vllm import FORCED
@@ -299,12 +300,8 @@ class _EngineTaps:
             weights, ids = ordered.pop()
             self._keep(experts, [hidden_of(args, kwargs), ids, weights], [given])
 
-        router.select_experts = select
-        try:
-            with hooked({"": module}, after=computed):
-                yield
-        finally:
-            del router.select_experts
+        with replaced(router, "select_experts", select), hooked({"": module}, after=computed):
+            yield
 
     def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         (core,) = self._names[name]

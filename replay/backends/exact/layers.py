@@ -6,6 +6,7 @@ C tokens per chunk, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,22 +80,12 @@ class Rotary:
         return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
 
 
-class Silu:
-    """The activation x / (1 + e**-x)."""
-
-    def __init__(self, precision: Precision):
-        self._precision = precision
-
-    def __call__(self, x: Any) -> Any:
-        """Return silu(x), in the shape of x."""
-        return self._precision.round(silu(x))
-
-
 class Mlp:
     """Gated feed-forward layer with SiLU."""
 
     def __init__(self, gate: Linear, up: Linear, down: Linear, precision: Precision):
-        self.gate_proj, self.up_proj, self.act_fn, self.down_proj = gate, up, Silu(precision), down
+        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+        self.act_fn: Callable[[Any], Any] = lambda x: precision.round(silu(x))
         self._precision = precision
 
     def __call__(self, x_MH: Any) -> Any:

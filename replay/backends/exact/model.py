@@ -6,8 +6,7 @@ heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -61,16 +60,6 @@ class Operator:
         found: Callable[..., Any] = getattr(self.owner, self.attribute)
         return found
 
-    @contextmanager
-    def replaced(self, other: Callable[..., Any]) -> Iterator[None]:
-        """Replace the operator in this context."""
-        before = self.call
-        setattr(self.owner, self.attribute, other)
-        try:
-            yield
-        finally:
-            setattr(self.owner, self.attribute, before)
-
 
 class Core:
     """Attention core: attention between rotated queries and keys, through a KV cache."""
@@ -82,17 +71,6 @@ class Core:
         """Add the tokens' keys and values to the cache; return the attention output [B, A, T, D]."""
         cache.add(key_BNTD, value_BNTD, seen.keys_BTS.shape[2] - seen.keys_BTS.shape[1])
         return self._precision.round(cache.attend(query_BATD.contiguous(), seen, self._scaling))
-
-
-class Embedding:
-    """Token embedding."""
-
-    def __init__(self, weight_VH: Any):
-        self._weight_VH = weight_VH.detach()
-
-    def __call__(self, ids_M: Any) -> Any:
-        """Return the embeddings [M, H] float64 of token ids."""
-        return self._weight_VH[ids_M].to(torch.float64)
 
 
 class ExactModel:
@@ -124,7 +102,8 @@ class ExactModel:
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
-            self._embedding = Embedding(self.held.get_input_embeddings().weight)
+            weight_VH = self.held.get_input_embeddings().weight.detach()
+            self._embedding: Callable[[Any], Any] = lambda ids_M: weight_VH[ids_M].to(torch.float64)
             self._norm = RmsNorm(base.norm, precision)
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
