@@ -25,7 +25,6 @@ from .backends import kernels, packing, routing, trl, trusted
 from .backends import model as models
 from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
-from .backends.quantize import GROUP, quantize
 from .backends.transformers import TransformersScorer
 from .batching import LEFT, PACKED, RIGHT, ForwardBatch, Scored, forwards, packed_batch, recorded_forwards, responses
 from .numerics import Numerics
@@ -139,7 +138,7 @@ class HfScorer:
         """Load a version's weights, rounded to the arm's dtype if it has one. Raises CannotReplay."""
         models.load(model, self._weights(tensors), self.numerics.weights_dtype)
         if self.arm.quantize:
-            quantize(model, self.arm.quantize)
+            models.quantize(model, self.arm.quantize)
 
     @property
     def key(self) -> LoadKey:
@@ -320,7 +319,7 @@ class HfScorer:
         if self._experts is not None:
             changed["experts"] = self._experts
         if arm.quantize:
-            changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
+            changed["weight_quantization"] = f"{arm.quantize}, groups of {models.GROUP} inputs"
         if self.adapter:
             changed["adapters"] = self.adapter
         if arm.kv_dtype:

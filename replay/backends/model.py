@@ -25,6 +25,10 @@ _ROOM = 0.8
 """Maximum share of a GPU's free memory that weights may take; the rest is left for activations."""
 MAX_MODULES = 200_000
 """Maximum number of modules and tensors in a model. A larger model is refused."""
+GROUP = 128
+"""Number of inputs that share a scale in a quantised weight. The last group in a row may be shorter."""
+_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+"""Largest representable magnitude of each format; fp8 is e4m3."""
 
 
 def build(
@@ -243,3 +247,36 @@ def to_torch(tensor: Tensor) -> Any:
     bits = tensor.bits
     flat = torch.from_numpy(np.require(bits, requirements=["C", "A"]).reshape(-1).view(np.uint8))
     return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)
+
+
+def quantize(model: Any, kind: str) -> None:
+    """Round the weights of all experts and of all linear layers except the head to the values of a quantised engine, in
+    their own dtype.
+
+    Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not head:
+                module.weight.copy_(rounded(module.weight, kind))
+            elif hasattr(module, "is_transposed"):  # transformers' experts: one tensor per layer
+                for weight in module.parameters(recurse=False):
+                    if weight.ndim == 3:
+                        weight_EOI = weight.transpose(1, 2) if module.is_transposed else weight
+                        weight_EOI.copy_(rounded(weight_EOI.flatten(0, 1), kind).view(weight_EOI.shape))
+
+
+def rounded(weight_OI: Any, kind: str) -> Any:
+    """Return a weight rounded to the format `kind`. Each group has one symmetric scale, from its largest magnitude.
+
+    int8 has 255 values and int4 has 15.
+    """
+    parts = []
+    for part_OG in weight_OI.float().split(GROUP, dim=1):
+        scale_O1 = part_OG.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]
+        scale_O1 = torch.where(scale_O1 == 0, torch.ones_like(scale_O1), scale_O1)
+        grid_OG = part_OG / scale_O1
+        grid_OG = grid_OG.to(torch.float8_e4m3fn).float() if kind == "fp8" else grid_OG.round()
+        parts.append(grid_OG * scale_O1)
+    return torch.cat(parts, dim=1).to(weight_OI.dtype)

@@ -68,16 +68,14 @@ def gradient(
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
-    asked = _Asked(
-        loss=loss_of(run, settings, loss),
-        accumulated=settings.get("gradient_accumulation_steps"),
-        norms=logged(run, GRAD_NORMS),
-    )
+    used = loss_of(run, settings, loss)
     found: list[GradientStep] = []
     notes: list[str] = []
     with progress("taking gradients", len(chosen)) as advance:
         threads = torch.get_num_threads()
-        taker = _StepTaker(run, arms, asked, None if ray is None else threads)
+        taker = _StepTaker(
+            run, arms, used, settings.get("gradient_accumulation_steps"), None if ray is None else threads
+        )
         outcomes: dict[int, _Outcome] = {}
         for number, outcome in run_units(ray, taker, chosen, num_cpus=1 if gpus else threads, num_gpus=gpus):
             outcomes[number] = outcome
@@ -90,7 +88,7 @@ def gradient(
             notes.append(f"step {outcome.step}: {outcome.refusal}")
     if not found:
         raise CannotReplay(notes[0])
-    return GradientReport(run=run.store.name, loss=asked.loss, steps=tuple(found), notes=tuple(notes))
+    return GradientReport(run=run.store.name, loss=used, steps=tuple(found), notes=tuple(notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,26 +101,24 @@ class _Outcome:
     refusal: WeightsMissing | CannotReplay | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """The options of a call, and the settings and metrics of the run."""
-
-    loss: Loss
-    accumulated: float | None
-    """Micro-batches per optimizer step, from the hyperparameters; None if not recorded."""
-    norms: dict[int, float]
-
-
 class _StepTaker:
     """Computes gradients, one step at a time; on a cluster, in an actor that opens the trace itself."""
 
-    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int | None):
-        """`threads` is torch's number of threads in the parent process of an actor; None in this process."""
-        self.arms, self.asked = arms, asked
+    def __init__(
+        self,
+        run: RecordedRun,
+        arms: Sequence[GradientArm],
+        loss: Loss,
+        accumulated: float | None,
+        threads: int | None,
+    ):
+        """`accumulated` is the recorded number of micro-batches per optimizer step; `threads` is torch's number of
+        threads in the parent process of an actor, None in this process."""
+        self._arms, self._loss, self._accumulated, self._norms = arms, loss, accumulated, logged(run, GRAD_NORMS)
         self._opening, self._threads = run.opening, threads
         if threads is None:
             self.trace = run
-        self._passes = {name for arm in arms for name in passes_of(asked.loss, arm)}
+        self._passes = {name for arm in arms for name in passes_of(loss, arm)}
         self._scorers: dict[str, list[GradientScorer]] = {}
 
     @cached_property
@@ -139,7 +135,7 @@ class _StepTaker:
         """Return the results of a step's updates under each arm, or the error."""
         results: list[GradientStep] = []
         try:
-            for update in updates(self.trace, step, self._passes, self.asked.norms):
+            for update in updates(self.trace, step, self._passes, self._norms):
                 check_tokens([entry.row for entry in update.rows], self.trace.model["config"])
                 results.extend(self._update(update))
         except (WeightsMissing, CannotReplay) as error:
@@ -153,14 +149,14 @@ class _StepTaker:
     def _update(self, update: Update) -> Iterator[GradientStep]:
         passes = StepPasses(
             update,
-            logged_norm=None if update.metric_step is None else self.asked.norms.get(update.metric_step),
-            accumulated=self.asked.accumulated,
+            logged_norm=None if update.metric_step is None else self._norms.get(update.metric_step),
+            accumulated=self._accumulated,
         )
-        for arm, scorer in zip(self.arms, self._scorers_of(update), strict=True):
+        for arm, scorer in zip(self._arms, self._scorers_of(update), strict=True):
             stale = arm.forward.weights_version
             version = update.policy_version if stale is None else stale
             self._loaded.ready(scorer, version, update.rows[0].row.attempt)
-            loss = corrected(self.asked.loss, arm.correction)
+            loss = corrected(self._loss, arm.correction)
             below = arm.logprobs or loss.denominator
             if arm.logprobs is None and below == TRAIN and update.own_ratio:
                 below = CURRENT
@@ -171,7 +167,7 @@ class _StepTaker:
             contract = self.trace.train_contract(update.contract, update.loss_pass)
             self._loaded.close()
             self._scorers[update.contract] = [
-                GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self.arms
+                GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self._arms
             ]
         return self._scorers[update.contract]
 

@@ -48,7 +48,13 @@ class StepLoss:
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
         """Return the rows' share of the loss. The shares of all rows add up to the loss of the optimizer step."""
         cells = _Cells.of(rows, current_N)
-        losses_B = self._aggregated(self._terms(cells), cells.mask_BT)
+        terms, is_of_rows = self._terms(cells), self.loss.aggregation == "sequence"
+        if is_of_rows and terms.shape[1] == 1:
+            losses_B = terms.squeeze(-1)
+        else:
+            losses_B = (terms * cells.mask_BT).sum(-1)
+            if is_of_rows or self.loss.aggregation == "sequence_mean":
+                losses_B = losses_B / cells.mask_BT.sum(-1).clamp(min=1.0)
         pairs = [self.divisors[key_of(entry)] for entry in rows]
         first_B, second_B = (torch.tensor([pair[i] for pair in pairs]).to(losses_B) for i in range(2))
         return (losses_B / first_B / second_B).sum()
@@ -63,7 +69,12 @@ class StepLoss:
         # A token without a logprob in the denominator has a ratio of 1.
         below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
         ratio = torch.exp(_log_ratio(loss.kl_level or loss.level, current_BT, below_BT, cells.mask_BT))
-        divergence = self._divergence(cells, ratio) if loss.kl_coefficient else None
+        divergence = None
+        if loss.kl_coefficient:  # k3, exp(d) - d - 1; 0 for a token without a reference logprob
+            reference_BT = cells.logprobs(REFERENCE)
+            reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
+            divergence = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
+            divergence = divergence * ratio if loss.kl_weighted else divergence
         if loss.kl_level is not None:
             ratio = torch.exp(_log_ratio(loss.level, current_BT, below_BT, cells.mask_BT))
         if loss.kind == CISPO:
@@ -100,14 +111,6 @@ class StepLoss:
         phi = torch.exp(decay + k * log_ratio_B1 - decay * torch.exp(log_ratio_B1))
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def _divergence(self, cells: _Cells, ratio: Any) -> Any:
-        """Return the k3 divergence from the reference policy, exp(d) - d - 1, [B, T]; 0 for a token without a reference
-        logprob."""
-        current_BT, reference_BT = cells.current_BT, cells.logprobs(REFERENCE)
-        reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
-        k3_BT = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
-        return k3_BT * ratio if self.loss.kl_weighted else k3_BT
-
     def _weights(self, cells: _Cells) -> Any:
         """Return the weights of the correction, [B, T] or [B, 1]; a token without a rollout logprob has a ratio of 1."""
         loss = self.loss
@@ -123,14 +126,6 @@ class StepLoss:
         low = -np.inf if loss.correction_low is None else loss.correction_low
         high = np.inf if loss.correction_high is None else loss.correction_high
         return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
-
-    def _aggregated(self, term: Any, mask_BT: Any) -> Any:
-        """Return the loss of each row, [B], aggregated from its terms."""
-        if self.loss.aggregation == "sequence" and term.shape[1] == 1:
-            return term.squeeze(-1)
-        sums_B = (term * mask_BT).sum(-1)
-        is_mean = self.loss.aggregation in ("sequence_mean", "sequence")
-        return sums_B / mask_BT.sum(-1).clamp(min=1.0) if is_mean else sums_B
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,30 +75,17 @@ class Judgement:
         off = found.double() - exact
         if point is not None:
             self.errors[point] = off.type(torch.float32)  # `float` would leave it double here
-        measured = _measured(found, off, exact, bound)
-        self.operators.append(
-            Judged(operator=operator, kind=kind, layer=layer, order=self._next_order(), point=point, **measured)
-        )
+        self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
         """Add integers that have to be equal, such as positions and choices; `differs` [T, ...] marks unequal ones."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
-        self.operators.append(
-            Judged(
-                operator=operator,
-                kind=kind,
-                layer=layer,
-                order=self._next_order(),
-                num_values=num_values,
-                error=float(differs.double().mean()),
-                largest=1.0,
-                ratio=float("inf"),
-                token=int(rows.int().argmax()),
-                dtype="int64",
-            )
-        )
+        self._append(
+            operator, kind, layer, num_values=num_values, error=float(differs.double().mean()), largest=1.0,
+            ratio=float("inf"), token=int(rows.int().argmax()), dtype="int64",
+        )  # fmt: skip
 
     def _owns(self, layer: int | None) -> bool:
         """Return True if an operator of this layer belongs to the window."""
@@ -106,10 +93,10 @@ class Judgement:
             return self.window.is_last if self.attended else self.window.is_first
         return self.window.has(layer)
 
-    def _next_order(self) -> int:
-        if self.operators:
-            return self.operators[-1].order + 1
-        return 1 if self.window.first is None else self.window.first * _ORDERS + 1
+    def _append(self, operator: str, kind: str, layer: int | None, **measured: Any) -> None:
+        order = 1 if self.window.first is None else self.window.first * _ORDERS + 1
+        order = self.operators[-1].order + 1 if self.operators else order
+        self.operators.append(Judged(operator=operator, kind=kind, layer=layer, order=order, **measured))
 
 
 def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
