@@ -196,6 +196,11 @@ class Arm:
         return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
+    def keeps_batches(self) -> bool:
+        """True if rows run in the batches in which they were recorded, which affect the bits of a row."""
+        return self.engine == HF and not self.has_batch_shape
+
+    @property
     def cached_tokens(self) -> int | None:
         """Response tokens per forward through the KV cache; None for a single forward over the whole sequence."""
         if self.mode == "prefill":

@@ -206,7 +206,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
                 continue
             lacking = entry.lacking(step, drawn)
             forwards = {row.forward for row in lacking}
-            running = [row for row in rows if row.forward in forwards] if entry.scorer.keeps_batches else lacking
+            running = [row for row in rows if row.forward in forwards] if entry.scorer.arm.keeps_batches else lacking
             stale = entry.scorer.arm.weights_version
             plan.num_steps += bool(lacking)
             plan.num_sequences += len(lacking)
@@ -258,15 +258,6 @@ class _Unit:
         return f"step {self.step} under {', '.join(self.arms)}"
 
 
-@dataclass(slots=True)
-class _Opened:
-    """A trace, with the scorer and the pass of each arm; one model is in memory until a unit needs a different one."""
-
-    run: RecordedRun
-    loaded: LoadedModel
-    arms: dict[str, tuple[Scorer, ArmPass]]
-
-
 class _UnitScorer:
     """Worker of a replay: in this process, or an actor of a cluster, which opens the trace with its first unit."""
 
@@ -278,10 +269,10 @@ class _UnitScorer:
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
         self._sample, self._advance = sample, advance
-        self._opened: _Opened | None = None
+        self._opened: tuple[RecordedRun, LoadedModel, dict[str, tuple[Scorer, ArmPass]]] | None = None
         if advance is not None:
             arms = {entry.scorer.arm.name: (entry.scorer, entry.target) for entry in wanted}
-            self._opened = _Opened(run, LoadedModel(run.weights), arms)
+            self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
         """Score a unit and write its scores to the trace; return the results, and the number of tokens that ran in an
@@ -295,23 +286,23 @@ class _UnitScorer:
             run = RecordedRun(**self._opening)
             scorers = [scorer_of(run, arm, self._contract, self._device) for arm in self._arms]
             arms = {scorer.arm.name: (scorer, ArmPass(run, scorer.arm)) for scorer in scorers}
-            self._opened = _Opened(run, LoadedModel(run.weights), arms)
-        opened, step = self._opened, unit.step
-        rows = opened.run.step(step)
-        check_tokens(rows, opened.run.model["config"])
+            self._opened = run, LoadedModel(run.weights), arms
+        (run, loaded, arms), step = self._opened, unit.step
+        rows = run.step(step)
+        check_tokens(rows, run.model["config"])
         for digest in {row.contract for row in rows}:
-            found = list(differences(opened.run.train_contract(digest), self._contract))
+            found = list(differences(run.train_contract(digest), self._contract))
             if found:
                 raise CannotReplay(
-                    f"{opened.run.store.url}: step {step} was scored under another contract than the first step "
+                    f"{run.store.url}: step {step} was scored under another contract than the first step "
                     f"({found[0]}); replay such steps separately, with {option('steps', 'FIRST:LAST')}"
                 )
         tokens: list[int] = []
         results = []
         for name, there in unit.arms.items():
-            entry = _Wanted(*opened.arms[name], [step], there)
+            entry = _Wanted(*arms[name], [step], there)
             try:
-                scored = _scored(entry, step, rows, self._sample, opened.loaded, self._advance or tokens.append)
+                scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
             except RuntimeError as error:  # raised by torch, or CannotReplay, which is a subclass of RuntimeError
                 if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even where the recording does not
                     raise
@@ -328,8 +319,9 @@ class _UnitScorer:
     def close(self) -> None:
         """Release the model and seal the added scores."""
         if self._opened is not None:
-            self._opened.loaded.close()
-            for _, target in self._opened.arms.values():
+            _, loaded, arms = self._opened
+            loaded.close()
+            for _, target in arms.values():
                 target.close()
 
 

@@ -20,6 +20,7 @@ from ..tracer.routing import Router, routers
 from ..tracer.staging import to_numpy
 from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor
+from .arm_option import EXACT
 from .arms import Arm
 from .backends import kernels, packing, routing, trl, trusted
 from .backends import model as models
@@ -40,7 +41,6 @@ LoadKey = tuple[Any, ...]
 class HfScorer:
     """Scorer of an arm on a rebuilt transformers model. Arms with equal load keys share the model."""
 
-    starts_with_weights = False
     keeps_recorded_rows = True
     """True if the identity arm fails rather than run fewer rows per forward than recorded."""
     pass_of_rows = "per forward"
@@ -52,7 +52,11 @@ class HfScorer:
         self.substitution: str | None = None
         """Code of the reason why the recorded attention or experts were replaced; None if they were not."""
         self.numerics = Numerics(arm, contract)
-        kernels.check(arm.attention, device)
+        if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
+            here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
+            raise CannotReplay(
+                f"attention {arm.attention}: needs an NVIDIA GPU; this replay runs on the CPU, where you can use {here}"
+            )
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
                 "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
@@ -68,7 +72,7 @@ class HfScorer:
         self._routers: list[Router] = []
         """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
-        self._rows: int | None = None
+        self.rows_left: int | None = None
         """Maximum number of rows per forward pass since memory ran out; None if memory has not run out."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
         """Function from a batch to a context that is entered around the forward pass of the batch."""
@@ -148,12 +152,6 @@ class HfScorer:
         return (arm.dtype, *built, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
 
     @property
-    def hears_routers(self) -> bool:
-        """True if routers can be observed. They cannot in a compiled backbone, which keeps the hooks of its first
-        forward pass."""
-        return not self.arm.compile
-
-    @property
     def scoring_function(self) -> str:
         """Full name of the function or class that turns a batch into logprobs."""
         if self._scorer is not None:
@@ -164,7 +162,8 @@ class HfScorer:
         """Attach a model to this arm and return the scorer. A scorer that an arm with an equal key made for the model
         is reused."""
         self._model = model
-        if self.run.has_routing and self.hears_routers:
+        # A compiled backbone keeps the hooks of its first forward pass, and the exact engine has its own routers.
+        if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
                 raise CannotReplay(
@@ -210,15 +209,10 @@ class HfScorer:
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
         """Return the rows that must run to score `rows`: with recorded batches, all rows that share a forward pass with
         them."""
-        if not self.keeps_batches:
+        if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
         return [row for row in of if (row.writer, row.forward_id) in forwards]
-
-    @property
-    def keeps_batches(self) -> bool:
-        """True if rows run in the same batches in which they were recorded."""
-        return not self.arm.has_batch_shape
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
         """Return the rows on which the pace is measured: the rows in the first forward pass."""
@@ -241,10 +235,10 @@ class HfScorer:
                     raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
                 if not is_out_of_memory(error):
                     raise
-                self._rows = self._fewer_rows(rows, error)
+                self.rows_left = self._fewer_rows(rows, error)
 
     def _fewer_rows(self, rows: Sequence[RecordedRow], error: BaseException) -> int:
-        largest = self._rows or max(len(batch.rows) for batch in self.batches(rows))
+        largest = self.rows_left or max(len(batch.rows) for batch in self.batches(rows))
         what = f"arm {self.arm.name}: out of memory with {largest} rows {self.pass_of_rows}"
         is_bounded = self.arm.batch_size or self.arm.batch_tokens
         if (self.arm.is_identity and self.keeps_recorded_rows) or is_bounded or largest == 1:
@@ -270,9 +264,9 @@ class HfScorer:
         return scored
 
     def batches(self, rows: Sequence[RecordedRow]) -> list[ForwardBatch]:
-        if self.numerics.is_tree and self._rows is None:
+        if self.numerics.is_tree and self.rows_left is None:
             return [tree_batch(group) for group in recorded_forwards(rows)]
-        if self.numerics.is_packed and self._rows is None:
+        if self.numerics.is_packed and self.rows_left is None:
             return [
                 packed_batch(group, num_pads=max(row.pad_right for row in group)) for group in recorded_forwards(rows)
             ]
@@ -280,7 +274,7 @@ class HfScorer:
         made = forwards(
             rows,
             pad_id,
-            batch_size=self.arm.batch_size or self._rows,
+            batch_size=self.arm.batch_size or self.rows_left,
             batch_tokens=self.arm.batch_tokens,
             padding=self._padding,
             device=self.device,
@@ -325,7 +319,7 @@ class HfScorer:
         if arm.kv_dtype:
             changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
         used = used_settings(self.contract["torch"], arm)
-        rows = arm.batch_size or self._rows or self.contract.get("rows_a_forward")
+        rows = arm.batch_size or self.rows_left or self.contract.get("rows_a_forward")
         autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
         ranks, given = "ulysses_sequence_parallel_size", self.contract.get("settings")
         whole = {"settings": {**given, ranks: 1}} if isinstance(given, dict) and given.get(ranks) else {}

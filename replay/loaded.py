@@ -12,23 +12,22 @@ from ..schemas.errors import InvalidOption, option
 from ..tracer.progress import Advance
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
+from .arm_option import EXACT, HF, VLLM
 from .arms import Arm
+from .backends.exact.scorer import ExactArmScorer
 from .batching import Scored
-from .exact_scorer import ExactArmScorer
 from .hf_scorer import HfScorer
 from .recorded import RecordedRow, RecordedRun
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
 """Scorer of an arm: builds a model, loads weights, is attached to the model, and scores rows."""
-_OF_ENGINE: dict[str, type[HfScorer] | type[VllmScorer]] = {
-    "hf": HfScorer, "vllm": VllmScorer, "exact": ExactArmScorer,
-}  # fmt: skip
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
     """Return the scorer of an arm. Raises CannotReplay if this machine cannot run it."""
-    return _OF_ENGINE[arm.engine](run, arm, contract, device)
+    kinds: dict[str, type[Scorer]] = {HF: HfScorer, VLLM: VllmScorer, EXACT: ExactArmScorer}
+    return kinds[arm.engine](run, arm, contract, device)
 
 
 class LoadedModel:
@@ -68,7 +67,7 @@ class LoadedModel:
             self._shared = scorer.attach(self._model, self._shared)
             self._attached.append(scorer)
         if (version, attempt) != self._version:
-            start, is_start = perf_counter(), self._version is None and scorer.starts_with_weights
+            start, is_start = perf_counter(), self._version is None and scorer.arm.engine == VLLM
             scorer.put(self._model, self._weights.load(version, attempt, is_lazy=True))
             self._version = version, attempt
             self.load_s = 0.0 if is_start else perf_counter() - start

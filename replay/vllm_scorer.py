@@ -27,8 +27,6 @@ _PROBE_ROWS = 32
 class VllmScorer:
     """Scorer of an arm with a vLLM engine that has the recorded arguments and the arm's changes."""
 
-    keeps_batches = False
-    starts_with_weights = True
     substitution: str | None = None
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):

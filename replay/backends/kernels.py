@@ -36,15 +36,6 @@ KERNELS = {
 }
 
 
-def check(attention: str | None, device: str) -> None:
-    """Raise CannotReplay if the device does not have the kernel."""
-    if attention is not None and KERNELS[attention].needs_cuda and not device.startswith("cuda"):
-        here = ", ".join(name for name, kernel in KERNELS.items() if not kernel.needs_cuda)
-        raise CannotReplay(
-            f"attention {attention}: needs an NVIDIA GPU; this replay runs on the CPU, where you can use {here}"
-        )
-
-
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
     """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay if it does not support a call."""

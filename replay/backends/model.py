@@ -119,8 +119,8 @@ def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) 
     if adapter == "off":
         return adapters.below
     below = build(without_adapters(identity), dtype=dtype, attention="eager", device="cpu")
-    merge = adapters.MergedWeights(adapters.put_on(below, identity))
-    return lambda tensors: merge(lambda model: load(model, adapters.without_prefix(tensors), None))
+    wrapped = adapters.put_on(below, identity)
+    return lambda tensors: adapters.merged(wrapped, lambda model: load(model, adapters.without_prefix(tensors), None))
 
 
 def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,7 @@ class VllmEngine:
         """Names of tensors whose values in the engine could not be verified; `all` if the engine has several
         processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
+        self._model_folder = Path(self._folder.name) / "model"
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Load these weights. Raises CannotReplay."""
@@ -135,10 +136,6 @@ class VllmEngine:
         """True if the model is split over several processes."""
         return int(self.arguments.get("tensor_parallel_size") or 1) > 1
 
-    @property
-    def _model_folder(self) -> Path:
-        return Path(self._folder.name) / "model"
-
     def close(self) -> None:
         """Release the engine's memory."""
         self._end()
@@ -181,15 +178,19 @@ class VllmEngine:
                 layer.cpu_linear = torch.nn.functional.linear
 
             utils.dispatch_cpu_unquantized_gemm = plain
-        folder = self._model_folder
-        write_folder(folder, tensors, self.config, {})
+        write_folder(self._model_folder, tensors, self.config, {})
         try:
-            self.llm = self._launched(LLM, folder)
+            self.llm = self._launched(LLM)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
             raise CannotReplay(f"engine vllm: refuses this configuration: {first_line(error)}") from error
-        self._check_attention()
+        wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
+        if wanted is not None and used is not None and wanted not in used:
+            raise CannotReplay(
+                f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; use that "
+                "name, or omit the option"
+            )
 
-    def _launched(self, llm: Any, folder: Path) -> Any:
+    def _launched(self, llm: Any) -> Any:
         more: dict[str, Any] = {"enable_trace_replay": True} if self.way == TRACE_REPLAY else {}
         if self.way == LOGITS_PROCESSOR:
             more["logits_processors"] = [_forced_tokens()]
@@ -198,22 +199,13 @@ class VllmEngine:
         text = self.config.get("text_config") or self.config
         more |= {"logprobs_mode": "raw_logprobs", "max_logprobs": text.get("vocab_size", -1)}
         try:
-            return llm(model=str(folder), **(more | self.arguments))
+            return llm(model=str(self._model_folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
             # Only vLLM 0.31 or later has the option, and only with its second model runner.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
-            return self._launched(llm, folder)
-
-    def _check_attention(self) -> None:
-        """Raise CannotReplay if vLLM uses another attention backend than requested."""
-        wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
-        if wanted is not None and used is not None and wanted not in used:
-            raise CannotReplay(
-                f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; use that "
-                "name, or omit the option"
-            )
+            return self._launched(llm)
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

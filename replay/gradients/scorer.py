@@ -55,11 +55,6 @@ class GradientScorer(HfScorer):
         return self.trains and (modules or attention > 0)
 
     @property
-    def rows_left(self) -> int | None:
-        """Maximum rows per forward after memory ran out; None before."""
-        return self._rows
-
-    @property
     def parameters(self) -> dict[str, Any]:
         """Trainable parameters: name -> parameter, a tied one under its first name."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
@@ -73,7 +68,7 @@ class GradientScorer(HfScorer):
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
         parameters = list(self.parameters.values())
-        _forget(parameters)
+        self._model.zero_grad(set_to_none=True)
         with ExitStack() as stack:
             stack.enter_context(settings(self.contract["torch"], self.arm))
             stack.enter_context(kernels.forced(self.arm.attention))
@@ -84,10 +79,5 @@ class GradientScorer(HfScorer):
                 seen(batch, current_N)
                 loss([entries[id(row)] for row in batch.rows], current_N).backward()
         found = [parameter.grad for parameter in parameters]
-        _forget(parameters)
+        self._model.zero_grad(set_to_none=True)
         return found
-
-
-def _forget(parameters: Sequence[Any]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

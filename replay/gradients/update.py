@@ -211,13 +211,13 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
     """Return sequence -> the first logprobs that a pass has for it. Raises CannotReplay if the pass has no logprobs."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
-    found: dict[str, tuple[int, np.ndarray]] = {}
-    for index, (seq_id, iteration) in enumerate(
-        zip(table["seq_id"].to_pylist(), table["iteration"].to_pylist(), strict=True)
-    ):
-        values = table["logprobs"][index]
-        if values.is_valid and (seq_id not in found or iteration < found[seq_id][0]):
-            found[seq_id] = iteration, np.asarray(values.values.fill_null(float("nan")))
+    columns = (table["seq_id"].to_pylist(), table["iteration"].to_pylist(), table["logprobs"])
+    rows = sorted(zip(*columns, strict=True), key=lambda row: row[1])
+    found = {  # in reverse, so that the first iteration is the one that stays
+        seq_id: np.asarray(values.values.fill_null(float("nan")))
+        for seq_id, _, values in reversed(rows)
+        if values.is_valid
+    }
     if not found:
         how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
             f"record it, or set a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
@@ -225,7 +225,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
         raise CannotReplay(
             f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
         )
-    return {seq_id: values for seq_id, (_, values) in found.items()}
+    return found
 
 
 def _own_ratio(run: RecordedRun, step: int, loss_pass: str) -> bool:

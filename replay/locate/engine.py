@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -246,26 +247,21 @@ class _Location:
                 heard = {side: self._listen(side, part, windows[-1]) for side in (A, B)}
                 advance(len(part))
                 for row in part:
-                    self._judge(row, windows, heard, pooled)
+                    taps: dict[str, RowTaps] = {}
+                    for side, (values, of_part) in heard.items():
+                        pooled.logprobs[side][row.seq_id] = values[row.seq_id]
+                        taps[side] = of_part.pop(row.seq_id)
+                    again = partial(self._taps, row)
+                    judge = SequenceJudge(row, self._executions, self._reference, windows, again, taps, pooled)
+                    judge.judge(self._is_asked)
                     advance(_TASKS - 1)
                 for side in list(pooled.same_in_double):
                     self._judge_in_double(side, part, pooled)
         return pooled
 
-    def _judge(
-        self,
-        row: RecordedRow,
-        windows: list[Window],
-        heard: Mapping[str, tuple[dict[str, np.ndarray], dict[str, RowTaps]]],
-        pooled: Pooled,
-    ) -> None:
-        def listen(window: Window) -> dict[str, RowTaps]:
-            return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
-
-        for side, (values, _) in heard.items():
-            pooled.logprobs[side][row.seq_id] = values[row.seq_id]
-        taps = {side: own.pop(row.seq_id) for side, (_, own) in heard.items()}
-        SequenceJudge(row, self._executions, self._reference, windows, listen, taps, pooled).judge(self._is_asked)
+    def _taps(self, row: RecordedRow, window: Window) -> dict[str, RowTaps]:
+        """Return the values of a row's operators in a window of layers, on both sides."""
+        return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
 
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window

@@ -19,10 +19,10 @@ from ..arms import Arm
 from ..backends.double import KeepDouble
 from ..backends.exact.attention import MOST_KEYS
 from ..backends.exact.model import ExactModel, Operator
+from ..backends.exact.scorer import ExactArmScorer
 from ..backends.exact.slices import bits_for
 from ..backends.kernels import KERNELS
 from ..batching import ForwardBatch
-from ..exact_scorer import ExactArmScorer
 from ..hf_scorer import HfScorer
 from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
@@ -231,7 +231,8 @@ def _heard_exactly(
     with ExitStack() as stack:
         for name, operator in model.operators().items():
             if wanted(name):
-                observed = partial(called, name, operator, operator.call)
+                original = getattr(operator.owner, operator.attribute)
+                observed = partial(called, name, operator, original)
                 stack.enter_context(replaced(operator.owner, operator.attribute, observed))
         yield
 

@@ -54,12 +54,6 @@ class Operator:
     is_heads_first: bool = False
     """True if inputs and outputs are [B, heads, T, D]; else tokens come first, [M, ...] or [B, T, ...]."""
 
-    @property
-    def call(self) -> Callable[..., Any]:
-        """The current operator."""
-        found: Callable[..., Any] = getattr(self.owner, self.attribute)
-        return found
-
 
 class Core:
     """Attention core: attention between rotated queries and keys, through a KV cache."""
