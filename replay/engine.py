@@ -239,11 +239,12 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
                 arm.load_s = loaded.load_s
 
 
-def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Yield the arms grouped by the model they share, the identity arm's group first."""
-    keys = list(dict.fromkeys(entry.scorer.key for entry in wanted))
-    for key in keys:
-        yield [entry for entry in wanted if entry.scorer.key == key]
+def _by_key(wanted: list[_Wanted]) -> list[list[_Wanted]]:
+    """Return the arms grouped by the model they share, the identity arm's group first."""
+    groups: dict[Any, list[_Wanted]] = {}
+    for entry in wanted:
+        groups.setdefault(entry.scorer.key, []).append(entry)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,8 +54,17 @@ class TrlScorer(BatchScorer):
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         device = next(self._model.parameters()).device
-        if isinstance(batch, TreeBatch):
-            return self._of_tree(batch, device)
+        if isinstance(batch, TreeBatch):  # as in the loss of AsyncGRPOTrainer
+            rows = packing.RowSpans(batch.spans)
+            ids_1W, positions_1W, labels_1W = (
+                torch.from_numpy(values_W).to(device)[None]
+                for values_W in (batch.ids_W, batch.positions_W, batch.labels_W)
+            )
+            outputs = self._model(
+                input_ids=ids_1W, position_ids=positions_1W, shift_labels=labels_1W, fused_lm_head=True, packed=rows
+            )
+            packing.check_all(rows, self._model.config)
+            return outputs.log_probs.flatten()[torch.from_numpy(batch.before_N).to(device)]
         assert isinstance(batch, PaddedBatch)
         assert self._score is not None
         logprobs_BK = self._score(
@@ -66,19 +75,6 @@ class TrlScorer(BatchScorer):
             batch.num_kept,
         )[0]
         return batch.last(logprobs_BK)
-
-    def _of_tree(self, batch: TreeBatch, device: Any) -> Any:
-        """Return the logprobs of a prefix tree, with the model run in the same way as in the loss of
-        AsyncGRPOTrainer."""
-        rows = packing.RowSpans(batch.spans)
-        ids_1W, positions_1W, labels_1W = (
-            torch.from_numpy(values_W).to(device)[None] for values_W in (batch.ids_W, batch.positions_W, batch.labels_W)
-        )
-        outputs = self._model(
-            input_ids=ids_1W, position_ids=positions_1W, shift_labels=labels_1W, fused_lm_head=True, packed=rows
-        )
-        packing.check_all(rows, self._model.config)
-        return outputs.log_probs.flatten()[torch.from_numpy(batch.before_N).to(device)]
 
 
 def scores(contract: Contract) -> bool:

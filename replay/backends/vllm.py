@@ -195,7 +195,9 @@ class VllmEngine:
         if self.way == LOGITS_PROCESSOR:
             more["logits_processors"] = [_forced_tokens()]
         if self.device == "cuda" and not self._has_workers:
-            more["gpu_memory_utilization"] = _free_share()
+            # The free share minus a reserve, at most vLLM's default.
+            free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
+            more["gpu_memory_utilization"] = max(0.01, min(0.9, round(free / total - 0.03, 2)))
         text = self.config.get("text_config") or self.config
         more |= {"logprobs_mode": "raw_logprobs", "max_logprobs": text.get("vocab_size", -1)}
         try:
@@ -228,13 +230,6 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
         own = held.get(name)
         if own is None or resolved([digest(own)]) != resolved([digest(to_torch(tensor), own.dtype, own.device)]):
             yield name
-
-
-def _free_share() -> float:
-    """Return the share of GPU memory for an engine: the free share minus a reserve of 0.03, at most vLLM's default of
-    0.9."""
-    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
-    return max(0.01, min(0.9, round(free / total - 0.03, 2)))
 
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:

@@ -133,6 +133,9 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
     first = {row.seq_id: row for row in reversed(scored)}
     rows = [_loss_row(row, sequences[row.seq_id], known) for row in scored]
     counted = {entry.row.seq_id: entry.num_tokens for entry in rows}
+    wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
+    of_train = set() if loss_pass == TRAIN else {digest for (digest,) in run.records(SCORES, wanted, ["contract"])}
+    own_ratio = bool(of_train) and all(each and run.contract(TRAIN, each).get("source") == _LOSS for each in of_train)
     found = []
     for version in versions:
         own = tuple(entry for entry in rows if entry.row.policy_version == version)
@@ -151,7 +154,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
                 rows=own,
                 step_tokens=sum(counted.values()),
                 step_places=len({(row.writer, row.forward_id) for row in first.values()}),
-                own_ratio=_own_ratio(run, step, loss_pass),
+                own_ratio=own_ratio,
                 metric_step=metric_steps[version],
                 notes=(*notes, *assumed_versions([entry.row for entry in own])),
             )
@@ -226,15 +229,6 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
         )
     return found
-
-
-def _own_ratio(run: RecordedRun, step: int, loss_pass: str) -> bool:
-    """Return True if the logprobs in pass `train` come from the loss's own forward pass."""
-    if loss_pass == TRAIN:
-        return False
-    wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
-    digests = set(run.table(SCORES, wanted, ["contract"])["contract"].to_pylist())
-    return bool(digests) and all(digest and run.contract(TRAIN, digest).get("source") == _LOSS for digest in digests)
 
 
 def _metric_steps(

@@ -23,14 +23,13 @@ from ..batching import check_tokens
 from ..hf_scorer import HfScorer
 from ..loaded import device_here
 from ..recorded import RecordedRow, RecordedRun
-from .chosen import Chosen, choose
 from .execution import ExactExecution, Execution, Prepare
 from .judged import OF_CODE
 from .names import layer_of
 from .patches import patched
 from .pooled import Pooled, first_divergence
 from .reference import Reference
-from .sequence import SequenceJudge, judge_head
+from .sequence import Chosen, SequenceJudge, choose, judge_head
 from .taps import RowTaps
 from .vllm_execution import AnyExecution, VllmExecution
 from .windows import Window, bytes_per_token, free_bytes, parts

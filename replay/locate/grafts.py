@@ -20,7 +20,7 @@ from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
 from .execution import ExactExecution, Execution
-from .names import core_name, is_core
+from .names import ATTENTION, core_name
 from .taps import (
     attention_around,
     attention_layers,
@@ -62,7 +62,7 @@ class Graft:
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
         """Make a forward of the taker compute these operators with the giver's code, in this context."""
-        masks = self._masks_of(batch) if any(map(is_core, names)) else {}
+        masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,7 +34,7 @@ from .taps import (
     outputs_of,
     tensors_of,
 )
-from .windows import EVERY_LAYER, Window, place_in
+from .windows import EVERY_LAYER, Window
 
 
 class Reference:
@@ -195,9 +195,9 @@ class _Products:
         if self.is_over:
             return
         layer = layer_of(point[0])
-        place = (
-            (len(self._windows) - 1 if self._has_attended else 0) if layer is None else place_in(self._windows, layer)
-        )
+        place = len(self._windows) - 1 if layer is None and self._has_attended else 0
+        if layer is not None:
+            place = next((number for number, window in enumerate(self._windows) if window.has(layer)), 0)
         if place and point[1] == TAKES and self._windows[place].first == layer and value is self._entered:
             place -= 1  # the previous layer computed it
         heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES

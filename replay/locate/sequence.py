@@ -1,5 +1,5 @@
-"""Run a sequence through both executions, judge each operator, and compute how much its error contributes to the
-mismatch.
+"""Choose sequences, run each through both executions, judge each operator, and compute how much its error contributes
+to the mismatch.
 
 Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 """
@@ -7,16 +7,21 @@ Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow.dataset as ds
 import torch
 
+from ...schemas.errors import CannotReplay, InvalidOption
+from ...schemas.layout import SCORES, SEQUENCES
+from ...schemas.passes import ROLLOUT
 from ...tracer.located.results import A, B, Router
 from ...tracer.logits import scaled
 from ...tracer.store import first_line
-from ..recorded import RecordedRow
+from ..recorded import RecordedRow, RecordedRun
 from . import bounds
 from .bounds import Rounding
 from .judged import OF_CODE, Judged, Judgement, Point, judged
@@ -33,7 +38,66 @@ Head = list[tuple[Judged, np.ndarray]]
 """Operators after the last hidden states, each with the contribution of its own error to the log-probabilities, [T] nats."""
 _LAST = 1 << 40
 """Position of the head in the order of operators: a number larger than that of any operator in a layer."""
+RANDOM = "random"
+_SEED = 20260000
 CARRIED = "operators' shares of the mismatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Chosen sequences of a step, at least one; all have the first one's policy version."""
+
+    rows: tuple[RecordedRow, ...]
+    how: str
+    """`worst` for the largest mismatch between trainer and engine, `random`, or `named`."""
+    groups: dict[str, str]
+    """Sequence -> group of its prompt, or the sequence's own id if it has no group."""
+
+
+def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
+    """Return the sequences chosen by `8`, `random:8` or ids. Raises InvalidOption, and CannotReplay without any."""
+    usable = [row for row in rows if row.scored.any()]
+    if not usable:
+        raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
+    by_name = {row.seq_id: row for row in usable}
+    head, _, tail = text.rpartition(":")
+    if tail.isdigit() and head in ("", RANDOM) and (number := int(tail)):
+        order = np.random.default_rng(_SEED + step).permutation(len(usable)).tolist()
+        how = RANDOM
+        mismatch = {} if head else _mismatch(run, step, by_name)
+        if mismatch:
+            how = "worst"
+            order = sorted(range(len(usable)), key=lambda place: -mismatch.get(usable[place].seq_id, -1.0))
+        found = [usable[place] for place in order[:number]]
+    else:
+        names = [name.strip() for name in text.split(",")]
+        missing = [name for name in names if name not in by_name]
+        if missing:
+            raise InvalidOption(
+                f"{missing[0]!r} is not a scored sequence of step {step}; give a number, random:N, or ids such as "
+                f"{usable[0].seq_id}",
+                option="sequences",
+            )
+        found, how = [by_name[name] for name in names], "named"
+    version = found[0].policy_version
+    same = tuple(row for row in found if row.policy_version == version)
+    named = dict(run.records(SEQUENCES, ds.field("step") == step, ["seq_id", "group_id"]))
+    return Chosen(rows=same, how=how, groups={row.seq_id: named.get(row.seq_id) or row.seq_id for row in same})
+
+
+def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
+    """Return sequence -> mean |train - rollout|, nats, if the engine's logprobs were recorded."""
+    table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
+    found = {}
+    for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):
+        row = rows.get(seq_id)
+        if row is None or not logprobs.is_valid or len(logprobs.values) != len(row.logprobs):
+            continue
+        rollout = np.asarray(logprobs.values.cast("float64").fill_null(np.nan))
+        d = np.abs(row.logprobs.astype(np.float64) - rollout)[row.scored]
+        if np.isfinite(d).any():
+            found[seq_id] = float(np.nanmean(np.where(np.isfinite(d), d, np.nan)))
+    return found
 
 
 class SequenceJudge:
@@ -168,9 +232,10 @@ def judge_head(
 ) -> Head:
     """Judge the operators after the last hidden states, as one operator if the projection is not called separately."""
     name = execution.head
-    hidden = _final_hidden(taps, name)
-    if hidden is None or not len(row.response_ids):
+    last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
+    if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):
         return []
+    hidden = last.gives[0]  # [T, H] for prompt and response, of the last operator before the head
     before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
     numerics, model = execution.numerics, reference.model
     ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden.device)
@@ -220,9 +285,3 @@ def judge_head(
 
 def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
     return logits_TV.gather(-1, ids_T[:, None])[:, 0] - logits_TV.logsumexp(-1)
-
-
-def _final_hidden(taps: RowTaps, head: str) -> Any:
-    """Return [T, H] for prompt and response: the output of the last operator before the head."""
-    calls = [call for name, call in taps.calls.items() if name != head]
-    return calls[-1].gives[0] if calls and calls[-1].gives else None

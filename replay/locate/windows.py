@@ -89,11 +89,6 @@ def _windows(layers: Sequence[int], number: int) -> list[Window]:
     ]
 
 
-def place_in(windows: Sequence[Window], layer: int) -> int:
-    """Return the index of the window that contains a layer."""
-    return next((number for number, window in enumerate(windows) if window.has(layer)), 0)
-
-
 def bytes_per_token(model: Any) -> int:
     """Return the approximate memory, in bytes per token, for the inputs and outputs of a model's operators."""
     text = model.config.get_text_config()
