@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,17 +32,6 @@ Gradient = Sequence[Any]
 """A gradient: one tensor per parameter, or None for a parameter without a gradient."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Inner products of an arm's gradient a and the reference r, by kind of module: [M] each."""
-
-    aa: np.ndarray
-    ar: np.ndarray
-    rr: np.ndarray
-    dd: np.ndarray
-    """Squared norms of the difference a - r."""
-
-
 class Sums:
     """Computation of squared norms and inner products for one model's gradients."""
 
@@ -60,13 +48,13 @@ class Sums:
                 squares[kind] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
         return squares
 
-    def pair(self, arm: Gradient, reference: Gradient) -> Pair:
-        """Return the inner products of an arm's gradient and the reference, summed in float64."""
+    def products(self, arm: Gradient, reference: Gradient) -> np.ndarray:
+        """Return aa, ar, rr and (a - r)^2, [4, M], of an arm's gradient a and the reference r, summed in float64."""
         sums = np.zeros((4, len(KINDS)))
         for kind, a, r in zip(self._kinds, arm, reference, strict=True):
             if a is not None or r is not None:
                 sums[:, kind] += _products(a, r)
-        return Pair(*sums)
+        return sums
 
 
 class StepPasses:
@@ -93,8 +81,7 @@ class StepPasses:
         seen = _Seen()
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
-        pair = self._sums.pair(total, self._reference)
-        whole, *kinds = modules(self._sums, pair, squares)
+        whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
         # The norm that clip_grad_norm_ computes, bit for bit.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
@@ -192,17 +179,17 @@ class _Seen:
                 self.largest = max(self.largest, float(np.max(off, initial=0.0)))
 
 
-def modules(sums: Sums, pair: Pair, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
+def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
     """Return the comparison with the reference gradient for the whole model, then for each kind of module in the
     model."""
     n, variances_M = len(squares), None
     if n > 1:  # the sum of |n a_i - a|^2 / (n (n - 1)) over micro-batches
-        variances_M = np.maximum(n * np.sum(squares, axis=0) - pair.aa, 0.0) / (n - 1)
+        variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
     chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sums.num_parameters[i]]
     found = []
     for name, mask in chosen:
-        aa, ar, rr, dd = (float(values[mask].sum()) for values in (pair.aa, pair.ar, pair.rr, pair.dd))
+        aa, ar, rr, dd = (float(values[mask].sum()) for values in products)
         found.append(
             ModuleGradient(
                 module=name,

@@ -75,18 +75,15 @@ def parts(
 
     by_forward = sorted(rows, key=lambda row: (row.writer, row.forward_id))
     for part in grouped(by_forward, lambda part: size(part) <= most_bytes):
-        yield part, _windows(layers, math.ceil(size(part) / most_bytes))
-
-
-def _windows(layers: Sequence[int], number: int) -> list[Window]:
-    number = min(number, len(layers))
-    if number <= 1 or layers != list(range(len(layers))):
-        return [EVERY_LAYER]
-    ends = np.linspace(0, len(layers), number + 1).astype(int).tolist()
-    return [
-        Window(first=first, last=end - 1, is_first=first == 0, is_last=end == len(layers))
-        for first, end in pairwise(ends)
-    ]
+        number = min(math.ceil(size(part) / most_bytes), len(layers))
+        windows = [EVERY_LAYER]
+        if number > 1 and layers == list(range(len(layers))):
+            ends = np.linspace(0, len(layers), number + 1).astype(int).tolist()
+            windows = [
+                Window(first=first, last=end - 1, is_first=first == 0, is_last=end == len(layers))
+                for first, end in pairwise(ends)
+            ]
+        yield part, windows
 
 
 def bytes_per_token(model: Any) -> int:
