@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..replay.backends.trusted import WHY
-from ..replay.plan import ReplayPlan
-from ..replay.results import ReplayedStep, by_arm
+from ..replay.results import ReplayedStep, ReplayPlan, by_arm
 from .rows import Rows, table, to_text
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..replay.arms import Arm, parse_arm
 from ..replay.engine import replay
-from ..replay.gpus import gpus_of_actor
+from ..replay.loaded import gpus_of_actor
 from ..replay.recorded import RecordedRun
 from ..replay.results import ReplayedSteps
 from ..schemas.errors import InvalidOption, NothingToCompare

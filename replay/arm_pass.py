@@ -6,12 +6,12 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+import pyarrow.dataset as ds
 
 from ..schemas.capture import Capture
-from ..schemas.contract import Contract, canonical_json
+from ..schemas.contract import Contract, canonical_json, differences
 from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS, Segment
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch
@@ -22,10 +22,8 @@ from ..tracer.snapshot import Snapshot
 from ..tracer.whole_file import alone, write_part
 from ..tracer.writer import TraceWriter
 from .arms import Arm
-from .batching import ForwardBatch
-from .differences import differences
+from .batching import Scored
 from .recorded import RecordedRow, RecordedRun
-from .scored import Scored
 
 
 class ArmPass:
@@ -53,23 +51,20 @@ class ArmPass:
         """True if the trace has a pass of this name with other changes."""
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
-    def scored_alike(self, step: int, rows: Sequence[RecordedRow], contract: Contract) -> Scored | None:
-        """Return the stored scores for a step's rows; None if any score is missing or was computed under another
-        contract."""
-        names = {row.seq_id for row in rows}
-        own = {row.seq_id: row for row in self.run.step(step, self.name) if row.seq_id in names}
-        if set(own) != names:
-            return None
-        now = json.loads(canonical_json(contract))
-        for digest in {row.contract for row in own.values()}:
-            if any(differences(self.run.contract(self.name, digest), now)):
-                return None
-        return Scored(rows=list(rows), logprobs=[own[row.seq_id].logprobs for row in rows])
+    def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
+        """Return the stored scores for those rows in a step that already have scores.
 
-    def scored(self, step: int, rows: Sequence[RecordedRow]) -> Scored:
-        """Return the stored scores for those rows in a step that already have scores."""
-        own = {row.seq_id: row for row in self.run.step(step, self.name)} if rows else {}
+        With a `contract`, return None if any score is missing or was computed under another one.
+        """
+        own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
+        if contract is not None:
+            now = json.loads(canonical_json(contract))
+            digests = {own[row.seq_id].contract for row in kept}
+            if len(kept) < len(rows) or any(
+                any(differences(self.run.contract(self.name, one), now)) for one in digests
+            ):
+                return None
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
@@ -94,7 +89,7 @@ class ArmPass:
         if {name.removesuffix(".json") for name in self.run.store.files(WRITERS)} - ended - own:
             self.run.look()
         if self._there[0] is not self.run.snapshot:
-            self._there = self.run.snapshot, {*self.steps, *self.run.unsealed_steps(self.name)}
+            self._there = self.run.snapshot, {*self.steps, *(step for step, _ in self.run.unsealed(self.name))}
         return self.run.sequences(self.name, [step])[step] if step in self._there[1] else set()
 
     def _record(self, step: int, scored: Scored, contract: Contract) -> None:
@@ -111,7 +106,7 @@ class ArmPass:
             logprobs=[value.astype(np.float32) for value in scored.logprobs],
             scored_mask=[row.scored for row in scored.rows],
             policy_version=np.array([row.policy_version for row in scored.rows]) if stale is None else stale,
-            forward=_forward_columns(step, scored.batches, scored.kept) if scored.batches else None,
+            forward=_forward(step, scored) if scored.batches else None,
             routing=joined(scored.routing),
         )
         self._recorder.flush()
@@ -126,7 +121,8 @@ class ArmPass:
         writers = {
             state.writer for state in store.writers()[0] if any(file.startswith(began) for file in state.files or ())
         }
-        for name in sorted(writers | self.run.writers_of(self.name)):
+        sealed = self.run.table(SCORES, ds.field("pass") == self.name, ["writer"])["writer"].to_pylist()
+        for name in sorted({*writers, *sealed}):
             path = f"{WRITERS}/{name}.json"
             state = store.writer(name, self.run.manifest)
             write_part(folder, path, replace(state, is_removed=True).to_json().encode())
@@ -147,16 +143,15 @@ class ArmPass:
             self._recorder.close()
 
 
-def _forward_columns(step: int, batches: Sequence[ForwardBatch], kept: np.ndarray | None) -> Forward:
-    """Return the columns that describe the forward pass of each row in the batches, or only of the rows at indices
-    `kept`."""
-    parts: list[tuple[Any, ...]] = [batch.padding() for batch in batches]
-    sizes = [len(batch.rows) for batch in batches]
-    chosen = slice(None) if kept is None else kept
+def _forward(step: int, scored: Scored) -> Forward:
+    """Return the columns that describe the forward pass of each scored row."""
+    padding = [batch.padding() for batch in scored.batches]
+    sizes = [len(batch.rows) for batch in scored.batches]
+    kept = slice(None) if scored.kept is None else scored.kept
     return Forward(
-        ids=(np.repeat(np.arange(len(batches)), sizes).astype(np.int64) + (step << 20) % 2**63)[chosen],
-        places=np.concatenate([np.arange(size) for size in sizes]).astype(np.int32)[chosen],
-        rows=np.repeat(sizes, sizes).astype(np.int32)[chosen],
-        pad_left=np.concatenate([left for left, _ in parts]).astype(np.int32)[chosen],
-        pad_right=np.concatenate([right for _, right in parts]).astype(np.int32)[chosen],
+        ids=(np.repeat(np.arange(len(sizes)), sizes).astype(np.int64) + (step << 20) % 2**63)[kept],
+        places=np.concatenate([np.arange(size) for size in sizes]).astype(np.int32)[kept],
+        rows=np.repeat(sizes, sizes).astype(np.int32)[kept],
+        pad_left=np.concatenate([left for left, _ in padding]).astype(np.int32)[kept],
+        pad_right=np.concatenate([right for _, right in padding]).astype(np.int32)[kept],
     )

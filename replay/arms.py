@@ -137,11 +137,8 @@ class Arm:
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Name of the arm: the pass is replay/NAME.  [default: built from the changes]",
-        default="",
-        users=_ANY,
-        metavar="NAME",
-    )
+        "Name of the arm: the pass is replay/NAME.  [default: built from the changes]", default="", users=_ANY, metavar="NAME",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         for name, described in OPTIONS.items():
@@ -149,7 +146,8 @@ class Arm:
         self._check_engine()
         check_clashes(OPTIONS, {name: getattr(self, name) for name in OPTIONS})
         if not self.name:
-            object.__setattr__(self, "name", self._made_name())
+            words = [OPTIONS[name].made_name(name, value) for name, value in self.changes.items()]
+            object.__setattr__(self, "name", "+".join(words) or AS_RECORDED)
 
     def _check_engine(self) -> None:
         for name in self.lacking(self.engine):
@@ -198,14 +196,16 @@ class Arm:
         return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
+    def keeps_batches(self) -> bool:
+        """True if rows run in the batches in which they were recorded, which affect the bits of a row."""
+        return self.engine == HF and not self.has_batch_shape
+
+    @property
     def cached_tokens(self) -> int | None:
         """Response tokens per forward through the KV cache; None for a single forward over the whole sequence."""
         if self.mode == "prefill":
             return None
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
-
-    def _made_name(self) -> str:
-        return "+".join(OPTIONS[name].made_name(name, value) for name, value in self.changes.items()) or AS_RECORDED
 
 
 OPTIONS: dict[str, ArmOption] = {field.name: field.metadata["option"] for field in fields(Arm)}
@@ -228,7 +228,20 @@ def parse_arm(text: str) -> Arm:
     'fp16+batch-size-1'
     """
     words = [part.partition("=") for part in filter(None, (part.strip() for part in text.split(",")))]
-    return _arm({key.strip(): value.strip() if equals else None for key, equals, value in words})
+    kinds = {field.name: str(field.type) for field in fields(Arm)}
+    values: dict[str, Any] = {}
+    for word, equals, given in words:
+        key, value = word.strip(), given.strip() if equals else None
+        name = key.replace("-", "_")
+        if name not in kinds or (value is None and kinds[name] != "bool"):
+            raise InvalidOption(
+                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value, "
+                f"separated by commas, such as dtype=fp16,batch-size=1; names: "
+                f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
+                option="arm",
+            )
+        values[name] = _typed(name, value, kinds[name])
+    return Arm(**values)
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
@@ -252,23 +265,6 @@ def check_distinct(names: Sequence[str]) -> None:
         raise InvalidOption(
             f"{', '.join(twice)} is the name of two arms; give each arm its own with name=", option="arm"
         )
-
-
-def _arm(words: Mapping[str, str | None]) -> Arm:
-    """Return the arm with the given options (name -> value as text); the value of a switch may be None."""
-    kinds = {field.name: str(field.type) for field in fields(Arm)}
-    values: dict[str, Any] = {}
-    for key, value in words.items():
-        name = key.replace("-", "_")
-        if name not in kinds or (value is None and kinds[name] != "bool"):
-            raise InvalidOption(
-                f"got {key if value is None else f'{key}={value}'!r}; write changes as name=value, "
-                f"separated by commas, such as dtype=fp16,batch-size=1; names: "
-                f"{', '.join(sorted(known.replace('_', '-') for known in kinds))}",
-                option="arm",
-            )
-        values[name] = _typed(name, value, kinds[name])
-    return Arm(**values)
 
 
 def _typed(name: str, value: str | None, kind: str) -> Any:

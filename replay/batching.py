@@ -1,18 +1,19 @@
-"""Forward passes: the rows that run through the model together, padded or packed.
+"""Forward passes: the rows that run through the model together, padded or packed, and their scores.
 
 Shapes: B rows in a forward pass, W padded row length, K scored positions at the end of each row, N scored tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from ..schemas.errors import CannotReplay
+from ..tracer.routing import Routing
 from .backends.packing import Span
 from .recorded import RecordedRow
 
@@ -62,8 +63,8 @@ class PaddedBatch:
 
     def last(self, values_BK: Any) -> Any:
         """Return the values [N] for the response tokens, row by row, from the values in the last K columns."""
-        begin, kept = self.width - values_BK.shape[1], values_BK.shape[1]
-        return values_BK.reshape(-1)[_spans(self.first_B - begin + np.arange(len(self.rows)) * kept, self.rows)]
+        rows_N, columns_N = np.divmod(self.scored_N, self.width)
+        return values_BK[rows_N, columns_N - self.width]
 
     @property
     def tokens_BW(self) -> np.ndarray:
@@ -134,6 +135,52 @@ class PackedBatch:
 ForwardBatch = PaddedBatch | PackedBatch
 
 
+def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
+    """Return the columns at which the forwards through a KV cache begin and end: the prompt, then chunks of the response.
+
+    Without `cached_tokens`, and for packed rows, it is one forward.
+    """
+    if cached_tokens is None or isinstance(batch, PackedBatch):
+        return [0, batch.width]
+    prompt = batch.width - batch.num_kept
+    ends = [0, prompt, *range(prompt + cached_tokens, batch.width, cached_tokens), batch.width]
+    return sorted(set(ends))
+
+
+@dataclass(slots=True, kw_only=True)
+class Scored:
+    """Scores of rows of a step under one arm."""
+
+    rows: list[RecordedRow] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    """One array per row: the logprobs [T] of the response tokens, nats."""
+    batches: list[ForwardBatch] = field(default_factory=list)
+    """Forward passes in which the rows ran, in order; empty if the engine forms its own batches."""
+    routing: list[Routing] = field(default_factory=list)
+    """Experts selected for the tokens in each row; empty if the recorded pass has no routing, or routers were not
+    observed."""
+    kept: np.ndarray | None = None
+    """Indices of `rows` among the rows of `batches`; None if they are the same."""
+
+    def only(self, names: Container[str]) -> Scored:
+        """Return only the scores for the sequences in `names`."""
+        kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
+        return Scored(
+            rows=[self.rows[place] for place in kept],
+            logprobs=[self.logprobs[place] for place in kept],
+            batches=self.batches,
+            routing=[self.routing[place] for place in kept] if self.routing else [],
+            kept=kept if self.kept is None else self.kept[kept],
+        )
+
+    def extend(self, part: Scored) -> None:
+        """Append the scores for other rows in the same step."""
+        self.rows.extend(part.rows)
+        self.logprobs.extend(part.logprobs)
+        self.batches.extend(part.batches)
+        self.routing.extend(part.routing)
+
+
 def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
     """Split the values [N] of a batch's response tokens by row."""
     return np.split(values_N, np.cumsum([len(row.response_ids) for row in batch.rows])[:-1])
@@ -157,9 +204,16 @@ def forwards(
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
-        return [packed_batch(group) for group in _packs(rows, batch_size, most)]
+        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # forward passes then take similar times
+        if batch_size is not None:
+            packs = grouped(longest_first, lambda group: len(group) <= batch_size)
+        else:
+            packs = grouped(longest_first, lambda group: sum(row.num_tokens for row in group) <= most)
+        return [packed_batch(group) for group in packs]
     if batch_tokens is not None:
-        return [_padded(group, pad_id, padding, is_tight=True) for group in _bounded(rows, batch_tokens, padding)]
+        longest_first = sorted(rows, key=lambda row: (-row.num_tokens, -len(row.prompt_ids)))
+        bounded = grouped(longest_first, lambda group: len(group) * _width(group, padding) <= most)
+        return [_padded(group, pad_id, padding, is_tight=True) for group in bounded]
     groups = recorded_forwards(rows)
     if batch_size is not None:
         by_writer = [list(group) for _, group in groupby(rows, key=lambda row: row.writer)]
@@ -200,20 +254,16 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
     return PaddedBatch(rows=tuple(rows), ids_BW=ids_BW, mask_BW=mask_BW, first_B=first_B)
 
 
-def _packs(rows: Sequence[RecordedRow], batch_size: int | None, most: int) -> Iterator[list[RecordedRow]]:
-    """Yield the rows of each packed forward pass. Rows are sorted by length, so that forward passes take similar
-    times."""
-    pack: list[RecordedRow] = []
-    tokens = 0
-    for row in sorted(rows, key=lambda row: -row.num_tokens):
-        full = len(pack) == batch_size if batch_size is not None else tokens + row.num_tokens > most
-        if pack and full:
-            yield pack
-            pack, tokens = [], 0
-        pack.append(row)
-        tokens += row.num_tokens
-    if pack:
-        yield pack
+def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
+    """Yield the rows in groups, in this order, each as large as `fits` allows; a row that never fits is alone."""
+    group: list[RecordedRow] = []
+    for row in rows:
+        if group and not fits([*group, row]):
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
 
 
 def _width(rows: Sequence[RecordedRow], padding: str) -> int:
@@ -221,18 +271,6 @@ def _width(rows: Sequence[RecordedRow], padding: str) -> int:
     if padding == RIGHT:
         return max(row.num_tokens for row in rows)
     return max(len(row.prompt_ids) for row in rows) + max(len(row.response_ids) for row in rows)
-
-
-def _bounded(rows: Sequence[RecordedRow], most: int, padding: str) -> Iterator[list[RecordedRow]]:
-    """Yield the rows of each forward pass, longest first, up to `most` tokens per pass including padding."""
-    part: list[RecordedRow] = []
-    for row in sorted(rows, key=lambda row: (-row.num_tokens, -len(row.prompt_ids))):
-        if part and (len(part) + 1) * _width([*part, row], padding) > most:
-            yield part
-            part = []
-        part.append(row)
-    if part:
-        yield part
 
 
 def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBatch:

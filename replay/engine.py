@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from math import nan
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..schemas.arguments import check_arguments
-from ..schemas.contract import Contract
+from ..schemas.contract import differences
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
@@ -23,15 +25,11 @@ from ..tracer.store import first_line
 from .arm_pass import ArmPass
 from .arms import AS_RECORDED, Arm, check_distinct, parse_arm
 from .backends.trusted import CONDITIONS, REFUSED, UNEXPLAINED, check_scoring
-from .batching import check_tokens
-from .differences import differences
-from .gpus import device_here, gpus_of_actor
-from .loaded import LoadedModel, Scorer, scorer_of
-from .plan import ArmPlan, ReplayPlan
+from .batching import Scored, check_tokens
+from .loaded import LoadedModel, Scorer, device_here, gpus_of_actor, scorer_of
 from .recorded import RecordedRow, RecordedRun, assumed_versions
-from .results import ReplayedStep, ReplayedSteps
-from .sample import Sample, draw_sample, extents, parse_sample
-from .scored import Scored
+from .results import ArmPlan, ReplayedStep, ReplayedSteps, ReplayPlan
+from .sample import Row, Sample, draw_sample, extents, parse_sample
 
 
 @dataclass(slots=True)
@@ -43,19 +41,13 @@ class _Wanted:
     steps: list[int]
     there: dict[int, set[str] | None]
     """Step -> sequences that already have scores under this arm; None if every sequence has one."""
-    is_replaced: bool
+    is_replaced: bool = False
     """True if the existing pass of this arm is removed before the arm is scored."""
-    serves_others: bool = False
-    """True for the identity arm if other arms were requested. Those arms run even where the identity arm cannot."""
 
-    def lacks(self, step: int, seq_id: str) -> bool:
-        """Return True if the sequence has no score under this arm yet."""
+    def lacking(self, step: int, rows: Sequence[Row]) -> list[Row]:
+        """Return the rows of a step that have no score under this arm yet."""
         there = self.there.get(step, set())
-        return there is not None and seq_id not in there
-
-    def lacking(self, step: int, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows in a step that have no score under this arm yet."""
-        return [row for row in rows if self.lacks(step, row.seq_id)]
+        return [] if there is None else [row for row in rows if row.seq_id not in there]
 
 
 def replay(
@@ -113,39 +105,17 @@ def replay(
     drawn = None if sample is None else draw_sample(run, parse_sample(sample), chosen)
     wanted = _wanted(run, arms, chosen, force, drawn, device, dry_run=dry_run)
     plan = _plan(run, wanted, drawn)
-    if dry_run:
-        _measure(run, wanted, plan, drawn)
     results = ReplayedSteps(sample=drawn, plan=plan)
     if dry_run:
+        _measure(run, wanted, plan, drawn)
         return results
     with connected(ray):  # fails before anything is removed if the cluster does not answer
         for entry in wanted:
             if entry.is_replaced:
                 entry.target.remove()
         with progress("replaying", sum(arm.num_tokens for arm in plan)) as advance:
-            made = (
-                _here(run, wanted, advance, drawn)
-                if ray is None
-                else _on_cluster(run, wanted, drawn, device, ray, gpus, advance)
-            )
-            results.extend(made)
+            results.extend(_results(run, wanted, drawn, device, ray, gpus, advance))
     return results
-
-
-def _here(run: RecordedRun, wanted: list[_Wanted], advance: Advance, sample: Sample | None) -> Iterator[ReplayedStep]:
-    """Yield the results of each step and arm, computed in this process."""
-    held: _Held = {}
-    try:
-        for group in _by_key(wanted):
-            loaded = LoadedModel(run.weights)
-            try:
-                for step in sorted({step for entry in group for step in entry.steps}):
-                    yield from _step_results(run, loaded, group, step, held, advance, sample)
-            finally:
-                loaded.close()
-    finally:
-        for entry in wanted:
-            entry.target.close()
 
 
 def _arms(given: Sequence[str | Arm], changes: dict[str, Any]) -> list[Arm]:
@@ -173,7 +143,12 @@ def _wanted(
     """Return the remaining work for each arm. All checks run here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
-    contract = _contract(run, steps[0], first)
+    digests = {row.contract for row in first}
+    if len(digests) != 1:
+        raise CannotReplay(
+            f"{run.store.url}: step {steps[0]} was scored under {len(digests)} contracts; a replay needs exactly one"
+        )
+    contract = run.train_contract(digests.pop())
     if dry_run:  # Our own scoring code is as fast as TRL's, and importing TRL would take most of the time in a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
@@ -189,18 +164,26 @@ def _wanted(
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
         is_replaced = force and not serves_others
-        there = {} if is_replaced else _there(run, target, steps)
+        there: dict[int, set[str] | None] = {}
+        if not is_replaced and target.is_sample:
+            whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
+            there = {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
+        elif not is_replaced:
+            there = dict.fromkeys(target.steps)
         if not is_replaced and target.steps and target.has_other_changes:
             raise InvalidOption(
                 f"{target.name} already exists with other changes; choose another name ({option('name', 'NAME')}), or replace it with {option('force')}"
             )
-        left = [step for step in steps if _lacks(there, step, sample)]
+        left = [
+            step for step in steps
+            if (names := there.get(step, set())) is not None and (sample is None or not names >= sample.steps[step].keys())
+        ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
         # Other arms are judged by the identity arm, so it covers all their steps. The results of a
         # sample cover all of it, including sequences that already have scores.
         asked_steps = steps if arm.is_identity or sample is not None else left
-        wanted.append(_Wanted(scorer, target, asked_steps, there, is_replaced, serves_others))
+        wanted.append(_Wanted(scorer, target, asked_steps, there, is_replaced))
     if not any(left for _, left in asked):
         name = asked[0][0].name
         raise InvalidOption(
@@ -217,13 +200,13 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     """Arm -> the version of weights that it would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
-        drawn = rows if sample is None else [row for row in rows if row.seq_id in sample.steps[step]]
+        drawn = rows if sample is None else sample.drawn(step, rows)
         for entry, plan, own in zip(wanted, plans, steps, strict=True):
             if step not in own:
                 continue
-            lacking = [row for row in drawn if entry.lacks(step, row.seq_id)]
+            lacking = entry.lacking(step, drawn)
             forwards = {row.forward for row in lacking}
-            running = [row for row in rows if row.forward in forwards] if entry.scorer.keeps_batches else lacking
+            running = [row for row in rows if row.forward in forwards] if entry.scorer.arm.keeps_batches else lacking
             stale = entry.scorer.arm.weights_version
             plan.num_steps += bool(lacking)
             plan.num_sequences += len(lacking)
@@ -241,8 +224,7 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
     """
     to_do = {arm.arm: arm for arm in plan if arm.num_tokens}
     for group in _by_key([entry for entry in wanted if entry.scorer.arm.name in to_do]):
-        loaded = LoadedModel(run.weights)
-        try:
+        with closing(LoadedModel(run.weights)) as loaded:
             for entry in group:
                 scorer, step = entry.scorer, entry.steps[0]
                 rows = run.step(step)
@@ -255,84 +237,19 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
                 arm = to_do[scorer.arm.name]
                 arm.tokens_per_s = sum(row.num_tokens for row in first) / max(perf_counter() - start, 1e-9)
                 arm.load_s = loaded.load_s
-        finally:
-            loaded.close()
 
 
-_Held = dict[int, str | None]
-"""Step -> code of the reason why replaying the step as recorded did not reproduce its bits; None if it did."""
-
-
-def _there(run: RecordedRun, target: ArmPass, steps: list[int]) -> dict[int, set[str] | None]:
-    """Return step -> sequences that already have scores under an arm; None if every sequence has one."""
-    if not target.is_sample:
-        return dict.fromkeys(target.steps)
-    whole, own = run.sequences(run.replayed_pass, steps), run.sequences(target.name, steps)
-    return {step: None if own[step] >= whole[step] else own[step] for step in steps if own[step]}
-
-
-def _lacks(there: dict[int, set[str] | None], step: int, sample: Sample | None) -> bool:
-    """Return True if a step has sequences left to score."""
-    names = there.get(step, set())
-    return names is not None and (sample is None or not names >= sample.steps[step].keys())
-
-
-def _contract(run: RecordedRun, step: int, rows: list[RecordedRow]) -> Contract:
-    """Return the contract under which the replayed pass was recorded in a step. Raises CannotReplay if there are
-    several."""
-    digests = {row.contract for row in rows}
-    if len(digests) != 1:
-        raise CannotReplay(
-            f"{run.store.url}: step {step} was scored under {len(digests)} contracts; a replay needs exactly one"
-        )
-    return run.train_contract(digests.pop())
-
-
-def _check_contract(run: RecordedRun, step: int, rows: list[RecordedRow], contract: Contract) -> None:
-    """Raise CannotReplay if a step was recorded under a contract that differs from the first step's."""
-    for digest in {row.contract for row in rows}:
-        found = list(differences(run.train_contract(digest), contract))
-        if found:
-            raise CannotReplay(
-                f"{run.store.url}: step {step} was scored under another contract than the first step ({found[0]}); "
-                f"replay such steps separately, with {option('steps', 'FIRST:LAST')}"
-            )
-
-
-def _by_key(wanted: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Yield the arms grouped by the model they share, the identity arm's group first."""
-    keys = list(dict.fromkeys(entry.scorer.key for entry in wanted))
-    for key in keys:
-        yield [entry for entry in wanted if entry.scorer.key == key]
-
-
-def _step_results(
-    run: RecordedRun,
-    loaded: LoadedModel,
-    group: list[_Wanted],
-    step: int,
-    held: _Held,
-    advance: Advance,
-    sample: Sample | None,
-) -> Iterator[ReplayedStep]:
-    """Yield the results of a step under arms that share a model."""
-    rows = _read(run, group, step)
-    for entry in group:
-        if step in entry.steps:
-            try:
-                scored = _scored(entry, step, rows, sample, loaded, advance)
-            except RuntimeError as error:  # raised by torch, or CannotReplay, which is a subclass of RuntimeError
-                if not entry.serves_others:
-                    raise
-                held[step] = REFUSED
-                yield _refused(entry, step, error)
-            else:
-                yield _step(entry, step, scored, held)
+def _by_key(wanted: list[_Wanted]) -> list[list[_Wanted]]:
+    """Return the arms grouped by the model they share, the identity arm's group first."""
+    groups: dict[Any, list[_Wanted]] = {}
+    for entry in wanted:
+        groups.setdefault(entry.scorer.key, []).append(entry)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Unit of work on a cluster: a step, under arms that share a model."""
+    """Unit of work: a step, under arms that share a model."""
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
@@ -343,63 +260,82 @@ class _Unit:
 
 
 class _UnitScorer:
-    """Ray actor of a replay. It opens the trace with its first unit, and keeps one model in memory until a unit needs a
-    different one."""
+    """Worker of a replay: in this process, or an actor of a cluster, which opens the trace with its first unit."""
 
-    def __init__(self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, threads: int):
-        """Store what the actor needs; `threads` is the number of threads that torch uses in the parent process."""
+    def __init__(
+        self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, advance: Advance | None
+    ):
+        """`advance` gets the tokens of each forward pass in this process; None for an actor."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
-        self._contract, self._device, self._threads = wanted[0].scorer.contract, device, threads
-        self._sample = sample
-        self._run: RecordedRun | None = None
-        self._loaded: LoadedModel | None = None
-        self._entries: dict[str, tuple[Scorer, ArmPass]] = {}
+        self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
+        self._sample, self._advance = sample, advance
+        self._opened: tuple[RecordedRun, LoadedModel, dict[str, tuple[Scorer, ArmPass]]] | None = None
+        if advance is not None:
+            arms = {entry.scorer.arm.name: (entry.scorer, entry.target) for entry in wanted}
+            self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores to the trace; return the results, and the number of tokens that ran.
+        """Score a unit and write its scores to the trace; return the results, and the number of tokens that ran in an
+        actor.
 
-        The caller sets `identity_held` in the results of arms other than the identity arm.
+        `identity_held` and `not_held` are set in the results of the identity arm only. Raises CannotReplay if a token is
+        outside the vocabulary, or if the contract differs from the first step's.
         """
-        if self._run is None or self._loaded is None:
-            import torch
-
+        if self._opened is None:
             torch.set_num_threads(self._threads)
-            self._run = RecordedRun(**self._opening)
-            self._loaded = LoadedModel(self._run.weights)
-            for arm in self._arms:
-                scorer = scorer_of(self._run, arm, self._contract, self._device)
-                self._entries[arm.name] = scorer, ArmPass(self._run, arm)
-        group = [
-            _Wanted(*self._entries[name], [unit.step], there, False, name == AS_RECORDED and len(self._arms) > 1)
-            for name, there in unit.arms.items()
-        ]
-        held: _Held = {unit.step: None}
+            run = RecordedRun(**self._opening)
+            scorers = [scorer_of(run, arm, self._contract, self._device) for arm in self._arms]
+            arms = {scorer.arm.name: (scorer, ArmPass(run, scorer.arm)) for scorer in scorers}
+            self._opened = run, LoadedModel(run.weights), arms
+        (run, loaded, arms), step = self._opened, unit.step
+        rows = run.step(step)
+        check_tokens(rows, run.model["config"])
+        for digest in {row.contract for row in rows}:
+            found = list(differences(run.train_contract(digest), self._contract))
+            if found:
+                raise CannotReplay(
+                    f"{run.store.url}: step {step} was scored under another contract than the first step "
+                    f"({found[0]}); replay such steps separately, with {option('steps', 'FIRST:LAST')}"
+                )
         tokens: list[int] = []
-        parts = _step_results(self._run, self._loaded, group, unit.step, held, tokens.append, self._sample)
-        return list(parts), sum(tokens)
+        results = []
+        for name, there in unit.arms.items():
+            entry = _Wanted(*arms[name], [step], there)
+            try:
+                scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
+            except RuntimeError as error:  # raised by torch, or CannotReplay, which is a subclass of RuntimeError
+                if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even where the recording does not
+                    raise
+                results.append(
+                    ReplayedStep(
+                        arm=name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan,
+                        identity_held=False, not_held=REFUSED, differs=(first_line(error),),
+                    )
+                )  # fmt: skip
+            else:
+                results.append(_step(entry.scorer, step, scored))
+        return results, sum(tokens)
 
     def close(self) -> None:
         """Release the model and seal the added scores."""
-        if self._loaded is not None:
-            self._loaded.close()
-        for _, target in self._entries.values():
-            target.close()
+        if self._opened is not None:
+            _, loaded, arms = self._opened
+            loaded.close()
+            for _, target in arms.values():
+                target.close()
 
 
-def _on_cluster(
+def _results(
     run: RecordedRun,
     wanted: list[_Wanted],
     sample: Sample | None,
     device: str,
-    address: str,
+    ray: str | None,
     gpus: float,
     advance: Advance,
 ) -> Iterator[ReplayedStep]:
-    """Score the units on Ray actors; yield the results in the same order as in a single process."""
-    import torch
-
-    threads = torch.get_num_threads()
+    """Score each step under each arm, here or on Ray actors; yield the results in the same order."""
     units = [
         _Unit(
             step=step,
@@ -412,31 +348,20 @@ def _on_cluster(
         for group in _by_key(wanted)
         for step in sorted({step for entry in group for step in entry.steps})
     ]
-    worker = _UnitScorer(run, wanted, sample, device, threads)
+    worker = _UnitScorer(run, wanted, sample, device, advance if ray is None else None)
+    cpus = 1 if gpus else torch.get_num_threads()
     scored: dict[int, list[ReplayedStep]] = {}
     try:
-        found = run_units(address, worker, units, num_cpus=1 if gpus else threads, num_gpus=gpus)
-        for number, (results, num_tokens) in found:
+        for number, (results, num_tokens) in run_units(ray, worker, units, num_cpus=cpus, num_gpus=gpus):
             scored[number] = results
             advance(num_tokens)
     finally:
-        adopt(run.folder)
-    identity = next(entry.scorer.arm.name for entry in wanted if entry.scorer.arm.is_identity)
+        if ray is not None:
+            adopt(run.folder)
     steps = [step for number in range(len(units)) for step in scored[number]]
-    held = {step.step: step.not_held for step in steps if step.arm == identity}
+    held = {step.step: step.not_held for step in steps if step.arm == AS_RECORDED}
     for step in steps:
         yield replace(step, identity_held=held[step.step] is None, not_held=held[step.step])
-
-
-def _read(run: RecordedRun, group: list[_Wanted], step: int) -> list[RecordedRow]:
-    """Return the rows of a step.
-
-    Raises CannotReplay if a token is outside the vocabulary, or if the contract differs from the first step's.
-    """
-    rows = run.step(step)
-    check_tokens(rows, run.model["config"])
-    _check_contract(run, step, rows, group[0].scorer.contract)
-    return rows
 
 
 def _scored(
@@ -450,15 +375,11 @@ def _scored(
     lacking = entry.lacking(step, wanted)
     new = {row.seq_id for row in lacking}
     there = [row for row in wanted if row.seq_id not in new]
-    known = Scored()
-    if there and entry.scorer.arm.is_identity:
-        alike = entry.target.scored_alike(step, there, entry.scorer.made_by())
-        if alike is None:
-            lacking, there = wanted, []
-        else:
-            known = alike
-    elif there:
-        known = entry.target.scored(step, there)
+    known: Scored | None = Scored()
+    if there:
+        known = entry.target.scored(step, there, entry.scorer.made_by() if entry.scorer.arm.is_identity else None)
+    if known is None:
+        lacking, there, known = wanted, [], Scored()
     if not lacking:
         return known
     scored = loaded.score(entry.scorer, entry.scorer.together(lacking, rows), advance)
@@ -475,19 +396,21 @@ def _scored(
     return scored
 
 
-def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedStep:
-    scorer = entry.scorer
+def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
     pairs = list(zip(scored.rows, scored.logprobs, strict=True))
     recorded = np.concatenate([row.logprobs[row.scored] for row, _ in pairs])
     replayed = np.concatenate([value[row.scored] for row, value in pairs])
-    same = _same_bits(recorded, replayed)
+    same = recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32)
     d = replayed.astype(np.float64) - recorded.astype(np.float64)
     differs: tuple[str, ...] = ()
-    if scorer.arm.is_identity:
-        held[step] = None
-        if not same.all():
-            differs = _differs(scorer, scored.rows, scorer.made_by())
-            held[step] = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
+    not_held = None
+    if scorer.arm.is_identity and not same.all():
+        if scorer.run.replayed_pass == ROLLOUT:
+            differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch",)
+        if not all(row.composition_known for row in scored.rows):
+            differs += ("batch composition: not recorded, now one row per forward",)
+        differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))
+        not_held = scorer.substitution or (CONDITIONS if differs else UNEXPLAINED)
     return ReplayedStep(
         arm=scorer.arm.name,
         step=step,
@@ -495,30 +418,7 @@ def _step(entry: _Wanted, step: int, scored: Scored, held: _Held) -> ReplayedSte
         num_equal=int(same.sum()),
         mean_abs_d=float(np.abs(d).mean()) if len(d) else 0.0,
         max_abs_d=float(np.abs(d).max(initial=0.0)),
-        identity_held=held[step] is None,
-        not_held=held[step],
+        identity_held=not_held is None,
+        not_held=not_held,
         differs=differs,
     )
-
-
-def _refused(entry: _Wanted, step: int, error: RuntimeError) -> ReplayedStep:
-    """Return the identity arm's result for a step that cannot be replayed as recorded."""
-    return ReplayedStep(
-        arm=entry.scorer.arm.name, step=step, num_tokens=0, num_equal=0, mean_abs_d=nan, max_abs_d=nan, identity_held=False,
-        not_held=REFUSED, differs=(first_line(error),),
-    )  # fmt: skip
-
-
-def _same_bits(recorded: np.ndarray, replayed: np.ndarray) -> np.ndarray:
-    return np.asarray(recorded.view(np.uint32) == replayed.astype(np.float32).view(np.uint32))
-
-
-def _differs(scorer: Scorer, rows: list[RecordedRow], contract: Contract) -> tuple[str, ...]:
-    """Return the known reasons why the replay did not reproduce the recorded bits."""
-    unknown = not all(row.composition_known for row in rows)
-    words = []
-    if scorer.run.replayed_pass == ROLLOUT:
-        words.append(f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch")
-    if unknown:
-        words.append("batch composition: not recorded, now one row per forward")
-    return (*words, *assumed_versions(rows), *differences(scorer.contract, contract))

@@ -9,27 +9,28 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
+import torch
+
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..schemas.modules import has_experts
 from ..tracer import environment
 from ..tracer.progress import Advance, unheard
-from ..tracer.routing import Router
+from ..tracer.routing import Router, routers
 from ..tracer.staging import to_numpy
 from ..tracer.store import first_line
 from ..tracer.weights.reader import Tensor
+from .arm_option import EXACT
 from .arms import Arm
 from .backends import kernels, packing, routing, trl, trusted
 from .backends import model as models
 from .backends.head import Head
 from .backends.module import ModuleScorer, gives_hidden
-from .backends.quantize import GROUP, quantize
 from .backends.transformers import TransformersScorer
-from .batching import LEFT, PACKED, RIGHT, ForwardBatch, forwards, packed_batch, recorded_forwards, responses
+from .batching import LEFT, PACKED, RIGHT, ForwardBatch, Scored, forwards, packed_batch, recorded_forwards, responses
 from .numerics import Numerics
 from .prefix_tree import tree_batch
 from .recorded import RecordedRow, RecordedRun
-from .scored import Scored
 from .settings import cublas_workspace, settings, used_settings
 
 _Found = TypeVar("_Found")
@@ -40,8 +41,6 @@ LoadKey = tuple[Any, ...]
 class HfScorer:
     """Scorer of an arm on a rebuilt transformers model. Arms with equal load keys share the model."""
 
-    numerics_of: type[Numerics] = Numerics
-    starts_with_weights = False
     keeps_recorded_rows = True
     """True if the identity arm fails rather than run fewer rows per forward than recorded."""
     pass_of_rows = "per forward"
@@ -52,8 +51,12 @@ class HfScorer:
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
         """Code of the reason why the recorded attention or experts were replaced; None if they were not."""
-        self.numerics = self.numerics_of(arm, contract)
-        kernels.check(arm.attention, device)
+        self.numerics = Numerics(arm, contract)
+        if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
+            here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
+            raise CannotReplay(
+                f"attention {arm.attention}: needs an NVIDIA GPU; this replay runs on the CPU, where you can use {here}"
+            )
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
                 "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
@@ -69,9 +72,9 @@ class HfScorer:
         self._routers: list[Router] = []
         """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
-        self._rows: int | None = None
+        self.rows_left: int | None = None
         """Maximum number of rows per forward pass since memory ran out; None if memory has not run out."""
-        self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext()
+        self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
         """Function from a batch to a context that is entered around the forward pass of the batch."""
         self.calls_whole_model = False
         """True if the logits come from the model's own forward method, including the head."""
@@ -95,7 +98,7 @@ class HfScorer:
             what = "experts" if "experts" in used else "attention"
             why = trusted.WHY[self.substitution].format(name=ascii(recorded.get(what)))
             warnings.warn(f"arm {self.arm.name}: {why}; {used[what]} is used instead", TimTraceWarning, stacklevel=4)
-        self.numerics = self.numerics_of(self.arm, self.contract | {"model": recorded | used})
+        self.numerics = Numerics(self.arm, self.contract | {"model": recorded | used})
 
     @cached_property
     def _weights(self) -> models.Weights:
@@ -139,7 +142,7 @@ class HfScorer:
         """Load a version's weights, rounded to the arm's dtype if it has one. Raises CannotReplay."""
         models.load(model, self._weights(tensors), self.numerics.weights_dtype)
         if self.arm.quantize:
-            quantize(model, self.arm.quantize)
+            models.quantize(model, self.arm.quantize)
 
     @property
     def key(self) -> LoadKey:
@@ -147,12 +150,6 @@ class HfScorer:
         made, arm = self.numerics, self.arm
         built = (made.dtype, made.buffers_dtype, made.attention)
         return (arm.dtype, *built, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
-
-    @property
-    def hears_routers(self) -> bool:
-        """True if routers can be observed. They cannot in a compiled backbone, which keeps the hooks of its first
-        forward pass."""
-        return not self.arm.compile
 
     @property
     def scoring_function(self) -> str:
@@ -165,8 +162,13 @@ class HfScorer:
         """Attach a model to this arm and return the scorer. A scorer that an arm with an equal key made for the model
         is reused."""
         self._model = model
-        if self.run.has_routing and self.hears_routers:
-            self._routers = routing.checked(model, self.arm.routing)
+        # A compiled backbone keeps the hooks of its first forward pass, and the exact engine has its own routers.
+        if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
+            self._routers = routers(model)
+            if self.arm.routing and not self._routers:
+                raise CannotReplay(
+                    f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its experts"
+                )
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)
         return self._scorer
@@ -207,15 +209,10 @@ class HfScorer:
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
         """Return the rows that must run to score `rows`: with recorded batches, all rows that share a forward pass with
         them."""
-        if not self.keeps_batches:
+        if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
         return [row for row in of if (row.writer, row.forward_id) in forwards]
-
-    @property
-    def keeps_batches(self) -> bool:
-        """True if rows run in the same batches in which they were recorded."""
-        return not self.arm.has_batch_shape
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
         """Return the rows on which the pace is measured: the rows in the first forward pass."""
@@ -238,10 +235,10 @@ class HfScorer:
                     raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
                 if not is_out_of_memory(error):
                     raise
-                self._rows = self._fewer_rows(rows, error)
+                self.rows_left = self._fewer_rows(rows, error)
 
     def _fewer_rows(self, rows: Sequence[RecordedRow], error: BaseException) -> int:
-        largest = self._rows or max(len(batch.rows) for batch in self.batches(rows))
+        largest = self.rows_left or max(len(batch.rows) for batch in self.batches(rows))
         what = f"arm {self.arm.name}: out of memory with {largest} rows {self.pass_of_rows}"
         is_bounded = self.arm.batch_size or self.arm.batch_tokens
         if (self.arm.is_identity and self.keeps_recorded_rows) or is_bounded or largest == 1:
@@ -267,9 +264,9 @@ class HfScorer:
         return scored
 
     def batches(self, rows: Sequence[RecordedRow]) -> list[ForwardBatch]:
-        if self.numerics.is_tree and self._rows is None:
+        if self.numerics.is_tree and self.rows_left is None:
             return [tree_batch(group) for group in recorded_forwards(rows)]
-        if self.numerics.is_packed and self._rows is None:
+        if self.numerics.is_packed and self.rows_left is None:
             return [
                 packed_batch(group, num_pads=max(row.pad_right for row in group)) for group in recorded_forwards(rows)
             ]
@@ -277,7 +274,7 @@ class HfScorer:
         made = forwards(
             rows,
             pad_id,
-            batch_size=self.arm.batch_size or self._rows,
+            batch_size=self.arm.batch_size or self.rows_left,
             batch_tokens=self.arm.batch_tokens,
             padding=self._padding,
             device=self.device,
@@ -316,12 +313,13 @@ class HfScorer:
         if self._experts is not None:
             changed["experts"] = self._experts
         if arm.quantize:
-            changed["weight_quantization"] = f"{arm.quantize}, groups of {GROUP} inputs"
+            changed["weight_quantization"] = f"{arm.quantize}, groups of {models.GROUP} inputs"
         if self.adapter:
             changed["adapters"] = self.adapter
         if arm.kv_dtype:
             changed["kv_cache"] = f"{arm.kv_dtype}, scale 1"
         used = used_settings(self.contract["torch"], arm)
+        rows = arm.batch_size or self.rows_left or self.contract.get("rows_a_forward")
         autocast = "None" if arm.dtype else self.contract["torch"].get("autocast_dtype")
         ranks, given = "ulysses_sequence_parallel_size", self.contract.get("settings")
         whole = {"settings": {**given, ranks: 1}} if isinstance(given, dict) and given.get(ranks) else {}
@@ -340,7 +338,7 @@ class HfScorer:
                 "temperature": arm.temperature or self.contract.get("temperature"),
                 "model": self.contract["model"] | changed,
                 "attention_kernels": sorted(self.kernels),
-                "rows_a_forward": self._rows_a_forward,
+                "rows_a_forward": f"up to {arm.batch_tokens} tokens" if arm.batch_tokens else rows,
                 "prompt_padding_side": None if self.numerics.is_tree else self._padding,
                 "packing": PREFIX_TREE if self.numerics.is_tree else PACKED_ROWS if self.numerics.is_packed else None,
                 "device": environment.device_name(self.device),
@@ -349,17 +347,9 @@ class HfScorer:
             }
         )
 
-    @property
-    def _rows_a_forward(self) -> Any:
-        if self.arm.batch_tokens:
-            return f"up to {self.arm.batch_tokens} tokens"
-        return self.arm.batch_size or self._rows or self.contract.get("rows_a_forward")
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if GPU or host memory ran out; torch has no exception class for the latter."""
-    import torch
-
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return True

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import BinaryIO, TextIO
 
 from ..schemas.errors import TimTraceError
@@ -23,36 +23,33 @@ def library_output_held_back() -> Iterator[TextIO]:
     If a library raises, the output is written to stderr, as it often contains the reason.
     """
     with tempfile.TemporaryFile() as kept:
-        stream, saved = _replaced(kept)
         try:
-            yield stream
+            with _redirected(kept) as stream:
+                yield stream
         except Exception as error:
-            _restored(saved, stream)
-            if not isinstance(error, TimTraceError) or error.__cause__ is not None:
-                _show(kept)
+            kept.seek(0)
+            lines = kept.read().decode(errors="backslashreplace").splitlines()[-_MOST_LINES:]
+            if lines and (not isinstance(error, TimTraceError) or error.__cause__ is not None):
+                print("tim-trace: libraries printed before the error:", *lines, sep="\n  ", file=sys.stderr)
             raise
-        finally:
-            _restored(saved, stream)
 
 
-def _replaced(kept: BinaryIO) -> tuple[TextIO, dict[int, int]]:
-    """Redirect stdout and stderr to the file; return the real stderr, and file descriptor -> its copy."""
+@contextmanager
+def _redirected(kept: BinaryIO) -> Iterator[TextIO]:
+    """Redirect stdout and stderr to the file in this context; yield the real stderr."""
     _flush()
     saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
     stream = sys.stderr
-    if _is_descriptor(stream, _STDERR):
-        stream = os.fdopen(os.dup(_STDERR), "w", encoding=sys.stderr.encoding, errors=sys.stderr.errors, buffering=1)
+    with suppress(OSError, ValueError):  # a stream in memory has no descriptor
+        if stream.fileno() == _STDERR:
+            stream = os.fdopen(os.dup(_STDERR), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)
     for number in saved:
         os.dup2(kept.fileno(), number)
-    return stream, saved
-
-
-def _restored(saved: dict[int, int], stream: TextIO) -> None:
-    """Restore stdout and stderr; later calls do nothing."""
-    if saved:
+    try:
+        yield stream
+    finally:
         _flush()
-        while saved:
-            number, copy = saved.popitem()
+        for number, copy in saved.items():
             os.dup2(copy, number)
             os.close(copy)
         if stream is not sys.stderr:
@@ -62,17 +59,3 @@ def _restored(saved: dict[int, int], stream: TextIO) -> None:
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-
-
-def _is_descriptor(stream: TextIO, number: int) -> bool:
-    try:
-        return stream.fileno() == number
-    except (OSError, ValueError):
-        return False
-
-
-def _show(kept: BinaryIO) -> None:
-    kept.seek(0)
-    lines = kept.read().decode(errors="backslashreplace").splitlines()[-_MOST_LINES:]
-    if lines:
-        print("tim-trace: libraries printed before the error:", *lines, sep="\n  ", file=sys.stderr)

@@ -1,31 +1,33 @@
-"""The model in memory, with the weights of one version, and the scorers attached to it."""
+"""The model in memory: its device, the weights of one version, and the scorers attached to it."""
 
 from __future__ import annotations
 
 from time import perf_counter
 from typing import Any
 
+import torch
+
 from ..schemas.contract import Contract
+from ..schemas.errors import InvalidOption, option
 from ..tracer.progress import Advance
 from ..tracer.weights.checkpoints import CheckpointReader
 from ..tracer.weights.reader import WeightReader
+from .arm_option import EXACT, HF, VLLM
 from .arms import Arm
-from .exact_scorer import ExactArmScorer
+from .backends.exact.scorer import ExactArmScorer
+from .batching import Scored
 from .hf_scorer import HfScorer
 from .recorded import RecordedRow, RecordedRun
-from .scored import Scored
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
 """Scorer of an arm: builds a model, loads weights, is attached to the model, and scores rows."""
-_OF_ENGINE: dict[str, type[HfScorer] | type[VllmScorer]] = {
-    "hf": HfScorer, "vllm": VllmScorer, "exact": ExactArmScorer,
-}  # fmt: skip
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
     """Return the scorer of an arm. Raises CannotReplay if this machine cannot run it."""
-    return _OF_ENGINE[arm.engine](run, arm, contract, device)
+    kinds: dict[str, type[Scorer]] = {HF: HfScorer, VLLM: VllmScorer, EXACT: ExactArmScorer}
+    return kinds[arm.engine](run, arm, contract, device)
 
 
 class LoadedModel:
@@ -65,7 +67,7 @@ class LoadedModel:
             self._shared = scorer.attach(self._model, self._shared)
             self._attached.append(scorer)
         if (version, attempt) != self._version:
-            start, is_start = perf_counter(), self._version is None and scorer.starts_with_weights
+            start, is_start = perf_counter(), self._version is None and scorer.arm.engine == VLLM
             scorer.put(self._model, self._weights.load(version, attempt, is_lazy=True))
             self._version = version, attempt
             self.load_s = 0.0 if is_start else perf_counter() - start
@@ -78,3 +80,23 @@ class LoadedModel:
             self._model.close()
         self._model = self._shared = self._key = self._version = None
         self._attached = []
+
+
+def device_here() -> str:
+    """Return `cuda` if torch has a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
+    """Return the GPUs of an actor with a model: a fraction of one, one, or several. Raises InvalidOption."""
+    if ray is None:
+        if gpus_per_arm is not None:
+            raise InvalidOption(f"applies to a cluster only; add {option('ray', 'auto')}", option="gpus_per_arm")
+        return 0.0
+    if gpus_per_arm is None:
+        return 1.0 if device_here() == "cuda" else 0.0
+    if gpus_per_arm < 0 or (gpus_per_arm > 1 and gpus_per_arm != int(gpus_per_arm)):
+        raise InvalidOption(
+            f"got {gpus_per_arm:g}; use a fraction from 0 to 1, or a whole number", option="gpus_per_arm"
+        )
+    return float(gpus_per_arm)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
+from .arm_option import EXACT
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl
 from .backends.kernels import KERNELS
@@ -16,7 +18,7 @@ from .settings import autocast_dtype
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The settings of an arm; properties that return torch dtypes import torch."""
+    """The settings of an arm."""
 
     arm: Arm
     recorded: Contract
@@ -27,7 +29,8 @@ class Numerics:
         """torch's name of the dtype of the built model: the arm's, or that of the parameters in the recorded forward."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
-        return self._parameters_dtype or _largest(self.recorded["model"]["dtypes"])
+        dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
+        return self._parameters_dtype or max(dtypes, key=lambda name: dtypes[name])
 
     @property
     def weights_dtype(self) -> str | None:
@@ -50,11 +53,9 @@ class Numerics:
 
         Logits need no rounding: the head's weights were cast, so they have that dtype already.
         """
-        return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") else None
+        return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
     def _cast(self, name: str) -> Any:
-        import torch
-
         recorded = None if self.arm.dtype else self.recorded["model"].get(name)
         return getattr(torch, recorded) if recorded else None
 
@@ -75,11 +76,19 @@ class Numerics:
     @property
     def _is_shaped(self) -> bool:
         arm = self.arm
-        return bool(arm.has_batch_shape or arm.padding or arm.compile or arm.cached_tokens is not None)
+        is_cached = arm.cached_tokens is not None
+        return bool(arm.has_batch_shape or arm.padding or arm.compile or is_cached or self._is_exact)
+
+    @property
+    def _is_exact(self) -> bool:
+        """True for the exact engine, which has its own attention and scoring and computes each row alone."""
+        return self.arm.engine == EXACT
 
     @property
     def attention(self) -> str:
-        """The model's attention implementation, as transformers names it."""
+        """The model's attention implementation, as transformers names it; `exact` for that of the exact engine."""
+        if self._is_exact:
+            return EXACT
         if self.arm.padding == PACKED or self.is_tree:
             return packing.NAME
         # Other attentions cannot run the recorded tree.
@@ -97,7 +106,7 @@ class Numerics:
         """True if TRL's own code scores: always, if it supports the arm."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
-        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64"
+        shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
         # TRL is imported last, and only for an arm that it can score.
         return not shaped and all(value is None for value in own) and trl.scores(self.recorded)
@@ -115,8 +124,6 @@ class Numerics:
     @property
     def logits_dtype(self) -> Any:
         """torch's dtype of the logits and everything after: the arm's, or the recorded one; None for the default."""
-        import torch
-
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])
         recorded = None if self.arm.dtype else self.recorded.get("logprobs_dtype")
@@ -130,42 +137,4 @@ class Numerics:
     @property
     def projection_dtype(self) -> Any:
         """torch's dtype of the head's projection; None for that of the hidden states."""
-        import torch
-
         return torch.float32 if self.head_in_fp32 else self.autocast
-
-
-class ExactNumerics(Numerics):
-    """The settings of the exact engine."""
-
-    __slots__ = ()
-
-    @property
-    def is_tree(self) -> bool:
-        """False: each row is computed alone."""
-        return False
-
-    @property
-    def is_packed(self) -> bool:
-        """False: each row is computed alone."""
-        return False
-
-    @property
-    def outputs_dtype(self) -> Any:
-        """None: logprobs are not rounded further."""
-        return None
-
-    @property
-    def attention(self) -> str:
-        """Name of the engine's own attention."""
-        return "exact"
-
-    @property
-    def uses_trl(self) -> bool:
-        """False: the engine has its own scoring."""
-        return False
-
-
-def _largest(dtypes: Mapping[str, int]) -> str:
-    """Return the dtype of most parameters."""
-    return max(dtypes, key=lambda name: dtypes[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -166,23 +166,17 @@ class RecordedRun:
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
 
-    def unsealed_steps(self, pass_name: str) -> set[int]:
-        """Return the steps that have scores in a pass whose journals are not sealed yet."""
-        return {step for step, _ in self._unsealed(pass_name)}
-
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
         """Return step -> sequences that have scores in a pass, whether or not the scores are sealed."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
-        sealed = self.table(SCORES, wanted, ["step", "seq_id"])
         found: dict[int, set[str]] = {step: set() for step in steps}
-        for step, seq_id in zip(sealed["step"].to_pylist(), sealed["seq_id"].to_pylist(), strict=True):
-            found[step].add(seq_id)
-        for step, seq_id in self._unsealed(pass_name):
+        for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
             if step in found:
                 found[step].add(seq_id)
         return found
 
-    def _unsealed(self, pass_name: str) -> list[tuple[int, str]]:
+    def unsealed(self, pass_name: str) -> list[tuple[int, str]]:
+        """Return step and sequence of the scores in a pass whose journals are not sealed yet."""
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
             return []
@@ -251,10 +245,6 @@ class RecordedRun:
             places.append((row.routing, row.routing_start, len(row.prompt_ids) + len(row.response_ids)))
         return read_routing(self.store, places)
 
-    def writers_of(self, pass_name: str) -> set[str]:
-        """Return the names of the writers that recorded a pass."""
-        return set(self.table(SCORES, ds.field("pass") == pass_name, ["writer"])["writer"].to_pylist())
-
     def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
         """Return the rows that a step has in the replayed pass, or in another pass, in the order of their forward
         passes.
@@ -295,8 +285,7 @@ class RecordedRun:
         index: int,
         tokens: dict[str, tuple[np.ndarray, np.ndarray, int | None]],
     ) -> RecordedRow:
-        values = {name: scores[name][index] for name in scores.column_names}
-        given = {name: value.as_py() for name, value in values.items() if name != "logprobs"}
+        given = {name: scores[name][index].as_py() for name in scores.column_names if name != "logprobs"}
         assumed = ""
         if given["policy_version"] is None and given["seq_id"] in tokens:
             given["policy_version"] = tokens[given["seq_id"]][2]
@@ -318,10 +307,9 @@ class RecordedRun:
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]
         logprobs, scored = np.zeros(len(response_ids), np.float32), np.zeros(len(response_ids), bool)
-        if values["logprobs"].is_valid:
-            array = values["logprobs"].values
-            scored = np.asarray(array.is_valid())
-            logprobs = np.asarray(array.fill_null(0.0))
+        if (recorded := scores["logprobs"][index]).is_valid:
+            scored = np.asarray(recorded.values.is_valid())
+            logprobs = np.asarray(recorded.values.fill_null(0.0))
         return RecordedRow(
             prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs, scored=scored,
             version_assumed=assumed, composition_known=known, **given,
@@ -346,6 +334,11 @@ class RecordedRun:
             return rows
         newest = pa.array([self.newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
         return rows.filter(pc.fill_null(pc.equal(rows["attempt"], newest), True)).select(columns)
+
+    def records(self, table: str, condition: ds.Expression, columns: list[str]) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of `table` as tuples of Python values."""
+        found = self.table(table, condition, columns)
+        return zip(*(found[name].to_pylist() for name in columns), strict=True)
 
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import isfinite
-from typing import Any
+from typing import Any, TypeVar
 
-import pyarrow as pa
 import pyarrow.dataset as ds
 
 from ..schemas.errors import InvalidOption
@@ -43,6 +42,9 @@ class Extent:
     was not recorded."""
 
 
+Row = TypeVar("Row", RecordedRow, Extent)
+
+
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
     """Yield each step with the sizes of its sequences in the replayed pass.
 
@@ -56,20 +58,16 @@ def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[
             (step, seq_id): (
                 f"sequence {seq_id}" if group is None else f"group {group}", (prompt or 0) + (response or 0), version
             )
-            for step, seq_id, group, prompt, response, version in _rows(run.table(SEQUENCES, chosen, columns))
+            for step, seq_id, group, prompt, response, version in run.records(SEQUENCES, chosen, columns)
         }  # fmt: skip
         of_pass = chosen & (ds.field("pass") == run.replayed_pass)
         columns = ["step", "seq_id", "policy_version", "writer", "forward_id"]
         found: dict[int, list[Extent]] = {step: [] for step in part}
-        for step, seq_id, version, writer, forward_id in _rows(run.table(SCORES, of_pass, columns)):
+        for step, seq_id, version, writer, forward_id in run.records(SCORES, of_pass, columns):
             group, number, sampled_with = known.get((step, seq_id), (f"sequence {seq_id}", 0, None))
             version = sampled_with if version is None else version
             found[step].append(Extent(seq_id, group, number, -1 if version is None else version, (writer, forward_id)))
         yield from found.items()
-
-
-def _rows(table: pa.Table) -> Iterator[tuple[Any, ...]]:
-    return zip(*(table[name].to_pylist() for name in table.column_names), strict=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +96,7 @@ class Sample:
         be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
-    def drawn(self, step: int, rows: Sequence[RecordedRow]) -> list[RecordedRow]:
+    def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
         """Return the rows of a step that are in the sample."""
         return [row for row in rows if row.seq_id in self.steps[step]]
 

@@ -6,7 +6,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
+
+import torch
 
 from ..schemas.contract import Contract
 from ..schemas.errors import TimTraceWarning
@@ -21,27 +24,25 @@ _cuda_began: list[str | None] = []
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return name of a recorded setting -> its setter, in the order in which the settings must be applied. Needs
-    torch."""
-    import torch
-
+    """Return name of a recorded setting -> its setter, in the order in which the settings must be applied."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
-    def attribute(owner: Any, name: str) -> Callable[[Any], object]:
-        return lambda value: setattr(owner, name, value)
-
     return {
-        "fp32_precision": attribute(torch.backends, "fp32_precision"),
-        "cuda_matmul_fp32_precision": attribute(cuda.matmul, "fp32_precision"),
+        "fp32_precision": partial(setattr, torch.backends, "fp32_precision"),
+        "cuda_matmul_fp32_precision": partial(setattr, cuda.matmul, "fp32_precision"),
         "float32_matmul_precision": torch.set_float32_matmul_precision,
         "deterministic_algorithms": torch.use_deterministic_algorithms,
         "num_threads": torch.set_num_threads,
-        "mkldnn": attribute(torch.backends.mkldnn, "enabled"),
-        "cudnn_allow_tf32": attribute(cudnn, "allow_tf32"),
-        "cuda_bf16_reduced_precision_reduction": attribute(cuda.matmul, "allow_bf16_reduced_precision_reduction"),
-        "cuda_fp16_reduced_precision_reduction": attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
-        "cudnn_deterministic": attribute(cudnn, "deterministic"),
-        "cudnn_benchmark": attribute(cudnn, "benchmark"),
+        "mkldnn": partial(setattr, torch.backends.mkldnn, "enabled"),
+        "cudnn_allow_tf32": partial(setattr, cudnn, "allow_tf32"),
+        "cuda_bf16_reduced_precision_reduction": partial(
+            setattr, cuda.matmul, "allow_bf16_reduced_precision_reduction"
+        ),
+        "cuda_fp16_reduced_precision_reduction": partial(
+            setattr, cuda.matmul, "allow_fp16_reduced_precision_reduction"
+        ),
+        "cudnn_deterministic": partial(setattr, cudnn, "deterministic"),
+        "cudnn_benchmark": partial(setattr, cudnn, "benchmark"),
         "cuda_preferred_blas": cuda.preferred_blas_library,
         "cuda_preferred_linalg": cuda.preferred_linalg_library,
         "sdp_flash": cuda.enable_flash_sdp,
@@ -52,20 +53,16 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return the autocast dtype of a recorded pass. Needs torch.
+    """Return the autocast dtype of a recorded pass.
 
     Return None if the pass did not use autocast, or used it with float32, which has no effect.
     """
-    import torch
-
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name in ("None", "float32") else getattr(torch, name)
 
 
 def autocast(device: Any, dtype: Any) -> Any:
     """Return a context manager for autocast to the torch dtype `dtype`, or a null context if `dtype` is None."""
-    import torch
-
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -76,8 +73,6 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     CUDA reads the variable when CUDA starts. If no value was recorded, the value that torch requires is set for
     deterministic algorithms. The previous value is restored afterwards.
     """
-    import torch
-
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
     if arm.deterministic or (wanted is None and recorded.get("deterministic_algorithms")):
@@ -110,8 +105,6 @@ def _set_variable(value: str | None) -> None:
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     """Apply the recorded settings with the arm's changes in this context, and restore the previous settings
     afterwards."""
-    import torch
-
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:

@@ -16,9 +16,9 @@ from .arms import Arm
 from .backends import model as models
 from .backends import trusted
 from .backends.vllm import VllmEngine
+from .batching import Scored
 from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
-from .scored import Scored
 
 _PROBE_ROWS = 32
 """Number of rows on which the pace is measured."""
@@ -27,8 +27,6 @@ _PROBE_ROWS = 32
 class VllmScorer:
     """Scorer of an arm with a vLLM engine that has the recorded arguments and the arm's changes."""
 
-    keeps_batches = False
-    starts_with_weights = True
     substitution: str | None = None
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -48,7 +46,7 @@ class VllmScorer:
     def key(self) -> tuple[Any, ...]:
         """Arms with equal keys share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
-        return ("vllm", *arguments, self._decodes, self.arm.adapter)
+        return ("vllm", *arguments, self.decodes, self.arm.adapter)
 
     @property
     def dtype(self) -> str:
@@ -59,7 +57,8 @@ class VllmScorer:
         return dtype
 
     @property
-    def _decodes(self) -> bool:
+    def decodes(self) -> bool:
+        """True if tokens are decoded one by one."""
         return self.arm.mode == "decode"
 
     def _arguments(self) -> dict[str, Any]:
@@ -69,10 +68,8 @@ class VllmScorer:
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
         arguments["dtype"] = self.dtype
-        recorded, needed = (
-            arguments.get("max_model_len"),
-            self.run.longest + 1,
-        )  # To score a sequence, vLLM also samples one more token.
+        # To score a sequence, vLLM also samples one more token.
+        recorded, needed = arguments.get("max_model_len"), self.run.longest + 1
         if recorded is None or (isinstance(recorded, int) and 0 < recorded < needed):
             arguments["max_model_len"] = needed
         changed = {
@@ -101,7 +98,7 @@ class VllmScorer:
     def build(self) -> VllmEngine:
         """Return a vLLM engine that is started only when it gets its first weights."""
         config = trusted.safe_config(config_of(self.run.model))
-        return VllmEngine(config, self._arguments(), decodes=self._decodes, device=self.device)
+        return VllmEngine(config, self._arguments(), decodes=self.decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
         """Load a version's weights, with adapters merged. vLLM rounds the weights to the engine's dtype. Raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -51,3 +51,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=str)
     return str(value)
+
+
+_NOT_NUMERIC = {"source", "arm", "attention_kernels", "built_in", "head", "sample"}
+"""Fields that describe a pass but do not affect its numbers."""
+
+
+def differences(recorded: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """Yield each field that differs, as `field: recorded X, now Y`."""
+    for name in sorted({*recorded, *now} - _NOT_NUMERIC):
+        before, after = recorded.get(name), now.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from differences(before, after, f"{path}{name}.")
+        elif before != after:
+            yield f"{path}{name}: recorded {before}, now {after}"

@@ -7,7 +7,7 @@ import socket
 import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from textwrap import shorten
 from typing import Any, Protocol
 
@@ -102,16 +102,20 @@ def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
 
 
 def run_units(
-    address: str, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
+    address: str | None, worker: Worker, units: Sequence[Any], *, num_cpus: int, num_gpus: float
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and result of each unit, in the order in which the units finish.
 
-    `address` is LOCAL, `auto` or `host:port`. The units are shared by all actors that the cluster has room for, each with a copy of
+    `address` is LOCAL, `auto` or `host:port`; without one, the worker runs all units in this process. The units are shared by all actors that the cluster has room for, each with a copy of
     `worker`; `num_cpus` per actor is capped at the largest node. A unit whose actor or node dies is given to
     another. A worker's errors are raised here.
 
     Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or a unit kills TRIES actors.
     """
+    if address is None:
+        with closing(worker):
+            yield from enumerate(map(worker.run, units))
+        return
     with connected(address) as ray:
         pool = _Pool(ray, worker, num_cpus, num_gpus, len(units))
         try:

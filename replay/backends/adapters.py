@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ...schemas.errors import CannotReplay
+from ...tracer.store import first_line
 from ...tracer.weights.chunks import bits_type
 from ...tracer.weights.reader import Tensor
 
@@ -69,9 +70,8 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
                 else:
                     wrapped.add_adapter(str(name), config, autocast_adapter_dtype=False)
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            line = str(error).strip().partition("\n")[0]
             raise CannotReplay(
-                f"the adapter {ascii(name)[:80]} cannot be added to the model ({line}); install the peft version recorded in the trace (tim-trace info)"
+                f"the adapter {ascii(name)[:80]} cannot be added to the model ({first_line(error)}); install the peft version recorded in the trace (tim-trace info)"
             ) from error
     wrapped.set_adapter(identity.get("active_adapter") or next(iter(identity["adapters"])))
     return wrapped
@@ -133,35 +133,24 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-class MergedWeights:
-    """Merges a version's adapter into its weights, as for an engine without adapters."""
+def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
+    """Return a version's weights with its adapter merged, under the names of the model without adapters.
 
-    def __init__(self, wrapped: Any):
-        """`wrapped` is the trace's peft model, on the CPU, in the recorded dtypes."""
-        self._wrapped = wrapped
-
-    def __call__(self, load: Callable[[Any], None]) -> dict[str, Tensor]:
-        """Return merged tensors under the names of the model without adapters; `load` loads a version's weights into a model.
-
-        PEFT's own code merges them, as in trl.generation.vllm_generation before weights are sent to an engine.
-        """
-        model = self._wrapped.get_base_model()
-        load(model)
-        self._wrapped.merge_adapter()
-        found = {}
-        for name, tensor in model.state_dict().items():
-            if ".original_module." in name or re.search(r"(^|\.)lora_", name):
-                continue
-            own = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name).replace(".base_layer.", ".")
-            found[own] = _tensor(tensor)
-        self._wrapped.unmerge_adapter()
-        return found
-
-
-def _tensor(tensor: Any) -> Tensor:
-    """Return a copy of a torch tensor's bits."""
+    `wrapped` is the trace's peft model, on the CPU, in the recorded dtypes; `load` loads the version's weights into a model.
+    PEFT's own code merges them, as in trl.generation.vllm_generation before weights are sent to an engine.
+    """
     import torch
 
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
-    return Tensor(dtype, flat.view(bits_type(dtype)).reshape(tuple(tensor.shape)))
+    model = wrapped.get_base_model()
+    load(model)
+    wrapped.merge_adapter()
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if ".original_module." in name or re.search(r"(^|\.)lora_", name):
+            continue
+        own = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name).replace(".base_layer.", ".")
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().copy()
+        found[own] = Tensor(dtype, flat.view(bits_type(dtype)).reshape(tuple(tensor.shape)))
+    wrapped.unmerge_adapter()
+    return found

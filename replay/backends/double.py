@@ -4,28 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
 
-def keep_double() -> Any:
-    """Return a context in which casts from float64 to float32 have no effect.
+
+class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
+    """A context in which casts from float64 to float32 have no effect.
 
     Other tensors are unaffected: rotary frequencies, which the model defines in float32, stay float32.
     """
-    import torch
-    from torch.overrides import TorchFunctionMode
 
-    class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = dict(kwargs or {})
-            if _is_double(args):
-                if func is torch.Tensor.float:
-                    return args[0]
-                if func is torch.Tensor.to:
-                    args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-                if kwargs.get("dtype") is torch.float32:
-                    kwargs["dtype"] = torch.float64
-            return func(*args, **kwargs)
-
-    def _is_double(args: Any) -> bool:
-        return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
-
-    return KeepDouble()
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func is torch.Tensor.to:
+                args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)

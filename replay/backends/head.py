@@ -8,10 +8,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ...tracer.logits import Projection
+from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
 """Maximum size of the logits in memory at a time."""
+
+
+class BatchScorer:
+    """Base class of what turns a forward pass into log-probabilities."""
+
+    grad_enabled = False
+    """True if the recorded pass kept gradients, which affects the kernels in use."""
+
+    def __call__(self, batch: ForwardBatch) -> Any:
+        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
+        with torch.set_grad_enabled(self.grad_enabled):
+            return self.logprobs(batch).detach()
+
+    def logprobs(self, batch: Any) -> Any:
+        """Return the log-probabilities [N] as in a call; differentiable if gradients are enabled."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +52,6 @@ class Head:
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
         """Return the log-probabilities [N], nats, of tokens `ids_N` given the hidden states before them."""
-        import torch
-
         projection = Projection(model=model, dtype=self.projection_dtype)
         dtype = self.projection_dtype or hidden_NH.dtype
         hidden_NH, ids_N = (tensor.to(projection.head.weight.device) for tensor in (hidden_NH, ids_N))
@@ -48,8 +65,6 @@ class Head:
 
         Logits are overwritten unless a backward needs them.
         """
-        import torch
-
         if self.temperature != 1.0:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
@@ -61,8 +76,6 @@ class Head:
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
     """Return logits with -inf for all but the k most probable tokens, then for all but the smallest set of mass p."""
-    import torch
-
     if top_k is not None and top_k < logits_CV.shape[-1]:
         least_C1 = logits_CV.topk(top_k, dim=-1).values[..., -1:]
         logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from ...schemas.errors import CannotReplay
+from ...tracer.hooks.patches import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +36,6 @@ KERNELS = {
 }
 
 
-def check(attention: str | None, device: str) -> None:
-    """Raise CannotReplay if the device does not have the kernel."""
-    if attention is not None and KERNELS[attention].needs_cuda and not device.startswith("cuda"):
-        here = ", ".join(name for name, kernel in KERNELS.items() if not kernel.needs_cuda)
-        raise CannotReplay(
-            f"attention {attention}: needs an NVIDIA GPU; this replay runs on the CPU, where you can use {here}"
-        )
-
-
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
     """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay if it does not support a call."""
@@ -66,21 +58,13 @@ def forced(attention: str | None) -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _heads_repeated() -> Iterator[None]:
+def _heads_repeated() -> AbstractContextManager[None]:
     """Make transformers copy keys and values for each query head, for kernels that cannot share them."""
     from transformers.integrations import sdpa_attention
 
     name = "use_gqa_in_sdpa"
-    shares = getattr(sdpa_attention, name, None)
-    if shares is None:  # this release always copies them
-        yield
-        return
-    setattr(sdpa_attention, name, lambda *_: False)
-    try:
-        yield
-    finally:
-        setattr(sdpa_attention, name, shares)
+    # Releases without this function always copy them.
+    return replaced(sdpa_attention, name, lambda *_: False) if hasattr(sdpa_attention, name) else nullcontext()
 
 
 @contextmanager
@@ -102,8 +86,5 @@ def observed(found: set[str]) -> Iterator[None]:
         found.add(f"sdpa {names.get(chosen, chosen)}")
         return original(query, key, value, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = watching
-    try:
+    with replaced(functional, "scaled_dot_product_attention", watching):
         yield
-    finally:
-        functional.scaled_dot_product_attention = original

@@ -12,6 +12,7 @@ from copy import deepcopy
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay, option
 from ...tracer.store import first_line
@@ -24,6 +25,10 @@ _ROOM = 0.8
 """Maximum share of a GPU's free memory that weights may take; the rest is left for activations."""
 MAX_MODULES = 200_000
 """Maximum number of modules and tensors in a model. A larger model is refused."""
+GROUP = 128
+"""Number of inputs that share a scale in a quantised weight. The last group in a row may be shorter."""
+_LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
+"""Largest representable magnitude of each format; fp8 is e4m3."""
 
 
 def build(
@@ -44,8 +49,6 @@ def build(
     own, and no third-party code runs (see trusted), except the attentions in `allow_kernel`, which may come from the hub.
     Raises CannotReplay.
     """
-    import torch
-
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
@@ -76,8 +79,6 @@ def build(
 
 def _placed(model: Any, device: str) -> Any:
     """Move the model to the device and return it. A model larger than a GPU is split by layer over all visible GPUs."""
-    import torch
-
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
@@ -118,8 +119,8 @@ def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) 
     if adapter == "off":
         return adapters.below
     below = build(without_adapters(identity), dtype=dtype, attention="eager", device="cpu")
-    merge = adapters.MergedWeights(adapters.put_on(below, identity))
-    return lambda tensors: merge(lambda model: load(model, adapters.without_prefix(tensors), None))
+    wrapped = adapters.put_on(below, identity)
+    return lambda tensors: adapters.merged(wrapped, lambda model: load(model, adapters.without_prefix(tensors), None))
 
 
 def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +129,6 @@ def without_adapters(identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str, Any], device: str) -> Any:
-    import torch
     from transformers import AttentionInterface
 
     try:
@@ -156,7 +156,6 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
     """Raise CannotReplay while a model is built if it exceeds MAX_MODULES or the memory of this machine or its GPUs."""
-    import torch
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -221,8 +220,6 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     """Load a version's weights into the model, bit for bit or rounded to `dtype`. Raises CannotReplay."""
-    import torch
-
     wanted = model.state_dict(keep_vars=True)  # The tensors themselves are needed, so that their dtype can be changed.
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
@@ -247,8 +244,39 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
 
 def to_torch(tensor: Tensor) -> Any:
     """Return a torch tensor that shares the same bits."""
-    import torch
-
     bits = tensor.bits
     flat = torch.from_numpy(np.require(bits, requirements=["C", "A"]).reshape(-1).view(np.uint8))
     return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)
+
+
+def quantize(model: Any, kind: str) -> None:
+    """Round the weights of all experts and of all linear layers except the head to the values of a quantised engine, in
+    their own dtype.
+
+    Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not head:
+                module.weight.copy_(rounded(module.weight, kind))
+            elif hasattr(module, "is_transposed"):  # transformers' experts: one tensor per layer
+                for weight in module.parameters(recurse=False):
+                    if weight.ndim == 3:
+                        weight_EOI = weight.transpose(1, 2) if module.is_transposed else weight
+                        weight_EOI.copy_(rounded(weight_EOI.flatten(0, 1), kind).view(weight_EOI.shape))
+
+
+def rounded(weight_OI: Any, kind: str) -> Any:
+    """Return a weight rounded to the format `kind`. Each group has one symmetric scale, from its largest magnitude.
+
+    int8 has 255 values and int4 has 15.
+    """
+    parts = []
+    for part_OG in weight_OI.float().split(GROUP, dim=1):
+        scale_O1 = part_OG.abs().amax(dim=1, keepdim=True) / _LARGEST[kind]
+        scale_O1 = torch.where(scale_O1 == 0, torch.ones_like(scale_O1), scale_O1)
+        grid_OG = part_OG / scale_O1
+        grid_OG = grid_OG.to(torch.float8_e4m3fn).float() if kind == "fp8" else grid_OG.round()
+        parts.append(grid_OG * scale_O1)
+    return torch.cat(parts, dim=1).to(weight_OI.dtype)

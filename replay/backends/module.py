@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...schemas.errors import CannotReplay
 from ..arm_option import FACTORY, phrase
 from ..arms import Arm
 from ..batching import PaddedBatch
-from .head import Head
+from .head import BatchScorer, Head
 
 
 def gives_hidden(model: Any) -> bool:
@@ -19,7 +21,7 @@ def gives_hidden(model: Any) -> bool:
     return hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
 
 
-class ModuleScorer:
+class ModuleScorer(BatchScorer):
     """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or has them in `.logits`."""
 
     name = "tim_trace.replay.backends.module.ModuleScorer"
@@ -34,29 +36,15 @@ class ModuleScorer:
         self._model = model.eval()
         self._head = head
 
-    def __call__(self, batch: PaddedBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
-
-        with torch.no_grad():
-            return self.logprobs(batch)
-
     def logprobs(self, batch: PaddedBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
-        enabled."""
-        import torch
-
         device = next(self._model.parameters()).device
         ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
         logits_BWV = self._model(input_ids=ids_BW, attention_mask=mask_BW)
         logits_BWV = getattr(logits_BWV, "logits", logits_BWV)
-        return torch.cat([self._row(logits_BWV[i], ids_BW[i], batch, i) for i in range(len(batch.rows))])
-
-    def _row(self, logits_WV: Any, ids_W: Any, batch: PaddedBatch, row: int) -> Any:
-        import torch
-
-        first = int(batch.first_B[row])
-        end = first + len(batch.rows[row].response_ids)
-        logits_TV = logits_WV[first - 1 : end - 1]
-        result = self._head.logits_dtype or torch.promote_types(logits_TV.dtype, torch.float32)
-        return self._head.taken(logits_TV.to(result, copy=True), ids_W[first:end])
+        parts = []
+        for first, row, logits_WV, ids_W in zip(batch.first_B.tolist(), batch.rows, logits_BWV, ids_BW, strict=True):
+            end = first + len(row.response_ids)
+            logits_TV = logits_WV[first - 1 : end - 1]
+            result = self._head.logits_dtype or torch.promote_types(logits_TV.dtype, torch.float32)
+            parts.append(self._head.taken(logits_TV.to(result, copy=True), ids_W[first:end]))
+        return torch.cat(parts)

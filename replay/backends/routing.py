@@ -7,25 +7,16 @@ experts selected per token, N tokens in all rows.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay
-from ...tracer.routing import NOT_ROUTED, Router, RouterTap, Routing, choice, routers
+from ...tracer.routing import NOT_ROUTED, Router, RouterTap, Routing, choice
 from ..batching import ForwardBatch
-
-
-def checked(model: Any, wanted: str | None) -> list[Router]:
-    """Return the routers of a model. Raises CannotReplay if routing is `wanted` and there are none."""
-    known = routers(model)
-    if wanted and not known:
-        raise CannotReplay(
-            f"routing {wanted}: {type(model).__name__} has no router module that runs before its experts"
-        )
-    return known
 
 
 @contextmanager
@@ -47,30 +38,19 @@ def followed(
         yield
         return
     tap = RouterTap(known)
-    # Hooks run in registration order, so the tap sees the choices that the experts get.
-    with _forced(known, batch, recorded, keeps_same_sets), tap:
+    with ExitStack() as stack:
+        if recorded is not None:
+            table = Table(known, batch, recorded, keeps_same_sets)
+            for index, router in enumerate(known):
+                handle = router.module.register_forward_hook(partial(table.replace, index))
+                stack.callback(handle.remove)
+        stack.enter_context(tap)  # Hooks run in registration order, so the tap sees the choices that the experts get.
         yield
     parts = tap.forwards()
     if parts:
         into.extend(_rows(parts, batch))
     elif recorded is not None:
         raise CannotReplay(f"routing recorded: {tap.problem or 'the routers did not run'}")
-
-
-@contextmanager
-def _forced(
-    known: Sequence[Router], batch: ForwardBatch, recorded: Sequence[Routing] | None, keeps_same_sets: bool
-) -> Iterator[None]:
-    if recorded is None:
-        yield
-        return
-    table = Table(known, batch, recorded, keeps_same_sets)
-    handles = [router.module.register_forward_hook(partial(table.replace, i)) for i, router in enumerate(known)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Table:
@@ -100,8 +80,6 @@ class Table:
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
         """Return a router's output with its choice replaced by the recorded one."""
-        import torch
-
         found = choice(output)
         if found is None:
             raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")
@@ -122,8 +100,6 @@ class Table:
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
     """Yield the observed choices for each row; each router call covers some of the batch's columns."""
-    import torch
-
     places_N = torch.from_numpy(batch.places_N)
     num_rows = len(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]

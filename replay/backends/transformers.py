@@ -6,17 +6,21 @@ Shapes: B rows in a forward pass, W padded row length, K scored positions per ro
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
+import torch
+
 from ...schemas.errors import CannotReplay
-from ..batching import ForwardBatch, PackedBatch, PaddedBatch
+from ...tracer.store import first_line
+from ..batching import ForwardBatch, PackedBatch, PaddedBatch, cached_ends
 from ..settings import autocast
 from . import packing
-from .double import keep_double
-from .head import Head
+from .double import KeepDouble
+from .head import BatchScorer, Head
 
 
-class TransformersScorer:
+class TransformersScorer(BatchScorer):
     """Scorer that runs the backbone and projects the hidden states that predict response tokens."""
 
     name = "tim_trace.replay.backends.transformers.TransformersScorer"
@@ -37,22 +41,11 @@ class TransformersScorer:
         self._cached_tokens = cached_tokens
         self._kv_dtype = kv_dtype
         self._autocast = autocast_dtype
-        self._compiled = _compiled(model.base_model) if compile else None
-
-    def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
-
-        with torch.no_grad():
-            return self.logprobs(batch)
+        self._compiled = torch.compile(model.base_model, dynamic=True) if compile else None
 
     def logprobs(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
-        enabled."""
-        import torch
-
         double = next(self._model.parameters()).dtype == torch.float64
-        with keep_double() if double else nullcontext():
+        with KeepDouble() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
             # The last layer may be on another device than the first.
@@ -66,19 +59,25 @@ class TransformersScorer:
 
     def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
         """Return the hidden states and token ids in the flattened forward pass."""
-        import torch
-
         ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
         mask_BW = torch.from_numpy(batch.mask_BW).to(self._device)
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            hidden_BWH = self._through_cache(ids_BW, mask_BW, batch.num_kept)
+            # The prompt runs in one forward, then the recorded tokens through the cache, as in sampling.
+            cache, parts = kv_cache(self._model.config, self._kv_dtype), []
+            for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
+                output = self._backbone(
+                    input_ids=ids_BW[:, start:end],
+                    attention_mask=mask_BW[:, :end],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                parts.append(output.last_hidden_state)
+            hidden_BWH = torch.cat(parts, dim=1)
         return hidden_BWH.flatten(0, 1), ids_BW.flatten()
 
     def _packed(self, batch: PackedBatch) -> tuple[Any, Any]:
-        import torch
-
         ids_W = torch.from_numpy(batch.ids_W).to(self._device)
         positions_W = torch.from_numpy(batch.positions_W).to(self._device)
         inputs = {"input_ids": ids_W[None], "position_ids": positions_W[None]}
@@ -99,35 +98,9 @@ class TransformersScorer:
         except RuntimeError as error:
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            line = str(error).strip().splitlines()[0]
-            raise CannotReplay(f"compile: torch.compile failed on this model and machine: {line}") from error
-
-    def _through_cache(self, ids_BW: Any, mask_BW: Any, keep: int) -> Any:
-        """Run the prompt in one forward, then the recorded tokens through the cache, as in sampling."""
-        import torch
-
-        assert self._cached_tokens is not None
-        width = ids_BW.shape[1]
-        cache: Any = kv_cache(self._model.config, self._kv_dtype)
-        start, parts = 0, []
-        ends = [width - keep, *range(width - keep + self._cached_tokens, width, self._cached_tokens), width]
-        for end in ends:
-            if end > start:
-                output = self._backbone(
-                    input_ids=ids_BW[:, start:end],
-                    attention_mask=mask_BW[:, :end],
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                parts.append(output.last_hidden_state)
-                start = end
-        return torch.cat(parts, dim=1)
-
-
-def _compiled(backbone: Any) -> Any:
-    import torch
-
-    return torch.compile(backbone, dynamic=True)
+            raise CannotReplay(
+                f"compile: torch.compile failed on this model and machine: {first_line(error)}"
+            ) from error
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
@@ -136,7 +109,6 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
     vLLM's scales are 1 unless a checkpoint has others (its documentation, "Quantized KV cache"). Attention reads the
     rounded values for the newest tokens too. Values beyond 448 saturate.
     """
-    import torch
     from transformers import DynamicCache
 
     if kv_dtype is None:

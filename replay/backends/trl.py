@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
@@ -15,9 +16,10 @@ from ..batching import ForwardBatch, PaddedBatch
 from ..prefix_tree import TreeBatch
 from ..settings import autocast
 from . import packing, trusted
+from .head import BatchScorer
 
 
-class TrlScorer:
+class TrlScorer(BatchScorer):
     """Calls the trainer's scoring function as the recorded pass did."""
 
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
@@ -29,7 +31,7 @@ class TrlScorer:
         self.name = str(contract["scoring_function"])
         self._score = None if self.name in trusted.PACKED_LOSSES else _function(self.name)
         self._head = _function(str(contract["fused_lm_head"]))
-        self._grad = bool(contract.get("grad_enabled"))
+        self.grad_enabled = bool(contract.get("grad_enabled"))
         device = next(model.parameters()).device
         outputs = ("log_probs", "entropy")
         self._head(
@@ -39,23 +41,30 @@ class TrlScorer:
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            _wrap_forward(model, lambda: autocast(device, autocast_dtype))
+            # As in Accelerator.prepare_model under mixed precision, the forward runs in autocast and returns float32.
+            from accelerate.utils import convert_outputs_to_fp32
 
-    def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
+            forward = model.forward
 
-        with torch.set_grad_enabled(self._grad):
-            return self.logprobs(batch).detach()
+            def in_autocast(*args: Any, **kwargs: Any) -> Any:
+                with autocast(device, autocast_dtype):
+                    return forward(*args, **kwargs)
+
+            model.forward = convert_outputs_to_fp32(in_autocast)  # type: ignore[no-untyped-call]
 
     def logprobs(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens; differentiable if gradients are
-        enabled."""
-        import torch
-
         device = next(self._model.parameters()).device
-        if isinstance(batch, TreeBatch):
-            return self._of_tree(batch, device)
+        if isinstance(batch, TreeBatch):  # as in the loss of AsyncGRPOTrainer
+            rows = packing.RowSpans(batch.spans)
+            ids_1W, positions_1W, labels_1W = (
+                torch.from_numpy(values_W).to(device)[None]
+                for values_W in (batch.ids_W, batch.positions_W, batch.labels_W)
+            )
+            outputs = self._model(
+                input_ids=ids_1W, position_ids=positions_1W, shift_labels=labels_1W, fused_lm_head=True, packed=rows
+            )
+            packing.check_all(rows, self._model.config)
+            return outputs.log_probs.flatten()[torch.from_numpy(batch.before_N).to(device)]
         assert isinstance(batch, PaddedBatch)
         assert self._score is not None
         logprobs_BK = self._score(
@@ -66,34 +75,6 @@ class TrlScorer:
             batch.num_kept,
         )[0]
         return batch.last(logprobs_BK)
-
-    def _of_tree(self, batch: TreeBatch, device: Any) -> Any:
-        """Return the logprobs of a prefix tree, with the model run in the same way as in the loss of
-        AsyncGRPOTrainer."""
-        import torch
-
-        rows = packing.RowSpans(batch.spans)
-        ids_1W, positions_1W, labels_1W = (
-            torch.from_numpy(values_W).to(device)[None] for values_W in (batch.ids_W, batch.positions_W, batch.labels_W)
-        )
-        outputs = self._model(
-            input_ids=ids_1W, position_ids=positions_1W, shift_labels=labels_1W, fused_lm_head=True, packed=rows
-        )
-        packing.check_all(rows, self._model.config)
-        return outputs.log_probs.flatten()[torch.from_numpy(batch.before_N).to(device)]
-
-
-def _wrap_forward(model: Any, cast: Callable[[], Any]) -> None:
-    """Run the forward in autocast and return float32, as Accelerator.prepare_model does under mixed precision."""
-    from accelerate.utils import convert_outputs_to_fp32
-
-    forward = model.forward
-
-    def in_autocast(*args: Any, **kwargs: Any) -> Any:
-        with cast():
-            return forward(*args, **kwargs)
-
-    model.forward = convert_outputs_to_fp32(in_autocast)  # type: ignore[no-untyped-call]
 
 
 def scores(contract: Contract) -> bool:

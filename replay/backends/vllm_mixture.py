@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from ...schemas.errors import CannotReplay, option
 
 MODELS = ("Qwen3MoeForCausalLM",)
@@ -69,8 +71,6 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
     if first is None or second is None:
         return
     gate, up = first.chunk(2, dim=1)  # Each tensor is padded to the size that the kernel needs.
-    import torch
-
     yield f"{name}.gate_up_proj", torch.cat((gate[:, :inner], up[:, :inner]), dim=1)
     yield f"{name}.down_proj", second[:, :, :inner]
 
@@ -80,8 +80,6 @@ def _unpacked(weight: Any, experts: Any) -> Any:
 
     The permutation is found by packing each element's index, one base-256 digit at a time, in the weights' dtype.
     """
-    import torch
-
     value = weight.detach()
     if value.device.type != "cpu":
         return value if experts.quant_method.unquantized_backend.name == "TRITON" else None

@@ -44,20 +44,18 @@ class GradientArm:
             raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
         corrected(Loss(), self.correction)
         if not self.name:
-            object.__setattr__(self, "name", self._made_name())
+            own = [
+                f"{key}-{value}".replace(":", "-").replace("/", "-")
+                for key, value in (("logprobs", self.logprobs), ("correction", self.correction))
+                if value is not None
+            ]
+            words = own if own and self.forward.is_identity else [self.forward.name, *own]
+            object.__setattr__(self, "name", "+".join(words))
 
     @property
     def is_identity(self) -> bool:
         """True if nothing differs from the recording."""
         return self.forward.is_identity and self.logprobs is None and self.correction is None
-
-    def _made_name(self) -> str:
-        own = [
-            f"{key}-{value}".replace(":", "-").replace("/", "-")
-            for key, value in (("logprobs", self.logprobs), ("correction", self.correction))
-            if value is not None
-        ]
-        return "+".join([*([] if own and self.forward.is_identity else [self.forward.name]), *own])
 
 
 def parse_gradient_arm(text: str) -> GradientArm:
@@ -93,18 +91,15 @@ def corrected(loss: Loss, correction: str | None) -> Loss:
             "sequence_truncate or sequence_mask with a bound, as token_truncate:2 or token_mask:0.5_5"
         )
     if kind in EXACT:
-        kind = _exact_level(loss, kind) + "_truncate"
+        level = kind.partition("_")[0]
+        if kind == "exact" and loss.correction != "none":
+            level = loss.correction.partition("_")[0]
+        elif kind == "exact":
+            level = "sequence" if loss.level in (SEQUENCE_MEAN, SEQUENCE_SUM) else "token"
+        kind = f"{level}_truncate"
     low, _, high = bounds.rpartition("_")
     try:
         numbers = [float(value) if value else None for value in (low, high)]
     except ValueError as error:
         raise InvalidOption(f"arm correction={correction}: {bounds!r} is not a bound; use 2 or 0.5_5") from error
     return replace(loss, correction=kind, correction_low=numbers[0], correction_high=numbers[1])
-
-
-def _exact_level(loss: Loss, kind: str) -> str:
-    if kind != "exact":
-        return kind.partition("_")[0]
-    if loss.correction != "none":
-        return loss.correction.partition("_")[0]
-    return "sequence" if loss.level in (SEQUENCE_MEAN, SEQUENCE_SUM) else "token"

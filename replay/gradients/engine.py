@@ -7,15 +7,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from ...schemas.errors import CannotReplay, WeightsMissing, option
 from ...schemas.loss import Loss, parse_loss, read_loss
+from ...schemas.passes import CURRENT, TRAIN
 from ...schemas.steps import parse_steps
 from ...tracer.cluster import run_units
-from ...tracer.progress import Advance, Progress, no_progress
+from ...tracer.progress import Progress, no_progress
 from ..arms import check_distinct
 from ..batching import check_tokens
-from ..gpus import device_here, gpus_of_actor
-from ..loaded import LoadedModel
+from ..loaded import LoadedModel, device_here, gpus_of_actor
 from ..recorded import RecordedRun
 from .arm import GradientArm, corrected, parse_gradient_arm
 from .loss import StepLoss, divisors, passes_of
@@ -61,32 +63,32 @@ def gradient(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
     gpus = gpus_of_actor(ray, gpus_per_arm)
-    arms = _arms(arm)
+    arms = [GradientArm(), *(each if isinstance(each, GradientArm) else parse_gradient_arm(each) for each in arm)]
+    check_distinct([each.name for each in arms])
     run = RecordedRun(trace, model_factory=model_factory, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, loss_steps(run))
     settings = hyperparameters(run)
-    asked = _Asked(
-        loss=loss_of(run, settings, loss),
-        accumulated=settings.get("gradient_accumulation_steps"),
-        norms=logged(run, GRAD_NORMS),
-    )
+    used = loss_of(run, settings, loss)
     found: list[GradientStep] = []
     notes: list[str] = []
     with progress("taking gradients", len(chosen)) as advance:
-        outcomes = (
-            _here(run, arms, asked, chosen, advance)
-            if ray is None
-            else _on_cluster(run, arms, asked, chosen, advance, ray, gpus)
+        threads = torch.get_num_threads()
+        taker = _StepTaker(
+            run, arms, used, settings.get("gradient_accumulation_steps"), None if ray is None else threads
         )
-        for outcome in outcomes:
-            found += outcome.results
-            if outcome.refusal is not None:
-                if len(chosen) == 1:
-                    raise outcome.refusal
-                notes.append(f"step {outcome.step}: {outcome.refusal}")
+        outcomes: dict[int, _Outcome] = {}
+        for number, outcome in run_units(ray, taker, chosen, num_cpus=1 if gpus else threads, num_gpus=gpus):
+            outcomes[number] = outcome
+            advance(1)
+    for _, outcome in sorted(outcomes.items()):
+        found += outcome.results
+        if outcome.refusal is not None:
+            if len(chosen) == 1:
+                raise outcome.refusal
+            notes.append(f"step {outcome.step}: {outcome.refusal}")
     if not found:
         raise CannotReplay(notes[0])
-    return GradientReport(run=run.store.name, loss=asked.loss, steps=tuple(found), notes=tuple(notes))
+    return GradientReport(run=run.store.name, loss=used, steps=tuple(found), notes=tuple(notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,62 +101,29 @@ class _Outcome:
     refusal: WeightsMissing | CannotReplay | None
 
 
-def _here(
-    run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance
-) -> Iterator[_Outcome]:
-    """Yield the outcome of each step, computed in this process."""
-    taker = _StepTaker(run, arms, asked)
-    try:
-        for step in steps:
-            yield taker.run(step)
-            advance(1)
-    finally:
-        taker.close()
-
-
-def _on_cluster(
-    run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, steps: Sequence[int], advance: Advance, address: str,
-    gpus: float,
-) -> Iterator[_Outcome]:  # fmt: skip
-    """Yield the outcome of each step, computed on a cluster, in order of steps."""
-    import torch
-
-    threads = torch.get_num_threads()
-    outcomes: dict[int, _Outcome] = {}
-    worker = _StepTaker(run, arms, asked, threads)
-    for number, outcome in run_units(address, worker, steps, num_cpus=1 if gpus else threads, num_gpus=gpus):
-        outcomes[number] = outcome
-        advance(1)
-    yield from (outcomes[number] for number in range(len(steps)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """The options of a call, and the settings and metrics of the run."""
-
-    loss: Loss
-    accumulated: float | None
-    """Micro-batches per optimizer step, from the hyperparameters; None if not recorded."""
-    norms: dict[int, float]
-
-
 class _StepTaker:
     """Computes gradients, one step at a time; on a cluster, in an actor that opens the trace itself."""
 
-    def __init__(self, run: RecordedRun, arms: Sequence[GradientArm], asked: _Asked, threads: int | None = None):
-        """`threads` is torch's number of threads in the parent process of an actor; None in this process."""
-        self.arms, self.asked = arms, asked
+    def __init__(
+        self,
+        run: RecordedRun,
+        arms: Sequence[GradientArm],
+        loss: Loss,
+        accumulated: float | None,
+        threads: int | None,
+    ):
+        """`accumulated` is the recorded number of micro-batches per optimizer step; `threads` is torch's number of
+        threads in the parent process of an actor, None in this process."""
+        self._arms, self._loss, self._accumulated, self._norms = arms, loss, accumulated, logged(run, GRAD_NORMS)
         self._opening, self._threads = run.opening, threads
         if threads is None:
             self.trace = run
-        self._passes = {name for arm in arms for name in passes_of(asked.loss, arm)}
+        self._passes = {name for arm in arms for name in passes_of(loss, arm)}
         self._scorers: dict[str, list[GradientScorer]] = {}
 
     @cached_property
     def trace(self) -> RecordedRun:
         """The trace, opened by an actor."""
-        import torch
-
         torch.set_num_threads(self._threads or 1)
         return RecordedRun(**self._opening)
 
@@ -166,7 +135,7 @@ class _StepTaker:
         """Return the results of a step's updates under each arm, or the error."""
         results: list[GradientStep] = []
         try:
-            for update in updates(self.trace, step, self._passes, self.asked.norms):
+            for update in updates(self.trace, step, self._passes, self._norms):
                 check_tokens([entry.row for entry in update.rows], self.trace.model["config"])
                 results.extend(self._update(update))
         except (WeightsMissing, CannotReplay) as error:
@@ -180,36 +149,27 @@ class _StepTaker:
     def _update(self, update: Update) -> Iterator[GradientStep]:
         passes = StepPasses(
             update,
-            logged_norm=None if update.metric_step is None else self.asked.norms.get(update.metric_step),
-            accumulated=self.asked.accumulated,
+            logged_norm=None if update.metric_step is None else self._norms.get(update.metric_step),
+            accumulated=self._accumulated,
         )
-        for arm, scorer in zip(self.arms, self._scorers_of(update), strict=True):
+        for arm, scorer in zip(self._arms, self._scorers_of(update), strict=True):
             stale = arm.forward.weights_version
             version = update.policy_version if stale is None else stale
             self._loaded.ready(scorer, version, update.rows[0].row.attempt)
-            yield passes.take(arm, scorer, self._loss(arm, update))
+            loss = corrected(self._loss, arm.correction)
+            below = arm.logprobs or loss.denominator
+            if arm.logprobs is None and below == TRAIN and update.own_ratio:
+                below = CURRENT
+            yield passes.take(arm, scorer, StepLoss(loss, below, arm.logprobs or TRAIN, divisors(loss, update)))
 
     def _scorers_of(self, update: Update) -> list[GradientScorer]:
         if update.contract not in self._scorers:
             contract = self.trace.train_contract(update.contract, update.loss_pass)
             self._loaded.close()
             self._scorers[update.contract] = [
-                GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self.arms
+                GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self._arms
             ]
         return self._scorers[update.contract]
-
-    def _loss(self, arm: GradientArm, update: Update) -> StepLoss:
-        loss = corrected(self.asked.loss, arm.correction)
-        below = arm.logprobs or loss.denominator
-        if arm.logprobs is None and below == "train" and update.own_ratio:
-            below = "current"
-        return StepLoss(loss, below, arm.logprobs or "train", divisors(loss, update))
-
-
-def _arms(given: Sequence[str | GradientArm]) -> list[GradientArm]:
-    arms = [GradientArm(), *(arm if isinstance(arm, GradientArm) else parse_gradient_arm(arm) for arm in given)]
-    check_distinct([arm.name for arm in arms])
-    return arms
 
 
 def loss_of(run: RecordedRun, settings: dict[str, object], text: str | None) -> Loss:

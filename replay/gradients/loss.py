@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay, option
 from ...schemas.loss import (
@@ -46,10 +47,14 @@ class StepLoss:
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
         """Return the rows' share of the loss. The shares of all rows add up to the loss of the optimizer step."""
-        import torch
-
         cells = _Cells.of(rows, current_N)
-        losses_B = self._aggregated(self._terms(cells), cells.mask_BT)
+        terms, is_of_rows = self._terms(cells), self.loss.aggregation == "sequence"
+        if is_of_rows and terms.shape[1] == 1:
+            losses_B = terms.squeeze(-1)
+        else:
+            losses_B = (terms * cells.mask_BT).sum(-1)
+            if is_of_rows or self.loss.aggregation == "sequence_mean":
+                losses_B = losses_B / cells.mask_BT.sum(-1).clamp(min=1.0)
         pairs = [self.divisors[key_of(entry)] for entry in rows]
         first_B, second_B = (torch.tensor([pair[i] for pair in pairs]).to(losses_B) for i in range(2))
         return (losses_B / first_B / second_B).sum()
@@ -59,14 +64,17 @@ class StepLoss:
 
         Operations run in the same order as in TRL, since the order affects how gradients are rounded.
         """
-        import torch
-
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
         # A token without a logprob in the denominator has a ratio of 1.
         below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
         ratio = torch.exp(_log_ratio(loss.kl_level or loss.level, current_BT, below_BT, cells.mask_BT))
-        divergence = self._divergence(cells, ratio) if loss.kl_coefficient else None
+        divergence = None
+        if loss.kl_coefficient:  # k3, exp(d) - d - 1; 0 for a token without a reference logprob
+            reference_BT = cells.logprobs(REFERENCE)
+            reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
+            divergence = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
+            divergence = divergence * ratio if loss.kl_weighted else divergence
         if loss.kl_level is not None:
             ratio = torch.exp(_log_ratio(loss.level, current_BT, below_BT, cells.mask_BT))
         if loss.kind == CISPO:
@@ -90,8 +98,6 @@ class StepLoss:
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
         """Return the VESPO weight, from each sequence's ratio and correction: [B, 1], or [B, T] if advantages are per
         token."""
-        import torch
-
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
@@ -105,20 +111,8 @@ class StepLoss:
         phi = torch.exp(decay + k * log_ratio_B1 - decay * torch.exp(log_ratio_B1))
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
-    def _divergence(self, cells: _Cells, ratio: Any) -> Any:
-        """Return the k3 divergence from the reference policy, exp(d) - d - 1, [B, T]; 0 for a token without a reference
-        logprob."""
-        import torch
-
-        current_BT, reference_BT = cells.current_BT, cells.logprobs(REFERENCE)
-        reference_BT = torch.where(reference_BT.isnan(), current_BT.detach(), reference_BT)
-        k3_BT = torch.exp(reference_BT - current_BT) - (reference_BT - current_BT) - 1
-        return k3_BT * ratio if self.loss.kl_weighted else k3_BT
-
     def _weights(self, cells: _Cells) -> Any:
         """Return the weights of the correction, [B, T] or [B, 1]; a token without a rollout logprob has a ratio of 1."""
-        import torch
-
         loss = self.loss
         d = (cells.logprobs(self.above) - cells.logprobs(ROLLOUT)) * cells.mask_BT
         d = torch.where(d.isnan(), torch.zeros_like(d), d)
@@ -132,14 +126,6 @@ class StepLoss:
         low = -np.inf if loss.correction_low is None else loss.correction_low
         high = np.inf if loss.correction_high is None else loss.correction_high
         return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
-
-    def _aggregated(self, term: Any, mask_BT: Any) -> Any:
-        """Return the loss of each row, [B], aggregated from its terms."""
-        if self.loss.aggregation == "sequence" and term.shape[1] == 1:
-            return term.squeeze(-1)
-        sums_B = (term * mask_BT).sum(-1)
-        is_mean = self.loss.aggregation in ("sequence_mean", "sequence")
-        return sums_B / mask_BT.sum(-1).clamp(min=1.0) if is_mean else sums_B
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +142,6 @@ class _Cells:
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
-        import torch
-
         lengths = [len(entry.row.response_ids) for entry in rows]
         width = max(n + entry.row.pad_right for n, entry in zip(lengths, rows, strict=True))
         cells_N = np.concatenate([np.arange(n) + index * width for index, n in enumerate(lengths)])

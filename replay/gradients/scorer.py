@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+
+import torch
 
 from ..backends import kernels
 from ..batching import ForwardBatch
@@ -46,18 +48,11 @@ class GradientScorer(HfScorer):
     @property
     def has_dropout(self) -> bool:
         """True if the forward uses dropout, so that it differs between runs."""
-        import torch
-
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
         modules = any(isinstance(module, drops) and module.p > 0 for module in self._model.modules())
         return self.trains and (modules or attention > 0)
-
-    @property
-    def rows_left(self) -> int | None:
-        """Maximum rows per forward after memory ran out; None before."""
-        return self._rows
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -72,32 +67,17 @@ class GradientScorer(HfScorer):
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 
     def _gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        import torch
-
         parameters = list(self.parameters.values())
-        _forget(parameters)
+        self._model.zero_grad(set_to_none=True)
         with ExitStack() as stack:
             stack.enter_context(settings(self.contract["torch"], self.arm))
             stack.enter_context(kernels.forced(self.arm.attention))
             stack.enter_context(torch.enable_grad())
-            for batch, entries in self._forwards(rows):
-                current_N = self._differentiable(batch)
+            entries = {id(entry.row): entry for entry in rows}
+            for batch in self.batches([entry.row for entry in rows]):
+                current_N = self._given(self._scorer.logprobs, batch)
                 seen(batch, current_N)
-                loss(entries, current_N).backward()
+                loss([entries[id(row)] for row in batch.rows], current_N).backward()
         found = [parameter.grad for parameter in parameters]
-        _forget(parameters)
+        self._model.zero_grad(set_to_none=True)
         return found
-
-    def _differentiable(self, batch: ForwardBatch) -> Any:
-        return self._given(self._scorer.logprobs, batch)
-
-    def _forwards(self, rows: Sequence[LossRow]) -> Iterator[tuple[ForwardBatch, list[LossRow]]]:
-        """Yield forwards in the arm's batch shape, each with its rows."""
-        entries: Mapping[int, LossRow] = {id(entry.row): entry for entry in rows}
-        for batch in self.batches([entry.row for entry in rows]):
-            yield batch, [entries[id(row)] for row in batch.rows]
-
-
-def _forget(parameters: Sequence[Any]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

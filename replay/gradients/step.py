@@ -10,21 +10,51 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from ...schemas.modules import KINDS
+from ...schemas.contract import differences
+from ...schemas.modules import KINDS, kind_of
 from ...tracer.staging import to_numpy
 from ..batching import ForwardBatch, responses
-from ..differences import differences
 from .arm import GradientArm
 from .loss import StepLoss
 from .results import GradientStep, ModuleGradient, same_digits
 from .scorer import GradientScorer
-from .sums import Pair, Sums, add, total_norm
 from .update import Update
 
 ALL = "all"
 LEAST_MICRO_BATCHES = 4
 """Minimum number of micro-batches for the variance."""
+_PIECE = 1 << 24
+"""Number of tensor elements processed at a time."""
+
+Gradient = Sequence[Any]
+"""A gradient: one tensor per parameter, or None for a parameter without a gradient."""
+
+
+class Sums:
+    """Computation of squared norms and inner products for one model's gradients."""
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int]):
+        self._kinds = [KINDS.index(kind_of(name)) for name in names]
+        self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
+        """[M] number of parameters by kind of module."""
+
+    def squares(self, gradient: Gradient) -> np.ndarray:
+        """Return the squared norms [M] of a gradient, by kind of module."""
+        squares = np.zeros(len(KINDS))
+        for kind, values in zip(self._kinds, gradient, strict=True):
+            if values is not None:
+                squares[kind] += float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+        return squares
+
+    def products(self, arm: Gradient, reference: Gradient) -> np.ndarray:
+        """Return aa, ar, rr and (a - r)^2, [4, M], of an arm's gradient a and the reference r, summed in float64."""
+        sums = np.zeros((4, len(KINDS)))
+        for kind, a, r in zip(self._kinds, arm, reference, strict=True):
+            if a is not None or r is not None:
+                sums[:, kind] += _products(a, r)
+        return sums
 
 
 class StepPasses:
@@ -51,9 +81,9 @@ class StepPasses:
         seen = _Seen()
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
-        pair = self._sums.pair(total, self._reference)
-        whole, *kinds = modules(self._sums, pair, squares)
-        norm = total_norm(total)
+        whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
+        # The norm that clip_grad_norm_ computes, bit for bit.
+        norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
         return GradientStep(
@@ -83,7 +113,7 @@ class StepPasses:
             found = scorer.gradient(rows, loss, seen)
             if len(places) >= LEAST_MICRO_BATCHES:
                 squares.append(sums.squares(found))
-            total = add(total, found)
+            total = _add(total, found)
         return total or [], squares
 
     def _notes(
@@ -149,32 +179,48 @@ class _Seen:
                 self.largest = max(self.largest, float(np.max(off, initial=0.0)))
 
 
-def modules(sums: Sums, pair: Pair, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
+def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
     """Return the comparison with the reference gradient for the whole model, then for each kind of module in the
     model."""
-    variances = _variances(pair.aa, squares)
+    n, variances_M = len(squares), None
+    if n > 1:  # the sum of |n a_i - a|^2 / (n (n - 1)) over micro-batches
+        variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
     chosen = [(ALL, np.ones(len(KINDS), bool))]
     chosen += [(kind, np.arange(len(KINDS)) == i) for i, kind in enumerate(KINDS) if sums.num_parameters[i]]
-    return tuple(_module(name, int(sums.num_parameters[mask].sum()), pair, variances, mask) for name, mask in chosen)
+    found = []
+    for name, mask in chosen:
+        aa, ar, rr, dd = (float(values[mask].sum()) for values in products)
+        found.append(
+            ModuleGradient(
+                module=name,
+                num_parameters=int(sums.num_parameters[mask].sum()),
+                norm=math.sqrt(aa),
+                cosine=ar / math.sqrt(aa * rr) if aa and rr else None,
+                norm_ratio=math.sqrt(aa / rr) if rr else None,
+                bias=math.sqrt(dd),
+                variance=None if variances_M is None else float(variances_M[mask].sum()),
+            )
+        )
+    return tuple(found)
 
 
-def _module(name: str, size: int, pair: Pair, variances_M: np.ndarray | None, mask: np.ndarray) -> ModuleGradient:
-    aa, ar, rr, dd = (float(values[mask].sum()) for values in (pair.aa, pair.ar, pair.rr, pair.dd))
-    return ModuleGradient(
-        module=name,
-        num_parameters=size,
-        norm=math.sqrt(aa),
-        cosine=ar / math.sqrt(aa * rr) if aa and rr else None,
-        norm_ratio=math.sqrt(aa / rr) if rr else None,
-        bias=math.sqrt(dd),
-        variance=None if variances_M is None else float(variances_M[mask].sum()),
-    )
+def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
+    """Add a gradient to the total in place, in the way torch accumulates gradients, and return the total."""
+    if total is None:
+        return gradient
+    both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]
+    if both:
+        torch._foreach_add_([one for one, _ in both], [other for _, other in both])
+    return [other if one is None else one for one, other in zip(total, gradient, strict=True)]
 
 
-def _variances(aa_M: np.ndarray, squares: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [M] the sum over micro-batches of |n a_i - a|^2 / (n (n - 1)) = (n sum |a_i|^2 - |a|^2) / (n - 1)."""
-    n = len(squares)
-    if n < 2:
-        return None
-    squares_M = np.sum(squares, axis=0)
-    return np.asarray(np.maximum(n * squares_M - aa_M, 0.0) / (n - 1))
+def _products(a: Any, r: Any) -> np.ndarray:
+    """Return the sums [4] of aa, ar, rr and (a - r)^2."""
+    a = torch.zeros_like(r) if a is None else a.to(r.device if r is not None else a.device)
+    r = torch.zeros_like(a) if r is None else r
+    sums = torch.zeros(4, dtype=torch.float64)
+    for one, other in zip(a.reshape(-1).split(_PIECE), r.reshape(-1).split(_PIECE), strict=True):
+        one, other = one.double(), other.double()
+        off = one - other
+        sums += torch.stack([one @ one, one @ other, other @ other, off @ off]).cpu()
+    return np.asarray(sums.numpy())

@@ -101,10 +101,10 @@ def loss_steps(run: RecordedRun) -> list[int]:
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
     """Return hyperparameter name -> value for a run."""
-    table = run.table(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
+    rows = run.records(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
-        for name, value, text in zip(*(table[column].to_pylist() for column in table.column_names), strict=True)
+        for name, value, text in rows
         if name.startswith(HYPERPARAMETER)
     }
 
@@ -112,12 +112,8 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
     """Return step -> last logged value for the first of these metrics that the trace has; empty if it has none."""
     for name in names:
-        table = run.table(METRICS, ds.field("name") == name, ["step", "value"])
-        found = {
-            step: value
-            for step, value in zip(table["step"].to_pylist(), table["value"].to_pylist(), strict=True)
-            if value is not None
-        }
+        rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
+        found = {step: value for step, value in rows if value is not None}
         if found:
             return found
     return {}
@@ -137,6 +133,9 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
     first = {row.seq_id: row for row in reversed(scored)}
     rows = [_loss_row(row, sequences[row.seq_id], known) for row in scored]
     counted = {entry.row.seq_id: entry.num_tokens for entry in rows}
+    wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
+    of_train = set() if loss_pass == TRAIN else {digest for (digest,) in run.records(SCORES, wanted, ["contract"])}
+    own_ratio = bool(of_train) and all(each and run.contract(TRAIN, each).get("source") == _LOSS for each in of_train)
     found = []
     for version in versions:
         own = tuple(entry for entry in rows if entry.row.policy_version == version)
@@ -155,7 +154,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
                 rows=own,
                 step_tokens=sum(counted.values()),
                 step_places=len({(row.writer, row.forward_id) for row in first.values()}),
-                own_ratio=_own_ratio(run, step, loss_pass),
+                own_ratio=own_ratio,
                 metric_step=metric_steps[version],
                 notes=(*notes, *assumed_versions([entry.row for entry in own])),
             )
@@ -215,13 +214,13 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
     """Return sequence -> the first logprobs that a pass has for it. Raises CannotReplay if the pass has no logprobs."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
-    found: dict[str, tuple[int, np.ndarray]] = {}
-    for index, (seq_id, iteration) in enumerate(
-        zip(table["seq_id"].to_pylist(), table["iteration"].to_pylist(), strict=True)
-    ):
-        values = table["logprobs"][index]
-        if values.is_valid and (seq_id not in found or iteration < found[seq_id][0]):
-            found[seq_id] = iteration, np.asarray(values.values.fill_null(float("nan")))
+    columns = (table["seq_id"].to_pylist(), table["iteration"].to_pylist(), table["logprobs"])
+    rows = sorted(zip(*columns, strict=True), key=lambda row: row[1])
+    found = {  # in reverse, so that the first iteration is the one that stays
+        seq_id: np.asarray(values.values.fill_null(float("nan")))
+        for seq_id, _, values in reversed(rows)
+        if values.is_valid
+    }
     if not found:
         how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
             f"record it, or set a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
@@ -229,16 +228,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
         raise CannotReplay(
             f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
         )
-    return {seq_id: values for seq_id, (_, values) in found.items()}
-
-
-def _own_ratio(run: RecordedRun, step: int, loss_pass: str) -> bool:
-    """Return True if the logprobs in pass `train` come from the loss's own forward pass."""
-    if loss_pass == TRAIN:
-        return False
-    wanted = (ds.field("step") == step) & (ds.field("pass") == TRAIN)
-    digests = set(run.table(SCORES, wanted, ["contract"])["contract"].to_pylist())
-    return bool(digests) and all(digest and run.contract(TRAIN, digest).get("source") == _LOSS for digest in digests)
+    return found
 
 
 def _metric_steps(

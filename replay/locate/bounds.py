@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -38,8 +40,6 @@ def unit(dtype: Any) -> float:
 
 def tiny(dtype: Any) -> float:
     """Return the largest rounding error of a value below the normal range of a torch dtype."""
-    import torch
-
     return float(torch.finfo(dtype).smallest_normal * unit(dtype))
 
 
@@ -123,11 +123,11 @@ def _of_module(
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before or after rounding.
-        return (
-            (2.0 * rounding.out) * max(1.0, float(exact.abs().amax()))
-            - rounding.out
-            + 4.0 * _rotary_angle(takes) * 2.0**-24
-        )
+        # The largest angle is the last position plus 2, since the highest frequency is 1.
+        positions = [value for value in takes if value is not None and not value.is_floating_point()]
+        angle = float(positions[0].max()) + 2.0 if positions else 2.0
+        largest = max(1.0, float(exact.abs().amax()))
+        return (2.0 * rounding.out) * largest - rounding.out + 4.0 * angle * 2.0**-24
     if "Embedding" in kind:
         scale = abs(float(getattr(module, "embed_scale", 1.0)))
         return (rounding.casts + 3.0 * rounding.out) * exact.abs() + rounding.least * scale + floor
@@ -198,8 +198,6 @@ def of_attention(
     each weighted value, as a share of the largest one, if values are split into slices (`exact.slices.matmul`). `off`
     bounds the errors of query and key, in their shapes; without `off`, query and key are exact.
     """
-    import torch
-
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
     query = query.transpose(0, 1)
@@ -332,8 +330,6 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
     """Return the bound [T, H] on the error of the sum over the experts selected for each token. Each expert is a gated
     layer."""
-    import torch
-
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()
@@ -367,8 +363,6 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
     """Return the magnitudes of an expert's gated product and of its derivatives, computed from its first product [T, 2
     I]."""
-    import torch
-
     with torch.enable_grad():
         both = both.detach().clone().requires_grad_(True)
         if hasattr(module, "_apply_gate"):
@@ -382,8 +376,6 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 def _pairs(module: Any, both: Any) -> Any:
     """Return [2, T, I]: the gate values and up values in an expert."""
-    import torch
-
     if getattr(module, "is_concatenated", True):
         return torch.stack(both.chunk(2, -1))
     return torch.stack([both[..., ::2], both[..., 1::2]])
@@ -393,9 +385,3 @@ def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
     """Return a bound on the error of an operator whose internals are unknown, relative to each token's largest
     element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)
-
-
-def _rotary_angle(takes: tuple[Any, ...]) -> float:
-    """Return the largest angle in a rotary table: the last position plus 2, since the highest frequency is 1."""
-    positions = [value for value in takes if value is not None and not value.is_floating_point()]
-    return float(positions[0].max()) + 2.0 if positions else 2.0

@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
+
 from . import bounds
 from .heard import Heard
 from .judged import GIVES, TAKES, ratio
@@ -129,8 +131,6 @@ def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
     Attention scores do not depend on the order of dimensions: some code rotates neighbouring pairs and leaves them in
     place.
     """
-    import torch
-
     if any(taken is None for taken in takes):
         return None
     exact, found = [], []

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.errors import CannotReplay, InvalidOption, TimTraceError
 from ...schemas.steps import parse_steps
 from ...tracer.located.results import A, B, Located, LocatedSequence, WeightDifference, limits
 from ...tracer.progress import Progress, no_progress
 from ...tracer.store import first_line
+from ..arm_option import EXACT, VLLM
 from ..arms import Arm, parse_arm
 from ..backends.adapters import PREFIX
+from ..backends.model import to_torch
 from ..batching import check_tokens
-from ..gpus import device_here
 from ..hf_scorer import HfScorer
+from ..loaded import device_here
 from ..recorded import RecordedRow, RecordedRun
-from .chosen import Chosen, choose
-from .exact_execution import EXACT, ExactExecution
-from .execution import Execution, Prepare
-from .head import judge_head
+from .execution import ExactExecution, Execution, Prepare
 from .judged import OF_CODE
 from .names import layer_of
 from .patches import patched
 from .pooled import Pooled, first_divergence
 from .reference import Reference
-from .sequence import SequenceJudge
+from .sequence import Chosen, SequenceJudge, choose, judge_head
 from .taps import RowTaps
-from .vllm_execution import VLLM, AnyExecution, VllmExecution
+from .vllm_execution import AnyExecution, VllmExecution
 from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
@@ -77,7 +78,9 @@ def locate(
     """
     if patch not in ("kinds", "none"):
         raise InvalidOption(f"got {patch!r}; use kinds or none", option="patch")
-    arms = {A: _arm(arm), B: _arm(against)}
+    arms = {
+        side: given if isinstance(given, Arm) else parse_arm(given or "") for side, given in ((A, arm), (B, against))
+    }
     run = RecordedRun(trace, weights_from=weights_from)
     sides = {A: (model_factory, prepare), B: (against_factory, prepare_against)}
     runs = {
@@ -94,10 +97,6 @@ def locate(
     location = _Location(run, asked[0], rows, chosen, wanted, lambda name: wanted(name) and named(name), progress)
     location.build(arms, runs, {side: change for side, (_, change) in sides.items()})
     return location.located(patch, limits(layers, operators), tapped_bytes)
-
-
-def _arm(given: str | Arm | None) -> Arm:
-    return given if isinstance(given, Arm) else Arm() if given is None else parse_arm(given)
 
 
 def _layers(text: str | None) -> Callable[[str], bool]:
@@ -155,8 +154,6 @@ class _Location:
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
     ) -> None:
         """Build all models and load the weights."""
-        import torch
-
         contract = self._run.train_contract(self._rows[0].contract)
         plain = HfScorer(self._run, Arm(dtype="fp64", attention="eager"), contract, self._device)
         model = plain.build()
@@ -214,7 +211,15 @@ class _Location:
             device=self._device,
             a=executions[A].arm.name,
             b=executions[B].arm.name,
-            sequences=tuple(self._sequence(row, d[row.seq_id]) for row in rows),
+            sequences=tuple(
+                LocatedSequence(
+                    seq_id=row.seq_id,
+                    group=self._chosen.groups[row.seq_id],
+                    num_tokens=int(row.scored.sum()),
+                    sum_square=float(np.square(d[row.seq_id][row.scored]).sum()),
+                )
+                for row in rows
+            ),
             chosen=self._chosen.how,
             num_tokens=len(flat),
             mean_abs_d=float(np.abs(flat).mean()) if len(flat) else 0.0,
@@ -231,14 +236,6 @@ class _Location:
             only=only,
         )
 
-    def _sequence(self, row: RecordedRow, d_T: np.ndarray) -> LocatedSequence:
-        return LocatedSequence(
-            seq_id=row.seq_id,
-            group=self._chosen.groups[row.seq_id],
-            num_tokens=int(row.scored.sum()),
-            sum_square=float(np.square(d_T[row.scored]).sum()),
-        )
-
     def _pooled(self, tapped_bytes: int) -> Pooled:
         """Return the findings for all sequences, judged in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
@@ -249,26 +246,21 @@ class _Location:
                 heard = {side: self._listen(side, part, windows[-1]) for side in (A, B)}
                 advance(len(part))
                 for row in part:
-                    self._judge(row, windows, heard, pooled)
+                    taps: dict[str, RowTaps] = {}
+                    for side, (values, of_part) in heard.items():
+                        pooled.logprobs[side][row.seq_id] = values[row.seq_id]
+                        taps[side] = of_part.pop(row.seq_id)
+                    again = partial(self._taps, row)
+                    judge = SequenceJudge(row, self._executions, self._reference, windows, again, taps, pooled)
+                    judge.judge(self._is_asked)
                     advance(_TASKS - 1)
                 for side in list(pooled.same_in_double):
                     self._judge_in_double(side, part, pooled)
         return pooled
 
-    def _judge(
-        self,
-        row: RecordedRow,
-        windows: list[Window],
-        heard: Mapping[str, tuple[dict[str, np.ndarray], dict[str, RowTaps]]],
-        pooled: Pooled,
-    ) -> None:
-        def listen(window: Window) -> dict[str, RowTaps]:
-            return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
-
-        for side, (values, _) in heard.items():
-            pooled.logprobs[side][row.seq_id] = values[row.seq_id]
-        taps = {side: own.pop(row.seq_id) for side, (_, own) in heard.items()}
-        SequenceJudge(row, self._executions, self._reference, windows, listen, taps, pooled).judge(self._is_asked)
+    def _taps(self, row: RecordedRow, window: Window) -> dict[str, RowTaps]:
+        """Return the values of a row's operators in a window of layers, on both sides."""
+        return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
 
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
@@ -329,8 +321,6 @@ class _Location:
     def _version_of(self, name: str, parameter: Any) -> int | None:
         """Return the recorded policy version that contains this tensor and is nearest to the step's; None if no version
         does."""
-        from ..backends.model import to_torch
-
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
         for version in versions[: 2 * _NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
+from ...tracer.hooks.patches import replaced
 from ...tracer.weights.reader import Tensor
 from ..arm_option import EXACT, phrase
 from ..arms import Arm
-from ..backends.double import keep_double
+from ..backends.double import KeepDouble
+from ..backends.exact.attention import MOST_KEYS
+from ..backends.exact.model import ExactModel, Operator
+from ..backends.exact.scorer import ExactArmScorer
+from ..backends.exact.slices import bits_for
 from ..backends.kernels import KERNELS
 from ..batching import ForwardBatch
 from ..hf_scorer import HfScorer
@@ -21,7 +28,7 @@ from ..numerics import Numerics
 from ..recorded import RecordedRow, RecordedRun
 from .bounds import unit
 from .reference import Reference
-from .taps import RowTaps, Taps
+from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 
 Prepare = Callable[[Any], None]
 """Modifies a model after its weights are loaded."""
@@ -35,6 +42,8 @@ class Execution:
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
     """Part of the weighted values that its attention cuts off, as a share of the largest."""
+    _keeps_double = True
+    """True if torch has to keep every value of a float64 model in float64."""
     reference: Reference | None = None
     """The recorded model, whose operators are observed here, whatever modules compute them."""
 
@@ -121,33 +130,27 @@ class Execution:
         self,
         rows: Sequence[RecordedRow],
         of: list[RecordedRow],
-        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = lambda batch: nullcontext(),
+        around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
         """Return sequence -> [T] float64 log-probabilities of `rows`, in batches of `of`; each runs within `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
-            with keep_double() if self._keeps_double else nullcontext(), around(batch):
+            is_double = self._keeps_double and next(self.model.parameters()).dtype == torch.float64
+            with KeepDouble() if is_double else nullcontext(), around(batch):
                 yield
 
         self.scorer.around = both
         try:
             scored = self.scorer.score(self.scorer.together(list(rows), of))
         finally:
-            self.scorer.around = lambda batch: nullcontext()
+            self.scorer.around = nullcontext
         wanted = {row.seq_id for row in rows}
         return {
             row.seq_id: np.asarray(values, np.float64)
             for row, values in zip(scored.rows, scored.logprobs, strict=True)
             if row.seq_id in wanted
         }
-
-    @property
-    def _keeps_double(self) -> bool:
-        """True if torch has to keep every value in float64."""
-        import torch
-
-        return bool(next(self.model.parameters()).dtype == torch.float64)
 
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
@@ -173,6 +176,65 @@ class Execution:
         """Return a listener for the operators selected by `wanted`."""
         assert self.reference is not None
         return Taps(self.model, wanted, self.reference.operators).heard
+
+
+class ExactExecution(Execution):
+    """An arm of the exact engine with the weights of a step: its own operators, under transformers' names.
+
+    The engine stores values of its own dtype in float64 tensors. Its operators are observed in the engine's dtype.
+    """
+
+    scorer_of = ExactArmScorer
+    is_other_code = False
+    rounds_scores = False
+    coarsest = None
+    """None, since it rounds only once, to the dtype of its outputs."""
+    _keeps_double = False
+
+    @property
+    def model(self) -> Any:
+        """The transformers model that holds the weights."""
+        return self.built.held
+
+    @property
+    def attention_cut(self) -> float:  # type: ignore[override]
+        """Part of the weighted values that its attention cuts off, as a share of the largest."""
+        slices = self.built.precision.slices
+        return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
+
+    def _listening(self, wanted: Callable[[str], bool]) -> Listening:
+        return partial(_heard_exactly, self.built, wanted)
+
+
+@contextmanager
+def _heard_exactly(
+    model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
+) -> Iterator[None]:
+    """Record the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
+    shape, dtype = batch.tokens_BW.shape, model.precision.dtype
+    where = places(batch, chosen, model.device)
+
+    def kept(value: Any, index: int, operator: Operator) -> Any:
+        part = of_tokens(value, shape, where[index], heads_first=operator.is_heads_first)
+        return part.to(dtype) if part is not None and part.is_floating_point() else part
+
+    def called(name: str, operator: Operator, original: Callable[..., Any], *args: Any) -> Any:
+        given = original(*args)
+        takes = args[:3] if operator.is_heads_first else args
+        for index, taps in chosen.items():
+            took = tuple(kept(value, index, operator) for value in takes)
+            if name.endswith("rotary_emb"):
+                took = (None, *took)  # transformers' rotary takes hidden states before the positions
+            taps.calls[name] = Call(took, tuple(kept(value, index, operator) for value in outputs_of(given)))
+        return given
+
+    with ExitStack() as stack:
+        for name, operator in model.operators().items():
+            if wanted(name):
+                original = getattr(operator.owner, operator.attribute)
+                observed = partial(called, name, operator, original)
+                stack.enter_context(replaced(operator.owner, operator.attribute, observed))
+        yield
 
 
 def check_heard(arm: Arm) -> None:

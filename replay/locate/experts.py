@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch.overrides import TorchFunctionMode
+
 from . import bounds
 from .heard import Heard
 from .judged import GIVES, ratio
@@ -46,8 +49,6 @@ def judge_router(
     If the code run by `again` computes no logits that could be replaced, a choice is accepted if its logits are within
     both bounds.
     """
-    import torch
-
     kind, layer = kind_of(name), layer_of(name)
     # Logits are wider than the choices, which some routers return first.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
@@ -143,30 +144,26 @@ def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
     return True
 
 
-def _going_on(made: Any, given: Any, moved_TE: Any) -> Any:
-    """Return a context that replaces the first result equal to `made` with `given`, and shifts all later expert values.
+class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
+    """A context that replaces the first result equal to `made` with `given`, and shifts all later expert values."""
 
-    The context's `has_begun` is True once a result equal to `made` was found.
-    """
-    import torch
-    from torch.overrides import TorchFunctionMode
+    def __init__(self, made: Any, given: Any, moved_TE: Any):
+        super().__init__()
+        self._made, self._given, self._moved_TE = made, given, moved_TE
+        self.has_begun = False
+        """True once a result equal to `made` was found."""
 
-    class GoingOn(TorchFunctionMode):  # type: ignore[misc]
-        has_begun = False
-
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if not isinstance(result, torch.Tensor) or not result.is_floating_point() or result.shape != made.shape:
-                return result
-            with torch._C.DisableTorchFunction():
-                if not self.has_begun:
-                    if not bool((result == made).all()):
-                        return result
-                    self.has_begun, result = True, given
-                moved = result + moved_TE * result.abs()
-                return torch.where(result.isfinite(), moved, result).to(result.dtype)
-
-    return GoingOn()
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point() or result.shape != self._made.shape:
+            return result
+        with torch._C.DisableTorchFunction():
+            if not self.has_begun:
+                if not bool((result == self._made).all()):
+                    return result
+                self.has_begun, result = True, self._given
+            moved = result + self._moved_TE * result.abs()
+            return torch.where(result.isfinite(), moved, result).to(result.dtype)
 
 
 def follows(
@@ -180,8 +177,6 @@ def follows(
     that it computes itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its
     scores. Return None if the code does not compute the logits `made_TE` before it chooses.
     """
-    import torch
-
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(
         -1, ids_TS.long(), True
@@ -190,7 +185,7 @@ def follows(
     for logits_TE in (given_TE.double(), given_TE):
         for chosen, other in _TIES:
             moved_TE = _STEPS * unit * torch.where(is_chosen_TE, chosen, other).to(logits_TE.dtype)
-            going_on = _going_on(made_TE, logits_TE.reshape(made_TE.shape), moved_TE.reshape(made_TE.shape))
+            going_on = _GoingOn(made_TE, logits_TE.reshape(made_TE.shape), moved_TE.reshape(made_TE.shape))
             with going_on:
                 ids = again()[ids_slot]
             if not going_on.has_begun or ids.numel() != ids_TS.numel():

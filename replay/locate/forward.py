@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from ...tracer.store import first_line
 from . import bounds
 from .cores import ROTARY, Cores
@@ -56,17 +58,20 @@ class Forward:
     @contextmanager
     def listening(self, mixtures: Mapping[str, Any], layers: Mapping[str, Any]) -> Iterator[None]:
         """Substitute the execution's values before and after each operator."""
+
+        def enter(name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
+
         with (
             hooked(self._operators, self._guarded(self._take), self._guarded(self._give)),
             hooked(mixtures, after=self._guarded(self._mix)),
-            hooked(layers, self._enter),
+            hooked(layers, enter),
             attention_around(self._core),
         ):
             yield
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a hook so that an operator it cannot handle is noted, and the others are judged without it."""
-        import torch
 
         def called(name: str, *args: Any) -> Any:
             try:
@@ -78,9 +83,6 @@ class Forward:
                 return None
 
         return called
-
-    def _enter(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._heard.entered[layer_of(name)] = hidden_of(args, kwargs)
 
     def _core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = core_name(self._names.get(id(module), ""))
@@ -211,7 +213,8 @@ class Forward:
         else:
             bound = bounds.of_sum(exact, rounding, 8.0)
             if kind == ATTENTION:
-                bound = bound + heard.missed_attention(layer, exact, taken.dtype)
+                if (core := heard.missed(layer, ATTENTION, exact, taken.dtype)) is not None:
+                    bound = bound + core[1]
                 if layer not in self._judgement.attended:
                     bound = bound + bounds.of_own_attention(exact, rounding)
         self._judgement.add(where, kind, of, taken, exact, bound, point)

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..backends import kernels
-from ..backends.double import keep_double
+from ..backends.double import KeepDouble
 from ..backends.vllm_mixture import in_order, is_mixture
 from ..batching import ForwardBatch, PaddedBatch
 from ..recorded import RecordedRow
 from ..settings import autocast
-from .exact_execution import ExactExecution
-from .execution import Execution
-from .names import core_name, is_core
+from .execution import ExactExecution, Execution
+from .names import ATTENTION, core_name
 from .taps import (
     attention_around,
     attention_layers,
@@ -62,7 +62,7 @@ class Graft:
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
         """Make a forward of the taker compute these operators with the giver's code, in this context."""
-        masks = self._masks_of(batch) if any(map(is_core, names)) else {}
+        masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
         def around(module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -97,8 +97,6 @@ class Graft:
 
     def _narrowed(self, dtype: Any) -> Any:
         """Return the dtype of inputs under autocast, which does not narrow a taker's float64."""
-        import torch
-
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property
@@ -108,11 +106,9 @@ class Graft:
     @contextmanager
     def _as_giver(self) -> Iterator[None]:
         """Use the giver's own settings, since a float64 taker keeps values wide that have to be narrow here."""
-        import torch
-
         is_double = self._first.dtype == torch.float64
         with (
-            keep_double() if is_double else torch._C.DisableTorchFunction(),
+            KeepDouble() if is_double else torch._C.DisableTorchFunction(),
             autocast(self._first.device, self._autocast),
             kernels.forced(self._giver.arm.attention),
         ):
@@ -120,8 +116,6 @@ class Graft:
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
         """Return the giver's attention functions and masks for a forward of the taker, from one run of the giver."""
-        import torch
-
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}
@@ -147,8 +141,6 @@ class Graft:
 
 def cast(value: Any, dtype: Any) -> Any:
     """Cast a floating-point tensor to another dtype; return anything else unchanged."""
-    import torch
-
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         return value.to(dtype) if is_float and dtype is not None else value
@@ -156,8 +148,6 @@ def cast(value: Any, dtype: Any) -> Any:
 
 def as_given(new: Any, given: Any) -> Any:
     """Return a result in the dtypes and shapes of the taker's own operator."""
-    import torch
-
     with torch._C.DisableTorchFunction():  # the float64 mode would block narrowing casts
         pairs = zip(outputs_of(new), outputs_of(given), strict=True)
         return with_outputs(given, [part.to(old.dtype).reshape(old.shape) for part, old in pairs])
@@ -191,8 +181,6 @@ class VllmGiver(Graft):
             yield
 
     def _computed(self, name: str, _module: Any, args: tuple[Any, ...], _kwargs: dict[str, Any], given: Any) -> Any:
-        import torch
-
         with torch._C.DisableTorchFunction(), torch.inference_mode():
             new = self.theirs[name](*args)
         return as_given(new, given)

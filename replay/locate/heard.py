@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from . import bounds
 from .bounds import Rounding
 from .judged import Judgement
-from .names import ATTENTION, CallNames, kind_of, layer_of
+from .names import CallNames, kind_of, layer_of
 from .taps import Call, RowTaps, tokens_first
 
 ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
@@ -190,11 +190,6 @@ class Heard:
         if value is None or bound is None or value.numel() != exact.numel():
             return None
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
-
-    def missed_attention(self, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return what an attention core that was not observed adds to the next bound."""
-        core = self.missed(layer, ATTENTION, exact, dtype)
-        return 0.0 if core is None else core[1]
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
         """Return what unobserved projections add to the bound for the input of an activation or of the last

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from .windows import Window
 
 Point = tuple[str, str, int]
@@ -68,34 +70,22 @@ class Judgement:
         point: Point | None = None,
     ) -> None:
         """Compare values [T, ...] with exact ones, given the bound of each; the error at `point`, if given, is kept."""
-        import torch
-
         if not self._owns(layer):
             return
         off = found.double() - exact
         if point is not None:
             self.errors[point] = off.type(torch.float32)  # `float` would leave it double here
-        self.operators.append(_judged(operator, kind, layer, self._next_order(), found, off, exact, bound, point))
+        self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
         """Add integers that have to be equal, such as positions and choices; `differs` [T, ...] marks unequal ones."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
-        self.operators.append(
-            Judged(
-                operator=operator,
-                kind=kind,
-                layer=layer,
-                order=self._next_order(),
-                num_values=num_values,
-                error=float(differs.double().mean()),
-                largest=1.0,
-                ratio=float("inf"),
-                token=int(rows.int().argmax()),
-                dtype="int64",
-            )
-        )
+        self._append(
+            operator, kind, layer, num_values=num_values, error=float(differs.double().mean()), largest=1.0,
+            ratio=float("inf"), token=int(rows.int().argmax()), dtype="int64",
+        )  # fmt: skip
 
     def _owns(self, layer: int | None) -> bool:
         """Return True if an operator of this layer belongs to the window."""
@@ -103,36 +93,25 @@ class Judgement:
             return self.window.is_last if self.attended else self.window.is_first
         return self.window.has(layer)
 
-    def _next_order(self) -> int:
-        if self.operators:
-            return self.operators[-1].order + 1
-        return 1 if self.window.first is None else self.window.first * _ORDERS + 1
+    def _append(self, operator: str, kind: str, layer: int | None, **measured: Any) -> None:
+        order = 1 if self.window.first is None else self.window.first * _ORDERS + 1
+        order = self.operators[-1].order + 1 if self.operators else order
+        self.operators.append(Judged(operator=operator, kind=kind, layer=layer, order=order, **measured))
 
 
 def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
     """Compare values [T, ...] outside the layers with exact ones, given the bound of each."""
-    return _judged(operator, kind, None, order, found, found.double() - exact, exact, bound, None)
+    measured = _measured(found, found.double() - exact, exact, bound)
+    return Judged(operator=operator, kind=kind, layer=None, order=order, **measured)
 
 
 def ratio(found: Any, exact: Any, bound: Any) -> float:
     """Return the largest error of values [T, ...] divided by its bound."""
-    return judged("", "", 0, found, exact, bound).ratio
+    return float(_measured(found, found.double() - exact, exact, bound)["ratio"])
 
 
-def _judged(
-    operator: str,
-    kind: str,
-    layer: int | None,
-    order: int,
-    found: Any,
-    off: Any,
-    exact: Any,
-    bound: Any,
-    point: Point | None,
-) -> Judged:
-    """Compare values; `off` is found minus exact, in float64, and is overwritten."""
-    import torch
-
+def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
+    """Return the fields of `Judged` that follow from values; `off` is found minus exact, in float64, and is overwritten."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)
@@ -154,16 +133,11 @@ def _judged(
     per_value, per_token = max(off_TX.numel(), 1) ** 0.5, off_TX.shape[1] ** 0.5
     error, size = (float(torch.linalg.vector_norm(values)) / per_value for values in (off_T, size_T))
     relative_T = (off_T / per_token) / (size_T / per_token).clamp_min(1e-3 * size + 1e-300)
-    return Judged(
-        operator=operator,
-        kind=kind,
-        layer=layer,
-        order=order,
-        num_values=off_TX.numel(),
-        error=error / size if size else float(off_T.max()),
-        largest=float("inf") if nonfinite_T is not None and bool(nonfinite_T.any()) else float(relative_T.max()),
-        ratio=float(ratio_T[token]),
-        token=token,
-        dtype=str(found.dtype).removeprefix("torch."),
-        point=point,
-    )
+    return {
+        "num_values": off_TX.numel(),
+        "error": error / size if size else float(off_T.max()),
+        "largest": float("inf") if nonfinite_T is not None and bool(nonfinite_T.any()) else float(relative_T.max()),
+        "ratio": float(ratio_T[token]),
+        "token": token,
+        "dtype": str(found.dtype).removeprefix("torch."),
+    }

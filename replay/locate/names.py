@@ -33,11 +33,6 @@ def core_name(attention: str) -> str:
     return f"{attention}.{ATTENTION}"
 
 
-def is_core(name: str) -> bool:
-    """Return True if a name is that of an attention core, or of a call to an attention core."""
-    return name.partition("#")[0].endswith(f".{ATTENTION}")
-
-
 class CallNames:
     """Names the calls of operators in one forward: `name`, then `name#2`, and so on."""
 

@@ -1,22 +1,31 @@
-"""Measures the mismatch left when operators of one execution are computed by the other's code."""
+"""Measures the mismatch left when one execution computes operators with the other's code, or takes its expert choices.
+
+Shapes: T tokens in a sequence, L routers, S experts selected per token.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import numpy as np
+import torch
 
 from ...tracer.located.results import ROUTES, A, B, Patch
 from ...tracer.progress import Progress
+from ...tracer.routing import NOT_ROUTED, Routing, routers
 from ...tracer.store import first_line
+from ..backends.routing import followed
+from ..backends.vllm_mixture import mixtures, names_of
+from ..batching import ForwardBatch
 from ..recorded import RecordedRow
-from .grafts import graft_of
+from .execution import Execution
+from .grafts import cast, graft_of
 from .judged import OF_CODE
 from .names import kind_of
 from .pooled import Pooled
-from .routes import choices, score_with
-from .vllm_execution import AnyExecution
+from .vllm_execution import AnyExecution, VllmExecution
 
 Names = Callable[[str], bool]
 """Selects operators by name."""
@@ -46,8 +55,8 @@ def patched(
                 advance(1)
                 try:
                     if operators is None:
-                        given = choices(executions[other], rows, of, wanted)
-                        scored = score_with(graft.taker, given, rows, of)
+                        given = _choices(executions[other], rows, of, wanted)
+                        scored = _score_with(graft.taker, given, rows, of)
                     else:
                         scored = graft.score(operators, rows, of)
                 except OF_CODE as error:
@@ -66,11 +75,74 @@ def patched(
                 )
 
 
-def _plans(names: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield groups of operators that are replaced together, with their names: each kind, and all of them."""
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        kinds[kind_of(name)].append(name)
-    for kind, members in kinds.items():
-        yield kind, frozenset(members)
-    yield "all operators", frozenset(names)
+def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
+    """Return the groups of operators that are replaced together, with their names: each kind, and all of them."""
+    kinds = dict.fromkeys(map(kind_of, names))
+    of_kind = [(kind, frozenset(name for name in names if kind_of(name) == kind)) for kind in kinds]
+    return [*of_kind, ("all operators", frozenset(names))]
+
+
+def _choices(
+    giver: AnyExecution, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
+) -> dict[str, Routing]:
+    """Return sequence -> expert ids and weights, [T, L, S] each, chosen by an execution's routers for `rows`.
+
+    The rows run in the batches of the step's rows `of`.
+
+    `wanted` selects routers by name; the ids for other routers are NOT_ROUTED.
+    """
+    found: dict[str, Routing] = {}
+    if isinstance(giver, VllmExecution):
+        own = [names_of(name, module)[0] for name, module in mixtures(giver.model).items()]
+        without = [not wanted(name) for name in own]
+        _, taps = giver.listen(rows, of, lambda name: name in own)
+        for seq_id, heard_of in taps.items():
+            weights_TLS, ids_TLS = (
+                torch.stack([cast(heard_of.calls[name].gives[slot], torch.float64) for name in own], dim=1)
+                .cpu()
+                .numpy()
+                for slot in (1, 2)
+            )
+            ids_TLS[:, without] = NOT_ROUTED
+            found[seq_id] = Routing(expert_ids=ids_TLS, expert_weights=weights_TLS)
+        return found
+
+    known = routers(giver.model)
+    names = {id(module): name for name, module in giver.model.named_modules()}
+    without = [not wanted(names[id(router.module)]) for router in known]
+    chosen = {row.seq_id for row in rows}
+
+    @contextmanager
+    def heard(batch: ForwardBatch) -> Iterator[None]:
+        into: list[Routing] = []
+        with followed(known, batch, None, into):
+            yield
+        for row, routing in zip(batch.rows, into, strict=True):
+            if row.seq_id in chosen:
+                ids_TLS = routing.expert_ids.numpy().copy()
+                ids_TLS[:, without] = NOT_ROUTED
+                found[row.seq_id] = Routing(expert_ids=ids_TLS, expert_weights=routing.expert_weights.double().numpy())
+
+    giver.score(rows, of, heard)
+    return found
+
+
+def _score_with(
+    taker: Execution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
+) -> dict[str, np.ndarray]:
+    """Return sequence -> the taker's [T] float64 log-probabilities, with `chosen` wherever it would use other experts.
+
+    A token with the same set of experts keeps the taker's own weights and order, so that no earlier difference is
+    included. Other rows in a forward pass keep the taker's own choices.
+    """
+    known = routers(taker.model)
+    shape = next(iter(chosen.values())).expert_ids.shape[1:]
+
+    def of_row(row: RecordedRow) -> Routing:
+        empty = np.full((row.num_tokens, *shape), NOT_ROUTED)
+        return chosen.get(row.seq_id) or Routing(expert_ids=empty, expert_weights=np.zeros(empty.shape))
+
+    def forced(batch: ForwardBatch) -> AbstractContextManager[Any]:
+        return followed(known, batch, [of_row(row) for row in batch.rows], [], keeps_same_sets=True)
+
+    return taker.score(rows, of, forced)

@@ -60,8 +60,13 @@ class Pooled:
 
     def add_router(self, router: Router) -> None:
         """Add a router's counts on a sequence."""
-        known = self.routers.get(router.operator)
-        self.routers[router.operator] = router if known is None else _both(known, router)
+        known = self.routers.get(router.operator, replace(router, num_tokens=0, num_flipped=0, margin=None))
+        self.routers[router.operator] = replace(
+            known,
+            num_tokens=known.num_tokens + router.num_tokens,
+            num_flipped=known.num_flipped + router.num_flipped,
+            margin=max((each for each in (known.margin, router.margin) if each is not None), default=None),
+        )
 
     def operators(self) -> Iterator[OperatorError]:
         """Yield the error of each operator over all sequences: first operators that were judged as they ran, then those
@@ -99,16 +104,6 @@ class Pooled:
             difference=_relative([behind for _, behind in apart]),
             in_double=max((each.largest for each in in_double), default=None),
         )
-
-
-def _both(a: Router, b: Router) -> Router:
-    """Return a router's counts, summed over the tokens in two sequences."""
-    return replace(
-        a,
-        num_tokens=a.num_tokens + b.num_tokens,
-        num_flipped=a.num_flipped + b.num_flipped,
-        margin=max((each for each in (a.margin, b.margin) if each is not None), default=None),
-    )
 
 
 def _relative(parts: list[Apart]) -> float | None:

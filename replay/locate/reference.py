@@ -12,9 +12,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
 
+from ...tracer.hooks.patches import replaced
 from ...tracer.logits import scaled
-from ..backends.double import keep_double
+from ..backends.double import KeepDouble
 from ..recorded import RecordedRow
 from .forward import Forward
 from .heard import Arithmetic, Heard
@@ -31,7 +34,7 @@ from .taps import (
     outputs_of,
     tensors_of,
 )
-from .windows import EVERY_LAYER, Window, place_in
+from .windows import EVERY_LAYER, Window
 
 
 class Reference:
@@ -57,14 +60,12 @@ class Reference:
 
         `first_position` is the position of the row's first token.
         """
-        import torch
-
         judgement = Judgement(window)
         heard = Heard(taps, execution, self.recorded_dtypes, judgement, first_position)
         forward = Forward(heard, self.operators, self.names)
         with (
             torch.no_grad(),
-            keep_double(),
+            KeepDouble(),
             forward.listening(mixtures(self.model), self.layers),
             self._running(window),
         ):
@@ -88,15 +89,13 @@ class Reference:
         gradient is multiplied as soon as it exists, and the error is released. The values inside a layer exist for one
         layer at a time, since layers are recomputed in the backward.
         """
-        import torch
-
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}
         with (
             hooked(self.operators, after=products.gives),
             attention_around(products.core),
             torch.enable_grad(),
-            keep_double(),
+            KeepDouble(),
             self._run_again(),
             hooked(self.layers, products.enters),
             hooked(embedding, after=lambda *call: call[-1].requires_grad_()),
@@ -110,15 +109,13 @@ class Reference:
     @contextmanager
     def _run_again(self) -> Iterator[None]:
         """Make layers keep only their inputs, and recompute the rest when the backward needs it, in this context."""
-        from torch.utils.checkpoint import checkpoint
-
         with ExitStack() as stack:
             for module in self.layers.values():
-                module.forward = partial(
+                again = partial(
                     checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False,
-                    context_fn=lambda: (nullcontext(), keep_double()),
+                    context_fn=lambda: (nullcontext(), KeepDouble()),
                 )  # fmt: skip
-                stack.callback(module.__dict__.pop, "forward")
+                stack.enter_context(replaced(module, "forward", again))
             yield
 
     @contextmanager
@@ -127,22 +124,16 @@ class Reference:
         with ExitStack() as stack:
             for name, module in self.layers.items():
                 layer = layer_of(name)
-                if layer is None or window.runs(layer):
-                    continue
-                stack.callback(_put_back, module, module.__dict__.get("forward"))
-                module.forward = _passed_on
+                if layer is not None and not window.runs(layer):
+                    stack.enter_context(replaced(module, "forward", lambda hidden, *_args, **_kwargs: hidden))
             yield
 
     def logprobs(self, row: RecordedRow, temperature: float, first_position: int) -> np.ndarray:
         """Return the log-probabilities of a row's response, [T] float64."""
-        import torch
-
-        with torch.no_grad(), keep_double():
+        with torch.no_grad(), KeepDouble():
             return np.asarray(self._logprobs(row, self._hidden(row, first_position)[0], temperature).cpu())
 
     def _logprobs(self, row: RecordedRow, hidden_TH: Any, temperature: float) -> Any:
-        import torch
-
         ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden_TH.device)
         before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
         logits_TV = self.model.get_output_embeddings()(hidden_TH[before])
@@ -151,8 +142,6 @@ class Reference:
 
     def _hidden(self, row: RecordedRow, first_position: int) -> Any:
         """Return the hidden states [1, T, H] of prompt and response."""
-        import torch
-
         ids = np.concatenate([row.prompt_ids, row.response_ids]).astype(np.int64)
         device = next(self.model.parameters()).device
         positions = first_position + torch.arange(len(ids), device=device)
@@ -206,25 +195,22 @@ class _Products:
         if self.is_over:
             return
         layer = layer_of(point[0])
-        place = (
-            (len(self._windows) - 1 if self._has_attended else 0) if layer is None else place_in(self._windows, layer)
-        )
+        place = len(self._windows) - 1 if layer is None and self._has_attended else 0
+        if layer is not None:
+            place = next((number for number, window in enumerate(self._windows) if window.has(layer)), 0)
         if place and point[1] == TAKES and self._windows[place].first == layer and value is self._entered:
             place -= 1  # the previous layer computed it
         heads_first = point[0].endswith(f".{ATTENTION}") and point[1] == TAKES
 
         def multiply(gradient: Any) -> None:
             gradient = gradient[0].transpose(0, 1) if heads_first else gradient
-            for products, each in zip(self.found, self._of(place), strict=True):
+            if place != self._place:
+                self._place, self._errors = place, self._errors_of(self._windows[place])
+            for products, each in zip(self.found, self._errors, strict=True):
                 if (error := each.pop(point, None)) is not None:
                     products[point] = _product(gradient, error)
 
         (value if value.requires_grad else value.requires_grad_()).register_hook(multiply)
-
-    def _of(self, place: int) -> Sequence[dict[Point, Any]]:
-        if place != self._place:
-            self._place, self._errors = place, self._errors_of(self._windows[place])
-        return self._errors
 
 
 def _product(gradient: Any, error: Any) -> float:
@@ -235,14 +221,3 @@ def _product(gradient: Any, error: Any) -> float:
     if np.isfinite(found):
         return found
     return float((gradient.reshape(error.shape) * error).nan_to_num(0.0, 0.0, 0.0).sum())
-
-
-def _passed_on(hidden: Any, *_args: Any, **_kwargs: Any) -> Any:
-    return hidden
-
-
-def _put_back(module: Any, forward: Any) -> None:
-    if forward is None:
-        module.__dict__.pop("forward")
-    else:
-        module.forward = forward

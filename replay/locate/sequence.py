@@ -1,22 +1,30 @@
-"""Run a sequence through both executions, judge each operator, and compute how much its error contributes to the
-mismatch.
+"""Choose sequences, run each through both executions, judge each operator, and compute how much its error contributes
+to the mismatch.
 
-Shapes: T response tokens in a sequence, S sums over tokens.
+Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow.dataset as ds
+import torch
 
+from ...schemas.errors import CannotReplay, InvalidOption
+from ...schemas.layout import SCORES, SEQUENCES
+from ...schemas.passes import ROLLOUT
 from ...tracer.located.results import A, B, Router
+from ...tracer.logits import scaled
 from ...tracer.store import first_line
-from ..recorded import RecordedRow
-from .head import Head, judge_head
-from .judged import OF_CODE, Judged, Judgement, Point
+from ..recorded import RecordedRow, RecordedRun
+from . import bounds
+from .bounds import Rounding
+from .judged import OF_CODE, Judged, Judgement, Point, judged
 from .names import kind_of, layer_of
 from .pooled import Apart, Pooled
 from .reference import Reference
@@ -24,7 +32,72 @@ from .taps import RowTaps
 from .vllm_execution import AnyExecution
 from .windows import Window
 
+LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
+"""Kinds of operators after the head; with user code `logits`: a scale or cap of the head's result."""
+Head = list[tuple[Judged, np.ndarray]]
+"""Operators after the last hidden states, each with the contribution of its own error to the log-probabilities, [T] nats."""
+_LAST = 1 << 40
+"""Position of the head in the order of operators: a number larger than that of any operator in a layer."""
+RANDOM = "random"
+_SEED = 20260000
 CARRIED = "operators' shares of the mismatch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """Chosen sequences of a step, at least one; all have the first one's policy version."""
+
+    rows: tuple[RecordedRow, ...]
+    how: str
+    """`worst` for the largest mismatch between trainer and engine, `random`, or `named`."""
+    groups: dict[str, str]
+    """Sequence -> group of its prompt, or the sequence's own id if it has no group."""
+
+
+def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
+    """Return the sequences chosen by `8`, `random:8` or ids. Raises InvalidOption, and CannotReplay without any."""
+    usable = [row for row in rows if row.scored.any()]
+    if not usable:
+        raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
+    by_name = {row.seq_id: row for row in usable}
+    head, _, tail = text.rpartition(":")
+    if tail.isdigit() and head in ("", RANDOM) and (number := int(tail)):
+        order = np.random.default_rng(_SEED + step).permutation(len(usable)).tolist()
+        how = RANDOM
+        mismatch = {} if head else _mismatch(run, step, by_name)
+        if mismatch:
+            how = "worst"
+            order = sorted(range(len(usable)), key=lambda place: -mismatch.get(usable[place].seq_id, -1.0))
+        found = [usable[place] for place in order[:number]]
+    else:
+        names = [name.strip() for name in text.split(",")]
+        missing = [name for name in names if name not in by_name]
+        if missing:
+            raise InvalidOption(
+                f"{missing[0]!r} is not a scored sequence of step {step}; give a number, random:N, or ids such as "
+                f"{usable[0].seq_id}",
+                option="sequences",
+            )
+        found, how = [by_name[name] for name in names], "named"
+    version = found[0].policy_version
+    same = tuple(row for row in found if row.policy_version == version)
+    named = dict(run.records(SEQUENCES, ds.field("step") == step, ["seq_id", "group_id"]))
+    return Chosen(rows=same, how=how, groups={row.seq_id: named.get(row.seq_id) or row.seq_id for row in same})
+
+
+def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
+    """Return sequence -> mean |train - rollout|, nats, if the engine's logprobs were recorded."""
+    table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
+    found = {}
+    for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):
+        row = rows.get(seq_id)
+        if row is None or not logprobs.is_valid or len(logprobs.values) != len(row.logprobs):
+            continue
+        rollout = np.asarray(logprobs.values.cast("float64").fill_null(np.nan))
+        d = np.abs(row.logprobs.astype(np.float64) - rollout)[row.scored]
+        if np.isfinite(d).any():
+            found[seq_id] = float(np.nanmean(np.where(np.isfinite(d), d, np.nan)))
+    return found
 
 
 class SequenceJudge:
@@ -145,8 +218,6 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
     """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest score not
     chosen."""
-    import torch
-
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None
@@ -154,3 +225,63 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
     rest = scores.scatter(-1, chosen, -torch.inf).amax(-1)
     margins = scores.gather(-1, chosen).amin(-1) - rest
     return float(margins.max()) if bool((margins >= 0).all()) else None
+
+
+def judge_head(
+    execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
+) -> Head:
+    """Judge the operators after the last hidden states, as one operator if the projection is not called separately."""
+    name = execution.head
+    last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
+    if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):
+        return []
+    hidden = last.gives[0]  # [T, H] for prompt and response, of the last operator before the head
+    before = slice(len(row.prompt_ids) - 1, len(row.prompt_ids) + len(row.response_ids) - 1)
+    numerics, model = execution.numerics, reference.model
+    ids_T = torch.from_numpy(row.response_ids.astype(np.int64)).to(hidden.device)
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    hidden_TH = hidden[before]
+    dtype = numerics.projection_dtype or hidden_TH.dtype
+    found: Head = []
+    with torch.no_grad():
+        logits_TV = head(hidden_TH.double())
+        num_logits = logits_TV.shape[1]
+        call = taps.calls.get(name)
+        made = None if call is None else call.gives[0]
+        weight, out = head.weight, bounds.unit(dtype)
+        rounding = Rounding(
+            given=dtype if made is None else made.dtype, taken=hidden_TH.dtype,
+            weight=execution.weight_dtypes.get(f"{name}.weight"), recorded=reference.recorded_dtypes.get(f"{name}.weight"),
+        )  # fmt: skip
+        if made is not None:
+            made = made[before].flatten(1)
+            bound = bounds.of_module(head, (hidden_TH.double(),), logits_TV, 0, rounding)
+            # A padded vocabulary has extra rows, whose effect counts for the log-softmax; missing rows count as NaN.
+            made = torch.nn.functional.pad(
+                made[:, :num_logits], (0, max(num_logits - made.shape[1], 0)), value=torch.nan
+            )
+            made_TV = scaled(made.double(), config) / numerics.temperature
+            exact_T = _logprobs(made_TV, ids_T)
+            own = exact_T - _logprobs(scaled(logits_TV, config) / numerics.temperature, ids_T)
+            each = judged(name, name.rpartition(".")[2], _LAST, made, logits_TV, bound)
+            found.append((each, np.asarray(own.cpu())))
+            logits_TV, weight, out = made_TV, None, bounds.unit(made.dtype)
+        else:
+            logits_TV = scaled(logits_TV, config) / numerics.temperature
+            exact_T = _logprobs(logits_TV, ids_T)
+        sums = min(max(out, 2.0**-53), 2.0**-24)
+        bound_T = bounds.of_logprobs(
+            hidden_TH.double(), weight, logits_TV, ids_T, sums, out if weight is not None or out > 2.0**-24 else 2.0**-24,
+            numerics.temperature, rounding.casts,
+        )  # fmt: skip
+        kind = name.rpartition(".")[2] if weight is not None else LOGITS if execution.is_other_code else LOG_SOFTMAX
+        values_T = torch.from_numpy(np.asarray(logprobs_T, np.float64)).to(exact_T.device)
+        scored_T = torch.from_numpy(row.scored).to(exact_T.device)
+        if bool(scored_T.any()):
+            each = judged(kind, kind, _LAST + 1, values_T[scored_T], exact_T[scored_T], bound_T[scored_T])
+            found.append((each, np.asarray((values_T - exact_T).cpu())))
+    return found
+
+
+def _logprobs(logits_TV: Any, ids_T: Any) -> Any:
+    return logits_TV.gather(-1, ids_T[:, None])[:, 0] - logits_TV.logsumexp(-1)

@@ -7,7 +7,7 @@ heads, D head width.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
-from ..batching import ForwardBatch, PaddedBatch
-from ..prefix_tree import TreeBatch
-from .names import core_name, layer_modules, layer_of
+from ...tracer.hooks.patches import replaced
+from ..batching import ForwardBatch
+from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
@@ -61,22 +62,10 @@ class RowTaps:
         return 0
 
 
-def places(batch: ForwardBatch, index: int) -> np.ndarray:
-    """Return [T] int64: the indices of a row's prompt and response tokens in the concatenated rows of a forward
-    pass."""
-    row = batch.rows[index]
-    if isinstance(batch, PaddedBatch):
-        start = index * batch.width + int(batch.first_B[index]) - len(row.prompt_ids)
-        return np.arange(start, start + row.num_tokens)
-    if isinstance(batch, TreeBatch):
-        return batch.places_B[index]
-    end = int(batch.ends_B[index])
-    return np.arange(end - row.num_tokens, end)
-
-
-def shape_of(batch: ForwardBatch) -> tuple[int, int]:
-    """Return the number of rows and the row length of tensors in a forward pass; packed rows count as a single row."""
-    return (len(batch.rows), batch.width) if isinstance(batch, PaddedBatch) else (1, batch.width)
+def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
+    """Return row index -> [T] the indices of a row's prompt and response tokens in the concatenated rows of a forward."""
+    places_B = np.split(batch.places_N, np.cumsum([row.num_tokens for row in batch.rows])[:-1])
+    return {index: torch.from_numpy(places_B[index]).to(device) for index in chosen}
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
@@ -107,8 +96,7 @@ def are_experts(module: Any) -> bool:
 
 
 def _is_router(module: Any) -> bool:
-    """Return True if a module computes one logit per expert with its own weight, and selects experts by these
-    logits."""
+    """Return True if a module computes a logit per expert with its own weight, and selects experts by these logits."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
 
@@ -117,13 +105,6 @@ def mixtures(model: Any) -> dict[str, Any]:
     """Return name -> module for each mixture of experts: the module that sums all its experts, including a shared
     one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
-
-
-def _is_other_code(module: Any, recorded: Any) -> bool:
-    """Return True if a module computes an operator differently from the recorded model's module."""
-    if recorded is None:
-        return False
-    return "forward" in vars(module) or type(module).forward is not type(recorded).forward
 
 
 def is_adapted(module: Any) -> bool:
@@ -136,8 +117,6 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
 
     The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; with `heads_first` [B, N, W, D] for any N.
     """
-    import torch
-
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return None
     if heads_first:
@@ -195,8 +174,6 @@ def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
 
 def outputs_of(value: Any) -> list[Any]:
     """Return the tensors in a result, in order. They may be nested in tuples, lists, dicts and dataclasses."""
-    import torch
-
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for part in _parts(value) for tensor in outputs_of(part)]
@@ -212,19 +189,14 @@ def with_tensors(
     return with_outputs(args, new[:number]), {name: named[name] for name in kwargs}
 
 
-def with_outputs(value: Any, new: Sequence[Any]) -> Any:
+def with_outputs(value: Any, new: Iterable[Any]) -> Any:
     """Return a result with its tensors replaced by `new`, in the order of `outputs_of`."""
-    return _replaced(value, iter(new))
-
-
-def _replaced(value: Any, rest: Iterator[Any]) -> Any:
-    import torch
-
+    rest = iter(new)
     if isinstance(value, torch.Tensor):
         return next(rest)
     if not (parts := _parts(value)):
         return value
-    new = [_replaced(part, rest) for part in parts]
+    new = [with_outputs(part, rest) for part in parts]
     if isinstance(value, dict):  # including transformers' ModelOutput, whose items are also attributes
         changed = copy(value)
         for name, part in zip(list(value), new, strict=True):
@@ -267,11 +239,8 @@ def attention_around(around: Around) -> Iterator[None]:
 
         return called
 
-    AttentionInterface.get_interface = get_interface
-    try:
+    with replaced(AttentionInterface, "get_interface", get_interface):
         yield
-    finally:
-        AttentionInterface.get_interface = original
 
 
 @contextmanager
@@ -313,7 +282,13 @@ class Taps:
         self._device = next(model.parameters()).device
         every = operators(model, recorded)
         self._operators = {name: module for name, module in every.items() if wanted(name)}
-        self._other = {name for name, module in every.items() if _is_other_code(module, recorded.get(name))}
+        self._other = {
+            name
+            for name, module in every.items()
+            if (own := recorded.get(name)) is not None
+            and ("forward" in vars(module) or type(module).forward is not type(own).forward)
+        }
+        """Operators that this model computes by other code than the recorded one."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip
@@ -323,36 +298,20 @@ class Taps:
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
         """Observe one forward pass. `chosen` is row index -> where the values of that row are recorded."""
-        forward = _HeardForward(batch, chosen, self._device, self._other, self._cores)
-        with (
-            hooked(self._layers, forward.enters),
-            hooked(self._mixtures, after=forward.mixed),
-            hooked(self._operators, forward.takes, forward.gives),
-            attention_around(forward.core),
-        ):
-            yield
-
-
-class _HeardForward:
-    """State of one observed forward pass."""
-
-    def __init__(
-        self,
-        batch: ForwardBatch,
-        chosen: Mapping[int, RowTaps],
-        device: Any,
-        other: Collection[str],
-        cores: Mapping[int, str],
-    ):
-        import torch
-
-        self._chosen, self._other, self._cores = chosen, other, cores
-        self._shape = shape_of(batch)
-        self._places = {index: torch.from_numpy(places(batch, index)).to(device) for index in chosen}
+        self._chosen, self._shape = chosen, batch.tokens_BW.shape
+        self._places = places(batch, chosen, self._device)
+        self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
         """Running operator -> row -> inputs of the operator for that row, recorded before the operator can change them
         in place."""
+        with (
+            hooked(self._layers, self._enters),
+            hooked(self._mixtures, after=self._mixed),
+            hooked(self._operators, self._takes, self._gives),
+            attention_around(self._core),
+        ):
+            yield
 
     def _kept(self, value: Any, index: int) -> Any:
         """Return a row's part of a tensor. A tensor that one operator returns and others take as input is copied only
@@ -367,32 +326,30 @@ class _HeardForward:
         return part
 
     def _keep(self, name: str, gives: Sequence[Any]) -> None:
-        takes = self._taken.pop(name)
+        takes, call = self._taken.pop(name), self._calls.next(name)
         for index, taps in self._chosen.items():
             given = tuple(self._kept(value, index) for value in gives)
-            taps.calls[_unused(name, taps.calls)] = Call(takes[index], given, is_other_code=name in self._other)
+            taps.calls[call] = Call(takes[index], given, is_other_code=name in self._other)
 
-    def enters(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        import torch
-
+    def _enters(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         layer, hidden = layer_of(name), hidden_of(args, kwargs)
         if isinstance(hidden, torch.Tensor) and layer is not None:
             for index, taps in self._chosen.items():
                 taps.entered[layer] = self._kept(hidden, index)
 
-    def mixed(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> None:
+    def _mixed(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> None:
         for value in outputs_of(given)[:1]:
             for index, taps in self._chosen.items():
                 taps.mixed[name] = self._kept(value, index)
 
-    def takes(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _takes(self, name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = tensors_of(args, kwargs)
         self._taken[name] = {index: tuple(self._kept(value, index) for value in values) for index in self._chosen}
 
-    def gives(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> None:
+    def _gives(self, name: str, _module: Any, _args: Any, _kwargs: Any, given: Any) -> None:
         self._keep(name, outputs_of(given))
 
-    def core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _core(self, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = self._cores.get(id(module))
         if name is None:
             return original(module, *args, **kwargs)
@@ -413,11 +370,3 @@ def attention_layers(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if name and any(hasattr(module, word) for word in words) and not name.endswith("mlp")
     ]
-
-
-def _unused(name: str, calls: Mapping[str, Call]) -> str:
-    """Return the name of an operator's next call; calls after the first have a number appended."""
-    number, found = 2, name
-    while found in calls:
-        found, number = f"{name}#{number}", number + 1
-    return found

@@ -17,10 +17,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay, option
 from ...schemas.modules import has_experts
+from ...tracer.hooks.patches import replaced
 from ...tracer.weights.reader import Tensor
 from ..arms import Arm
 from ..backends.vllm import FORCED
@@ -32,7 +34,6 @@ from .execution import Execution, check_heard
 from .names import core_name
 from .taps import Call, RowTaps, hidden_of, hooked
 
-VLLM = "vllm"
 _HEAD = ("lm_head", "logits_processor")
 """Modules that vLLM runs after the forward pass, and only for response tokens."""
 _FUSED = ("act_fn",)
@@ -96,13 +97,10 @@ class VllmExecution:
     @property
     def weight_dtypes(self) -> dict[str, Any]:
         """Parameter name in transformers -> torch dtype; the experts in a mixture are left out."""
-        return {name: tensor.dtype for name, tensor in self._held(with_experts=False)}
+        return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
-    def held(self) -> Iterator[tuple[str, Any]]:
+    def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
         """Yield the engine's weights under transformers' names. Fused weights are split, and padding is removed."""
-        return self._held(with_experts=True)
-
-    def _held(self, *, with_experts: bool) -> Iterator[tuple[str, Any]]:
         model = self.model
         parts = dict(names(model))
         modules = dict(model.named_modules())
@@ -135,7 +133,9 @@ class VllmExecution:
             taps.spans = batch.spans(kwargs["positions"])
 
         # In a decode, the last token is sampled but never run through the model, so one more token is added.
-        asked = [_longer(row) for row in rows] if self._scorer.decodes else list(rows)
+        asked = list(rows)
+        if self._scorer.decodes:
+            asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
         handle = self.model.register_forward_pre_hook(before, with_kwargs=True)
         try:
             with taps.heard():
@@ -164,11 +164,6 @@ class _EagerScorer(VllmScorer):
 
     def _arguments(self) -> dict[str, Any]:
         return super()._arguments() | {"enforce_eager": True, "enable_prefix_caching": False}
-
-    @property
-    def decodes(self) -> bool:
-        """True if tokens are decoded one by one."""
-        return self._decodes
 
 
 class _Batch:
@@ -210,11 +205,6 @@ class _Batch:
         return self._known[request]
 
 
-def _longer(row: RecordedRow) -> RecordedRow:
-    """Return a row with one more token."""
-    return replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:]))
-
-
 def names(model: Any) -> dict[str, list[str]]:
     """Return vLLM module -> the operators that transformers has in place of the module.
 
@@ -239,7 +229,7 @@ def names(model: Any) -> dict[str, list[str]]:
             found[name] = [f"model.{_ROTARY}"]
         elif last in packed and hasattr(module, "output_partition_sizes"):
             found[name] = [f"{layer}.{each}" for each in packed[last]]
-        elif _computes(module):
+        elif any(True for _ in module.parameters(recurse=False)):  # transformers has a module with these weights
             found[name] = [name]
         elif not any(True for _ in module.children()):
             raise CannotReplay(
@@ -247,11 +237,6 @@ def names(model: Any) -> dict[str, list[str]]:
                 f"compare arms of {option('engine', 'hf')}"
             )
     return found
-
-
-def _computes(module: Any) -> bool:
-    """Return True if a module has weights of its own; transformers then has a corresponding module."""
-    return any(True for _ in module.parameters(recurse=False))
 
 
 class _EngineTaps:
@@ -315,12 +300,8 @@ class _EngineTaps:
             weights, ids = ordered.pop()
             self._keep(experts, [hidden_of(args, kwargs), ids, weights], [given])
 
-        router.select_experts = select
-        try:
-            with hooked({"": module}, after=computed):
-                yield
-        finally:
-            del router.select_experts
+        with replaced(router, "select_experts", select), hooked({"": module}, after=computed):
+            yield
 
     def _attention(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
         (core,) = self._names[name]
@@ -349,7 +330,6 @@ class _EngineTaps:
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
     """Join the calls for successive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
-    import torch
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

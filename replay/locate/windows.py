@@ -11,7 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
+from ..batching import grouped
 from ..recorded import RecordedRow
 from .names import layer_of
 
@@ -67,33 +69,21 @@ def parts(
     `num_bytes` is the memory needed per token. There is one window unless a single sequence's values do not fit.
     """
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
-    part: list[RecordedRow] = []
-    size = 0
-    for row in sorted(rows, key=lambda row: (row.writer, row.forward_id)):
-        own = row.num_tokens * num_bytes
-        if part and size + own > most_bytes:
-            yield part, _windows(layers, math.ceil(size / most_bytes))
-            part, size = [], 0
-        part.append(row)
-        size += own
-    if part:
-        yield part, _windows(layers, math.ceil(size / most_bytes))
 
+    def size(part: Sequence[RecordedRow]) -> int:
+        return sum(row.num_tokens for row in part) * num_bytes
 
-def _windows(layers: Sequence[int], number: int) -> list[Window]:
-    number = min(number, len(layers))
-    if number <= 1 or layers != list(range(len(layers))):
-        return [EVERY_LAYER]
-    ends = np.linspace(0, len(layers), number + 1).astype(int).tolist()
-    return [
-        Window(first=first, last=end - 1, is_first=first == 0, is_last=end == len(layers))
-        for first, end in pairwise(ends)
-    ]
-
-
-def place_in(windows: Sequence[Window], layer: int) -> int:
-    """Return the index of the window that contains a layer."""
-    return next((number for number, window in enumerate(windows) if window.has(layer)), 0)
+    by_forward = sorted(rows, key=lambda row: (row.writer, row.forward_id))
+    for part in grouped(by_forward, lambda part: size(part) <= most_bytes):
+        number = min(math.ceil(size(part) / most_bytes), len(layers))
+        windows = [EVERY_LAYER]
+        if number > 1 and layers == list(range(len(layers))):
+            ends = np.linspace(0, len(layers), number + 1).astype(int).tolist()
+            windows = [
+                Window(first=first, last=end - 1, is_first=first == 0, is_last=end == len(layers))
+                for first, end in pairwise(ends)
+            ]
+        yield part, windows
 
 
 def bytes_per_token(model: Any) -> int:
@@ -107,8 +97,6 @@ def bytes_per_token(model: Any) -> int:
 
 def free_bytes(device: str) -> int:
     """Return the free memory on a device, in bytes; _UNKNOWN_FREE if the system does not report it."""
-    import torch
-
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:

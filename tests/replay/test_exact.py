@@ -15,8 +15,8 @@ from runs import train
 from shared import rest_slow
 from tim_trace.analysis.views import connect
 from tim_trace.replay.arms import parse_arm
-from tim_trace.replay.backends.double import keep_double
-from tim_trace.replay.backends.exact import attention, head, layers
+from tim_trace.replay.backends.double import KeepDouble
+from tim_trace.replay.backends.exact import attention, layers
 from tim_trace.replay.backends.exact.model import ExactModel, check
 from tim_trace.replay.backends.exact.scorer import ExactScorer
 from tim_trace.replay.backends.head import Head
@@ -176,7 +176,7 @@ def test_it_lies_closer_to_double_precision_than_transformers(kind):
     double.load_state_dict(model(kind).state_dict())
     double = double.double().eval()
     double.config._attn_implementation = double.config._experts_implementation = "eager"
-    with keep_double():
+    with KeepDouble():
         truth = TransformersScorer(double, Head())(batch)
     ours = (ExactScorer(exact(kind))(batch).double() - truth).abs()
     plain = (TransformersScorer(model(kind), Head())(batch).double() - truth).abs()
@@ -211,7 +211,7 @@ def test_blocks_and_chunks_change_no_bit(monkeypatch):
     for scores in (1, 1 << 10, attention.BLOCK["cuda"]):
         monkeypatch.setitem(attention.BLOCK, "cpu", scores)
         monkeypatch.setattr(layers, "ROWS", 3)
-        monkeypatch.setattr(head, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(layers, "CHUNK_BYTES", 1)
         assert score(ExactScorer(ExactModel(model("qwen3-moe"))), rows, 8) == whole
 
 

@@ -6,7 +6,7 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 from tim_trace.replay.backends.exact import functions
-from tim_trace.replay.backends.exact.precision import rounded
+from tim_trace.replay.backends.exact.functions import rounded
 
 ANGLES = torch.cat((torch.linspace(0, 7, 400), torch.logspace(-6, 5.3, 400))).double()
 

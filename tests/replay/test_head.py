@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tim_trace.replay.backends import head as heads
-from tim_trace.replay.backends.double import keep_double
+from tim_trace.replay.backends.double import KeepDouble
 from tim_trace.replay.backends.head import Head, cut
 
 # Probabilities 0.5, 0.3, 0.15, 0.05.
@@ -86,7 +86,7 @@ def test_soft_caps_are_applied():
 
 def test_double_precision_stays_double():
     value = torch.ones(2, dtype=torch.float64) + 1e-12
-    with keep_double():
+    with KeepDouble():
         results = [
             value.float(),
             value.to(torch.float32),

@@ -10,7 +10,7 @@ from tim_trace.analysis.query import sql
 from tim_trace.replay.arms import parse_arm
 from tim_trace.replay.engine import replay
 from tim_trace.replay.locate.engine import locate as locate_operators
-from tim_trace.replay.locate.exact_execution import ExactExecution
+from tim_trace.replay.locate.execution import ExactExecution
 from tim_trace.replay.recorded import RecordedRun
 from tim_trace.schemas.errors import CannotReplay
 

@@ -11,7 +11,7 @@ from tim_trace.analysis.replay_text import estimate_sentence
 from tim_trace.analysis.views import connect
 from tim_trace.replay.backends import trusted
 from tim_trace.replay.engine import replay
-from tim_trace.replay.plan import ArmPlan, ReplayPlan
+from tim_trace.replay.results import ArmPlan, ReplayPlan
 
 pytestmark = pytest.mark.engine
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tim_trace.replay.backends.quantize import GROUP, quantize, rounded
+from tim_trace.replay.backends.model import GROUP, quantize, rounded
 
 
 def test_int4_by_hand():

@@ -694,7 +694,7 @@ def test_a_look_that_one_arm_takes_counts_for_the_others(tmp_path):
         def steps(self, name):
             return sorted(self.seen)
 
-        def unsealed_steps(self, name):
+        def unsealed(self, name):
             return ()
 
         def sequences(self, name, steps):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 _MISSING = object()
@@ -54,11 +55,25 @@ class Patches:
 
     def restore(self) -> None:
         while self._originals:
-            owner, name, original = self._originals.pop()
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+            _put_back(*self._originals.pop())
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute in this context; afterwards it is what it was, or inherited again."""
+    original = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        _put_back(owner, name, original)
+
+
+def _put_back(owner: Any, name: str, original: Any) -> None:
+    if original is _MISSING:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, original)
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

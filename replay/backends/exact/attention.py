@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .functions import exp, power_of_two
-from .precision import Precision
+import torch
+
+from .functions import Precision, exp, power_of_two
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17
@@ -40,8 +41,6 @@ class KeyValueCache:
     """One layer's sliced keys and values."""
 
     def __init__(self, num_rows: int, num_heads: int, width: int, head_width: int, precision: Precision, device: Any):
-        import torch
-
         self._count = precision.slices
         self._key_bits, self._value_bits = bits_for(head_width, self._count), bits_for(MOST_KEYS, self._count)
         shape = (num_rows, num_heads, width)
@@ -68,8 +67,6 @@ class KeyValueCache:
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
         """Return [B, A, T, D] float64: the mean of the values each query sees, weighted by e**(scaling query key)."""
-        import torch
-
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)

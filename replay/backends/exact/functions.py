@@ -1,4 +1,4 @@
-"""exp, log, sine and cosine from correctly rounded float64 operations only.
+"""Rounding, and exp, log, sine and cosine from correctly rounded float64 operations only.
 
 torch's own differ between the body and the tail of a tensor, and between CPU and GPU. IEEE 754 fixes the results of +, -,
 *, /, sqrt and rounding to an integer, so functions built from these give the same bits at every position of a tensor, in
@@ -8,7 +8,10 @@ every batch and on every device. Each is a separate torch operation, since a fus
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
 # ln 2 and pi / 2 as sums: the first parts have 33 bits, so that a product with an integer below 2**20 is exact
@@ -29,8 +32,6 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 def exp(x: Any) -> Any:
     """Return e**x of a float64 tensor, with a relative error of about 1e-16; exactly 0 below -708, e**709 above 709."""
-    import torch
-
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
@@ -43,8 +44,6 @@ def log(x: Any) -> Any:
 
     With x = m 2**k and m near 1, it is k ln 2 + 2 atanh((m - 1) / (m + 1)).
     """
-    import torch
-
     exponent = (x.view(torch.int64) >> 52) - 1023
     mantissa = x * power_of_two(-exponent)
     upper = mantissa > math.sqrt(2)
@@ -57,8 +56,6 @@ def log(x: Any) -> Any:
 
 def cosine_and_sine(x: Any) -> tuple[Any, Any]:
     """Return cosine and sine of a float64 tensor of angles from 0 to a million radians, with an error of about 2e-16."""
-    import torch
-
     turns = (x * (2 / math.pi)).round_()
     rest = x - turns * _HALF_PI[0]
     for part in _HALF_PI[1:]:
@@ -81,8 +78,6 @@ def silu(x: Any) -> Any:
 
 def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
     """Return the polynomial with these coefficients, lowest order first, by Horner's rule."""
-    import torch
-
     result = torch.full_like(x, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         result.mul_(x).add_(coefficient)
@@ -91,13 +86,41 @@ def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 def power_of_two(exponent: Any) -> Any:
     """Return 2**exponent as float64, for an int64 tensor of exponents from -1022 to 1023."""
-    import torch
-
     return ((exponent + 1023) << 52).view(torch.float64)
 
 
 def divided(x: Any, number: float) -> Any:
     """Return x / number, rounded once: with a Python number as divisor, a GPU multiplies by the reciprocal."""
-    import torch
-
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Rounding of numbers kept in float64 tensors: to `dtype` wherever the transformers model would round."""
+
+    dtype: Any
+    """torch's dtype of weights and activations."""
+
+    @property
+    def slices(self) -> int:
+        """Slices per number: two represent at least 36 bits relative to a vector's largest element, three at least 51.
+
+        Sums of an fp64 replay are thus as accurate as float64's; rotary tables are float32, as in transformers.
+        """
+        return 3 if self.dtype == torch.float64 else 2
+
+    def round(self, x: Any) -> Any:
+        """Round to the activations' dtype."""
+        return rounded(x, self.dtype)
+
+    def wide(self, x: Any) -> Any:
+        """Round to the dtype of norms, routing and logits in transformers: float32, or float64 for a float64 model."""
+        return rounded(x, torch.float64 if self.dtype == torch.float64 else torch.float32)
+
+
+def rounded(x: Any, dtype: Any) -> Any:
+    """Round a float64 tensor to `dtype`, through float32, so that CPU and GPU round the same way."""
+    if dtype == torch.float64:
+        return x
+    single = x.to(torch.float32)
+    return (single if dtype == torch.float32 else single.to(dtype)).to(torch.float64)

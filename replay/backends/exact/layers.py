@@ -1,18 +1,23 @@
-"""The layers of a decoder except attention: linear, norm, rotary embedding, experts.
+"""The layers of a decoder except attention: linear, norm, rotary embedding, experts, head.
 
-Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width.
+Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width,
+C tokens per chunk, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from .functions import cosine_and_sine, divided, exp, silu
-from .precision import Precision, rounded
+import torch
+
+from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, silu
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
 """Maximum number of tokens per matrix product; it bounds the memory used."""
+CHUNK_BYTES = 128 << 20
+"""Maximum size of the float64 logits in memory at a time."""
 
 
 class Linear:
@@ -20,8 +25,6 @@ class Linear:
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
         """`output_dtype` is the dtype that the result is rounded to; None for that of the activations."""
-        import torch
-
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
         self._bits = bits_for(weight_OK.shape[1], precision.slices)
@@ -30,24 +33,19 @@ class Linear:
 
     def __call__(self, x_MK: Any) -> Any:
         """Return [M, O]."""
-        import torch
-
-        parts = [self._rows(x_MK[start : start + ROWS]) for start in range(0, len(x_MK), ROWS)]
+        parts = []
+        for rows_MK in x_MK.split(ROWS):
+            result_MO = matmul(sliced(rows_MK, self._bits, self._precision.slices), self._weight)
+            if self._bias_O is not None:
+                result_MO = result_MO + self._bias_O
+            parts.append(rounded(result_MO, self._dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _rows(self, x_MK: Any) -> Any:
-        result_MO = matmul(sliced(x_MK, self._bits, self._precision.slices), self._weight)
-        if self._bias_O is not None:
-            result_MO = result_MO + self._bias_O
-        return rounded(result_MO, self._dtype)
 
 
 class RmsNorm:
     """Root mean square normalisation along the last axis (Zhang and Sennrich 2019, eq. 4)."""
 
     def __init__(self, module: Any, precision: Precision):
-        import torch
-
         self._weight = module.weight.detach().to(torch.float64)
         self._epsilon = float(module.variance_epsilon)
         self._precision = precision
@@ -62,16 +60,12 @@ class Rotary:
     """Rotary position embedding, with transformers' frequencies for the model."""
 
     def __init__(self, module: Any, precision: Precision):
-        import torch
-
         self._frequencies = module.inv_freq.detach().to(torch.float64)
         self._scaling = float(module.attention_scaling)
         self._precision = precision
 
     def table(self, positions: Any) -> tuple[Any, Any]:
         """Return cosines and sines [..., D] of positions [...], computed in float32 as in transformers."""
-        import torch
-
         angles = rounded(positions[..., None].to(torch.float64) * self._frequencies, torch.float32)
         tables = []
         for values in cosine_and_sine(angles):
@@ -81,34 +75,22 @@ class Rotary:
 
     def turn(self, x: Any, cosine: Any, sine: Any) -> Any:
         """Return vectors [..., D] rotated by the angles of their positions."""
-        import torch
-
         first, second = x.chunk(2, dim=-1)
         across = torch.cat((-second, first), dim=-1)
         return self._precision.round(self._precision.round(x * cosine) + self._precision.round(across * sine))
-
-
-class Silu:
-    """The activation x / (1 + e**-x)."""
-
-    def __init__(self, precision: Precision):
-        self._precision = precision
-
-    def __call__(self, x: Any) -> Any:
-        """Return silu(x), in the shape of x."""
-        return self._precision.round(silu(x))
 
 
 class Mlp:
     """Gated feed-forward layer with SiLU."""
 
     def __init__(self, gate: Linear, up: Linear, down: Linear, precision: Precision):
-        self.gate, self.up, self.down, self.activation = gate, up, down, Silu(precision)
+        self.gate_proj, self.up_proj, self.down_proj = gate, up, down
+        self.act_fn: Callable[[Any], Any] = lambda x: precision.round(silu(x))
         self._precision = precision
 
     def __call__(self, x_MH: Any) -> Any:
         """Return [M, H]."""
-        return self.down(self._precision.round(self.activation(self.gate(x_MH)) * self.up(x_MH)))
+        return self.down_proj(self._precision.round(self.act_fn(self.gate_proj(x_MH)) * self.up_proj(x_MH)))
 
 
 class Router:
@@ -141,8 +123,6 @@ class Experts:
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
         """Return [M, H]: the weighted outputs of each token's experts, added in order of index."""
-        import torch
-
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
@@ -161,9 +141,34 @@ class Mixture:
     """A router and its experts."""
 
     def __init__(self, router: Router, experts: Experts):
-        self.router, self.experts = router, experts
+        self.gate, self.experts = router, experts
 
     def __call__(self, x_MH: Any) -> Any:
         """Return [M, H]."""
-        _, weights_MJ, experts_MJ = self.router(x_MH)
+        _, weights_MJ, experts_MJ = self.gate(x_MH)
         return self.experts(x_MH, experts_MJ, weights_MJ)
+
+
+class ExactHead:
+    """The projection to the vocabulary, sliced once, and its log-softmax."""
+
+    def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
+        """`projection_dtype` is the dtype that logits are first rounded to; None for the dtype of the activations."""
+        projection = held.get_output_embeddings()
+        self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
+        self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))
+        self._precision, self._temperature = precision, temperature
+
+    def logprobs(self, hidden_MH: Any, ids_M: Any) -> Any:
+        """Return the log-probabilities [M], nats, of tokens `ids_M`; float32, or float64 for a float64 model."""
+        wide = torch.float64 if self._precision.dtype == torch.float64 else torch.float32
+        parts = [hidden_MH.new_zeros(0)]
+        for hidden_CH, ids_C in zip(hidden_MH.split(self._chunk), ids_M.split(self._chunk), strict=True):
+            if len(ids_C):
+                logits_CV = self._precision.wide(self._linear(hidden_CH))
+                if self._temperature != 1.0:
+                    logits_CV = self._precision.wide(divided(logits_CV, self._temperature))
+                shifted_CV = logits_CV.sub_(logits_CV.amax(dim=-1, keepdim=True))
+                taken_C1 = shifted_CV.gather(-1, ids_C[:, None])
+                parts.append((taken_C1 - log(sum_of_units(exp(shifted_CV)))).squeeze(-1))
+        return torch.cat(parts).to(wide)

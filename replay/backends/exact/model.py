@@ -6,17 +6,19 @@ heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from ....schemas.errors import CannotReplay, option
 from .attention import MOST_KEYS, KeyValueCache, Seen
-from .head import ExactHead
-from .layers import Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, Router
-from .precision import Precision
+from .functions import Precision
+from .layers import ExactHead, Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, Router
 
+_HEADS_FIRST = ("q_norm", "k_norm", "attention")
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies, and therefore results, depend on the sequence length."""
@@ -52,22 +54,6 @@ class Operator:
     is_heads_first: bool = False
     """True if inputs and outputs are [B, heads, T, D]; else tokens come first, [M, ...] or [B, T, ...]."""
 
-    @property
-    def call(self) -> Callable[..., Any]:
-        """The current operator."""
-        found: Callable[..., Any] = getattr(self.owner, self.attribute)
-        return found
-
-    @contextmanager
-    def replaced(self, other: Callable[..., Any]) -> Iterator[None]:
-        """Replace the operator in this context."""
-        before = self.call
-        setattr(self.owner, self.attribute, other)
-        try:
-            yield
-        finally:
-            setattr(self.owner, self.attribute, before)
-
 
 class Core:
     """Attention core: attention between rotated queries and keys, through a KV cache."""
@@ -81,34 +67,6 @@ class Core:
         return self._precision.round(cache.attend(query_BATD.contiguous(), seen, self._scaling))
 
 
-class Embedding:
-    """Token embedding."""
-
-    def __init__(self, weight_VH: Any):
-        self._weight_VH = weight_VH.detach()
-
-    def __call__(self, ids_M: Any) -> Any:
-        """Return the embeddings [M, H] float64 of token ids."""
-        import torch
-
-        return self._weight_VH[ids_M].to(torch.float64)
-
-
-@dataclass(slots=True)
-class _Layer:
-    input_norm: RmsNorm
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-    query_norm: RmsNorm | None
-    key_norm: RmsNorm | None
-    core: Core
-    window: int | None
-    after_norm: RmsNorm
-    feed: Mlp | Mixture
-
-
 class ExactModel:
     """A decoder made of exact layers, with the weights of one policy version."""
 
@@ -116,7 +74,7 @@ class ExactModel:
         """`held` is the transformers model with the weights."""
         self.held = held
         self.config = held.config
-        self._layers: list[_Layer] = []
+        self._layers: list[SimpleNamespace] = []
         self._heads: dict[Any, ExactHead] = {}
 
     @property
@@ -138,7 +96,8 @@ class ExactModel:
         if not self._layers:
             precision, base = self.precision, self.held.base_model
             self._rotary = Rotary(base.rotary_emb, precision)
-            self._embedding = Embedding(self.held.get_input_embeddings().weight)
+            weight_VH = self.held.get_input_embeddings().weight.detach()
+            self._embedding: Callable[[Any], Any] = lambda ids_M: weight_VH[ids_M].to(torch.float64)
             self._norm = RmsNorm(base.norm, precision)
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
@@ -153,8 +112,13 @@ class ExactModel:
             names[id(base.norm)]: Operator(self, "_norm"),
         }
         for layer, module in zip(self._layers, base.layers, strict=True):
-            prefix = names[id(module)]
-            found |= {f"{prefix}.{name}": operator for name, operator in _operators_of(layer)}
+            parts = {"": layer, "self_attn.": layer.self_attn, "mlp.": layer.mlp}
+            found |= {
+                f"{names[id(module)]}.{part}{name}": Operator(owner, name, name in _HEADS_FIRST)
+                for part, owner in parts.items()
+                for name, value in vars(owner).items()
+                if callable(value) and value is not layer.mlp
+            }
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
@@ -191,25 +155,24 @@ class ExactModel:
         x_MH = self._embedding(ids_BT.reshape(-1))
         turns = tuple(table[:, None] for table in self._rotary.table(positions_BS[:, start:]))
         seen = seen_by_window(rows_BS, positions_BS, start, {layer.window for layer in self._layers})
+        precision = self.precision
         for layer, cache in zip(self._layers, caches, strict=True):
-            x_MH = self._add(x_MH, self._attention(layer, layer.input_norm(x_MH), cache, turns, seen[layer.window]))
-            x_MH = self._add(x_MH, layer.feed(layer.after_norm(x_MH)))
+            attention = self._attention(layer.self_attn, layer.input_layernorm(x_MH), cache, turns, seen[layer.window])
+            x_MH = precision.round(x_MH + attention)
+            x_MH = precision.round(x_MH + layer.mlp(layer.post_attention_layernorm(x_MH)))
         return self._norm(x_MH).view(B, T, -1)
 
-    def _add(self, x: Any, y: Any) -> Any:
-        return self.precision.round(x + y)
-
-    def _attention(self, layer: _Layer, x_MH: Any, cache: KeyValueCache, turns: Any, seen: Seen) -> Any:
+    def _attention(self, layer: SimpleNamespace, x_MH: Any, cache: KeyValueCache, turns: Any, seen: Seen) -> Any:
         B, T = seen.keys_BTS.shape[:2]
         query, key, value = (
             project(x_MH).view(B, T, -1, self._head_width).transpose(1, 2)
-            for project in (layer.query, layer.key, layer.value)
+            for project in (layer.q_proj, layer.k_proj, layer.v_proj)
         )
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = layer.query_norm(query), layer.key_norm(key)
+        if hasattr(layer, "q_norm") and hasattr(layer, "k_norm"):
+            query, key = layer.q_norm(query), layer.k_norm(key)
         query, key = self._rotary.turn(query, *turns), self._rotary.turn(key, *turns)
-        mixed_BATD = layer.core(query, key, value, cache, seen)
-        return layer.output(mixed_BATD.transpose(1, 2).reshape(B * T, -1))
+        mixed_BATD = layer.attention(query, key, value, cache, seen)
+        return layer.o_proj(mixed_BATD.transpose(1, 2).reshape(B * T, -1))
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
@@ -217,8 +180,6 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
     Data is copied to the host once for all window sizes.
     """
-    import torch
-
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)
@@ -229,8 +190,6 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
     """Return [B, T, S]: True if a token sees a key, which is its own or that of an earlier token in its row and
     window."""
-    import torch
-
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
@@ -240,22 +199,19 @@ def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> An
     return seen_BTS | (place_S == place_T1)
 
 
-def _layer(module: Any, config: Any, precision: Precision) -> _Layer:
-    attention, feed = module.self_attn, module.mlp
-    norms = (getattr(attention, "q_norm", None), getattr(attention, "k_norm", None))
-    query_norm, key_norm = (None if norm is None else RmsNorm(norm, precision) for norm in norms)
-    return _Layer(
-        input_norm=RmsNorm(module.input_layernorm, precision),
-        query=_linear(attention.q_proj, precision),
-        key=_linear(attention.k_proj, precision),
-        value=_linear(attention.v_proj, precision),
-        output=_linear(attention.o_proj, precision),
-        query_norm=query_norm,
-        key_norm=key_norm,
-        core=Core(float(attention.scaling), precision),
-        window=getattr(attention, "sliding_window", None),
-        after_norm=RmsNorm(module.post_attention_layernorm, precision),
-        feed=_mixture(feed, config, precision) if hasattr(feed, "experts") else _mlp(feed, precision),
+def _layer(module: Any, config: Any, precision: Precision) -> SimpleNamespace:
+    """Return the operators of a layer, under the names that transformers gives them; `attention` is the core."""
+    given = module.self_attn
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj")
+    attention: dict[str, Any] = {name: _linear(getattr(given, name), precision) for name in projections}
+    norms = {name: getattr(given, name, None) for name in ("q_norm", "k_norm")}
+    attention |= {name: RmsNorm(norm, precision) for name, norm in norms.items() if norm is not None}
+    return SimpleNamespace(
+        input_layernorm=RmsNorm(module.input_layernorm, precision),
+        self_attn=SimpleNamespace(**attention, attention=Core(float(given.scaling), precision)),
+        window=getattr(given, "sliding_window", None),
+        post_attention_layernorm=RmsNorm(module.post_attention_layernorm, precision),
+        mlp=(_mixture if hasattr(module.mlp, "experts") else _mlp)(module.mlp, config, precision),
     )
 
 
@@ -263,7 +219,7 @@ def _linear(module: Any, precision: Precision) -> Linear:
     return Linear(module.weight, module.bias, precision)
 
 
-def _mlp(module: Any, precision: Precision) -> Mlp:
+def _mlp(module: Any, _config: Any, precision: Precision) -> Mlp:
     gate, up, down = (_linear(part, precision) for part in (module.gate_proj, module.up_proj, module.down_proj))
     return Mlp(gate, up, down, precision)
 
@@ -277,26 +233,3 @@ def _mixture(module: Any, config: Any, precision: Precision) -> Mixture:
         Linear(module.gate.weight, None, precision), config.num_experts_per_tok, config.norm_topk_prob, precision
     )
     return Mixture(router, Experts(experts, precision))
-
-
-def _operators_of(layer: _Layer) -> Iterator[tuple[str, Operator]]:
-    """Yield the operators in a layer, each with the name that transformers gives it within the layer."""
-    yield "input_layernorm", Operator(layer, "input_norm")
-    for name, attribute in (("q_proj", "query"), ("k_proj", "key"), ("v_proj", "value"), ("o_proj", "output")):
-        yield f"self_attn.{name}", Operator(layer, attribute)
-    if layer.query_norm is not None:
-        yield "self_attn.q_norm", Operator(layer, "query_norm", is_heads_first=True)
-        yield "self_attn.k_norm", Operator(layer, "key_norm", is_heads_first=True)
-    yield "self_attn.attention", Operator(layer, "core", is_heads_first=True)
-    yield "post_attention_layernorm", Operator(layer, "after_norm")
-    if isinstance(layer.feed, Mixture):
-        yield "mlp.gate", Operator(layer.feed, "router")
-        yield "mlp.experts", Operator(layer.feed, "experts")
-    else:
-        for name, attribute in (
-            ("gate_proj", "gate"),
-            ("up_proj", "up"),
-            ("act_fn", "activation"),
-            ("down_proj", "down"),
-        ):
-            yield f"mlp.{name}", Operator(layer.feed, attribute)

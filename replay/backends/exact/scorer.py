@@ -5,15 +5,26 @@ Shapes: B rows in a forward pass (1 if packed), W row length including padding, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 
-from ...batching import ForwardBatch, PackedBatch
-from .model import ExactModel
+from ....schemas.contract import Contract
+from ....schemas.errors import CannotReplay, option
+from ....tracer.weights.reader import Tensor
+from ...arms import Arm
+from ...batching import ForwardBatch, PackedBatch, cached_ends
+from ...hf_scorer import HfScorer, LoadKey
+from ...recorded import RecordedRun
+from .. import model as models
+from ..head import BatchScorer
+from .model import ExactModel, check
 
 
-class ExactScorer:
+class ExactScorer(BatchScorer):
     """Scores a token bit-identically for every batch, padding, chunking and thread count.
 
     Positions count only a row's own tokens, so that padding does not shift them.
@@ -28,36 +39,17 @@ class ExactScorer:
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 
-    def __call__(self, batch: ForwardBatch) -> Any:
-        """Return the log-probabilities [N], nats, of the batch's response tokens, row by row."""
-        import torch
-
-        with torch.no_grad():
-            ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in laid(batch))
-            hidden_BWH = self._hidden(ids_BW, positions_BW, rows_BW, self._ends(batch))
-            scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
-            head = self._model.head(self._temperature, self._head_dtype)
-            # A token is predicted from the hidden state before it.
-            return head.logprobs(hidden_BWH.flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
-
-    def _ends(self, batch: ForwardBatch) -> list[int]:
-        """Return the end column of each forward: a single one, or the prompt followed by chunks of the response."""
-        if self._cached_tokens is None or isinstance(batch, PackedBatch):
-            return [batch.width]
-        prompt = batch.width - batch.num_kept
-        return [prompt, *range(prompt + self._cached_tokens, batch.width, self._cached_tokens), batch.width]
-
-    def _hidden(self, ids_BW: Any, positions_BW: Any, rows_BW: Any, ends: list[int]) -> Any:
-        import torch
-
+    def logprobs(self, batch: ForwardBatch) -> Any:
+        ids_BW, positions_BW, rows_BW = (torch.from_numpy(part).to(self._model.device) for part in laid(batch))
         caches = self._model.caches(*ids_BW.shape)
-        start, parts = 0, []
-        for end in ends:
-            if end > start:
-                so_far = (positions_BW[:, :end], rows_BW[:, :end])
-                parts.append(self._model.hidden(ids_BW[:, start:end], *so_far, caches))
-                start = end
-        return torch.cat(parts, dim=1)
+        parts = [
+            self._model.hidden(ids_BW[:, start:end], positions_BW[:, :end], rows_BW[:, :end], caches)
+            for start, end in pairwise(cached_ends(batch, self._cached_tokens))
+        ]
+        scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
+        head = self._model.head(self._temperature, self._head_dtype)
+        # A token is predicted from the hidden state before it.
+        return head.logprobs(torch.cat(parts, dim=1).flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
 
 
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -66,3 +58,65 @@ def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, np.diff(batch.ends_B, prepend=0))
         return batch.ids_W[None], batch.positions_W[None], rows_W[None]
     return batch.ids_BW, np.maximum(batch.mask_BW.cumsum(axis=1) - 1, 0), batch.mask_BW
+
+
+class ExactArmScorer(HfScorer):
+    """Scores steps bit-identically in any batch, padding and chunking."""
+
+    def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
+        super().__init__(run, arm, contract, device)
+        if run.model_factory is not None:
+            raise CannotReplay(
+                f"engine exact: uses its own layers and does not take a model factory; use {option('engine', 'hf')}"
+            )
+        check(run.model)
+        autocast = self.numerics.autocast
+        if autocast is not None:
+            raise CannotReplay(
+                f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.numerics.dtype}, and this engine "
+                f"computes in one dtype; add {option('dtype', 'bf16')}, fp16, fp32 or fp64"
+            )
+
+    @property
+    def key(self) -> LoadKey:
+        """Arms with equal keys share a model."""
+        return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
+
+    @property
+    def adapter(self) -> str | None:
+        """`off` or `merged`, since the exact layers have no adapters; None for a model without adapters."""
+        return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
+
+    def build(self) -> ExactModel:
+        """Build the exact layers over a transformers model without weights. Raises CannotReplay."""
+        return ExactModel(
+            models.build(
+                models.without_adapters(self.run.model),
+                dtype=self.numerics.dtype,
+                attention="eager",
+                device=self.device,
+            )
+        )
+
+    def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:
+        """Load a version's weights, rounded to the arm's dtype if it has one. Raises CannotReplay."""
+        super().put(model.held, tensors)
+        model.forget()
+
+    def _make(self, model: ExactModel) -> ExactScorer:
+        in_single = self.numerics.head_in_fp32
+        return ExactScorer(
+            model,
+            temperature=self.numerics.temperature,
+            head_dtype=torch.float32 if in_single and self.numerics.dtype != "float64" else None,
+            cached_tokens=self.arm.cached_tokens,
+        )
+
+    def made_by(self) -> Contract:
+        """Return the contract of this arm's scores: the recorded one, updated with the settings in use."""
+        made = super().made_by()
+        return made | {
+            "engine": "exact",
+            "temperature": self.numerics.temperature,
+            "torch": made["torch"] | {"autocast_dtype": "None"},
+        }

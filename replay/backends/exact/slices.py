@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from .functions import power_of_two
 
 _LARGEST = 500
@@ -64,8 +66,6 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 def exponents(x: Any) -> tuple[Any, Any]:
     """Return an exponent bounding each vector along the last axis, and True where it is finite; both keep the axis."""
-    import torch
-
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
@@ -99,8 +99,6 @@ def sum_of_squares(x: Any, count: int) -> Any:
 
 def sum_of_units(x: Any) -> Any:
     """Return the sum along the last axis of up to UNITS numbers from 0 to 1, each rounded to 2**-66: [..., 1] float64."""
-    import torch
-
     assert x.shape[-1] <= UNITS
     high = x * 2.0**_UNIT_BITS
     whole = high.round()
