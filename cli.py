@@ -880,7 +880,7 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     from dataclasses import asdict
 
     from .analysis import triangulate as who
-    from .analysis.triangulate_text import sentence, triangulation_rows, triangulation_text
+    from .analysis.replay_text import sentence, triangulation_rows, triangulation_text
 
     with _library_output_held_back():
         found = who(trace, progress=_progress, **options)
@@ -1029,8 +1029,7 @@ def weights(
     """
     from .analysis import attach, export
     from .analysis import weights as versions
-    from .analysis.engine_weights_text import engine_weights_text
-    from .analysis.weights import OK
+    from .analysis.weights import OK, engine_weights_text
 
     if attached is None and (tokenizer is not None or force):
         raise click.UsageError("--tokenizer and --force go with --attach")

@@ -1,13 +1,18 @@
-"""Render `tim-trace replay`: plan and results."""
+"""Render `tim-trace replay`, its plan, and `tim-trace triangulate`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..replay.backends.trusted import WHY
 from ..replay.plan import ReplayPlan
 from ..replay.results import ReplayedStep, by_arm
-from .rows import Rows, table, to_text
+from ..schemas.passes import TRAIN
+from .rows import Rows, shown, table, to_text
+
+if TYPE_CHECKING:
+    from .triangulate import Triangulation
 
 
 def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
@@ -49,3 +54,52 @@ def not_held_reason(code: str) -> str:
 def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:
     """Render replays: one row per arm."""
     return to_text(table(by_arm(found)), width)
+
+
+def triangulation_text(found: Triangulation, width: int | None = None) -> str:
+    """Render how the mismatch splits between trainer and engine."""
+    found = shown(found)
+    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
+    steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
+    facts = [
+        ("reference", found.reference),
+        (
+            "identity",
+            "held: bitwise equal to the recording" if found.identity_held else f"NOT HELD{why}: see tim-trace replay",
+        ),
+        ("steps", steps),
+        ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
+        ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
+        ("correlation", f"{found.correlation:.3g} of the two errors"),
+        ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
+    ]
+    parts = [
+        sentence(found),
+        "\n".join(f"{name:<11}  {value}" for name, value in facts),
+        to_text(triangulation_rows(found), width),
+    ]
+    if len(found.arms):
+        parts.append(to_text(found.arms, width))
+    return "\n\n".join(parts)
+
+
+def sentence(found: Triangulation) -> str:
+    """Return one sentence that states how the mismatch splits between trainer and engine."""
+    if found.gap_rms == 0.0:
+        return "No mismatch: trainer and engine give every token the same logprob."
+    larger = max(found.sides, key=lambda side: side.share)
+    if larger.share < 0.6:
+        trainer, engine = (f"{side.share:.0%}" for side in found.sides)
+        return f"Both sides account for the mismatch: the trainer for {trainer} of its mean square, the engine for {engine}."
+    who = "trainer" if larger.name == TRAIN else "engine"
+    if larger.share_low is None or larger.share_high is None:
+        interval = f"no interval: {found.no_interval}"
+    else:
+        interval = f"95% CI over {found.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
+    return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean square of d; {interval})."
+
+
+def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
+    """Return one row per side or per arm."""
+    sides = table(found.sides)
+    return found.arms if by == "arm" else Rows(("side", *sides.columns[1:]), sides.rows)

@@ -66,7 +66,7 @@ class SideErrors:
 class Triangulation(Result):
     """Errors of trainer and engine, and how much of the mismatch each single change removes."""
 
-    _text = "tim_trace.analysis.triangulate_text:triangulation_text"
+    _text = "tim_trace.analysis.replay_text:triangulation_text"
 
     run: str
     reference: str

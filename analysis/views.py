@@ -76,7 +76,7 @@ def _register_changes(database: Database) -> None:
 
 
 def _register_located(database: Database) -> None:
-    from .located import view_rows
+    from .location import view_rows
 
     for name, rows in view_rows(database).items():
         database.connection.register(f"located_{name}", rows)

@@ -1,4 +1,4 @@
-"""List and export the recorded weights: versions, sizes, and shares of changed elements."""
+"""List and export the recorded weights: versions, sizes, and shares of changed elements; render the engine's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tracer.weights.checkpoints import CheckpointReader, config_of, write_fold
 from ..tracer.weights.reader import SUPPLIES, Tensor, WeightReader
 from ..tracer.weights.source import open_weights
 from .engine_weights import engine_weights
-from .rows import Rows
+from .rows import Rows, to_text
 
 OK = "ok"
 VERSION_COLUMNS = ("version", "kind", "writers", "num_elements", "num_bytes", "stored_bytes", "share_changed", "chain")
@@ -193,3 +193,22 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
                 tell_damage([str(error)])
             advance(1)
     return Rows((*rows.columns, "verified"), found)
+
+
+def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
+    """Render rows of `engine_weights`; rows that agree at every version are only counted, unless `verbose`."""
+    agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
+    counted = len(agreeing) and not verbose
+    blocks = [_agreement(agreeing, len(rows), by)] if counted else []
+    if not counted or len(agreeing) < len(rows):
+        place = {name: rows.columns.index(name) for name in ("agrees", "num_differ")}
+        left = [row for row in rows.rows if verbose or not row[place["agrees"]] or row[place["num_differ"]]]
+        blocks.append(to_text(Rows(rows.columns, left), width))
+    return "\n\n".join(blocks)
+
+
+def _agreement(agreeing: list[dict[str, int]], of: int, by: str) -> str:
+    versions = sorted({row["num_versions"] for row in agreeing})
+    at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
+    num = f"All {of:,}" if len(agreeing) == of else f"{len(agreeing):,} of {of:,}"
+    return f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--verbose lists them)."

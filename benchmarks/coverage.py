@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
-from tim_trace.analysis.dynamics.motion import growths
+from tim_trace.analysis.dynamics.dynamics import growths
 from tim_trace.analysis.error_sums import GAP
 from tim_trace.analysis.facts.changes import LEAST_SD, change_points
 from tim_trace.analysis.facts.fall import Outcome, find_fall

@@ -13,7 +13,7 @@ from ..main_columns import MAIN_COLUMNS
 from ..rows import Rows, shown, to_text
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
-from .motion import Dynamics
+from .dynamics import Dynamics
 
 SUMMARY: Mapping[str, str] = {
     "too_short": "Too short to say what changed first: {num_steps} of at least {min_steps} steps recorded.",

@@ -4,7 +4,7 @@ The module defines the framework's class as FRAMEWORK, whose fields are its opti
 `register(connection)`, which registers functions used by the macros. The SQL file defines macros prefixed with the module's
 name; `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` return the numbers. The command line and the
 macros' parameters are derived from these two files. Tables of published levels, corrections and figures
-(alarms/published.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
+(alarms/reading.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
 """
 
 from __future__ import annotations

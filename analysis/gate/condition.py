@@ -151,7 +151,7 @@ class Verdict:
 class Gated(Table):
     """The verdicts on all conditions, in the order given."""
 
-    _text = "tim_trace.analysis.gate.reporters:gated_text"
+    _text = "tim_trace.analysis.gate.gate:gated_text"
 
     verdicts: tuple[Verdict, ...]
 

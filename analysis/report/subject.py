@@ -18,8 +18,7 @@ from ..breakdowns.breakdowns import Breakdowns, read_breakdowns
 from ..corrections import corrections
 from ..diagnosis.diagnose import diagnose
 from ..diagnosis.diagnosis import Diagnosis
-from ..dynamics.dynamics import dynamics
-from ..dynamics.motion import Dynamics
+from ..dynamics.dynamics import Dynamics, dynamics
 from ..facts.mismatch import read_step_mismatch
 from ..facts.read_series import read_series
 from ..facts.series import Column, Series, by_step

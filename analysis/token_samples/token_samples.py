@@ -13,8 +13,16 @@ from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
-from .choice import PROMPT_TOKENS, Choice, Wanted, choice_text, choose
-from .steps import SequenceMismatch, look_at, read_sequence_mismatch
+from .choice import (
+    PROMPT_TOKENS,
+    Choice,
+    SequenceMismatch,
+    Wanted,
+    choice_text,
+    choose,
+    look_at,
+    read_sequence_mismatch,
+)
 from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample, TokenSamples
 from .token_text import TokenText, read_token_text
 

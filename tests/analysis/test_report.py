@@ -18,8 +18,7 @@ from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
-from tim_trace.analysis.alarms.published import ALARMS
-from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
+from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.verdict import Estimate

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from builders import tim_trace
 from runs import train as train_with_trl
+from tim_trace.analysis.replay_text import sentence
 from tim_trace.analysis.triangulate import triangulate
-from tim_trace.analysis.triangulate_text import sentence
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
