@@ -14,8 +14,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
@@ -123,8 +124,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Release objects held by an error's stack frames, since a DuckDB connection still open at interpreter exit prints an
-    error."""
+    """Release objects held by an error's frames: a DuckDB connection open at exit prints an error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -261,6 +261,24 @@ class _Form:
             _print_csv(rows())
         else:
             _say(text(self.width))
+
+    def result(
+        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
+    ) -> None:
+        """Print a result by NAME_text, NAME_rows and NAME_json of the module that `_text` names, with further arguments;
+        without NAME_json, its JSON is its fields and NAME_sentence."""
+        module, _, function = found._text.partition(":")
+        name, renderers = function.removesuffix("_text"), vars(import_module(module))
+
+        def json() -> Any:
+            if render := renderers.get(f"{name}_json"):
+                return render(found)
+            return asdict(found) | {"sentence": renderers[f"{name}_sentence"](found)}
+
+        self.answer(
+            json=json, text=lambda width: renderers[function](found, width, **text or {}),
+            rows=lambda: renderers[f"{name}_rows"](found, **rows or {}),
+        )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "") -> None:
         """Print a table; `name` is that of its main columns."""
@@ -496,8 +514,6 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
 @_prints(csv=False)
 def info(traces: Sequence[str], form: _Form) -> None:
     """Summarize a trace: contents, writers, and missing or damaged data."""
-    from dataclasses import asdict
-
     from .analysis import info as look
     from .analysis.info_text import info_text
 
@@ -518,8 +534,6 @@ def verify(trace: str, form: _Form) -> None:
 
     The exit code is 2 if something is damaged or missing. Other commands verify only what they read.
     """
-    from dataclasses import asdict
-
     from .analysis import verify as read_all
     from .analysis.verify import verification_text
 
@@ -659,7 +673,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing.")
 @click.option("-v", "--verbose", is_flag=True, help="Evidence, published figures, alarms and replays as tables.")
 @_prints(csv=False, wide=False)
-def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **options: str) -> None:
+def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
 
     Begin here. It runs attribute and check, names what each side computed in, holds the trace's own figures against published
@@ -667,10 +681,9 @@ def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **opti
     would settle the rest. The exit code is 1 when the comparison is not valid.
     """
     from .analysis import diagnose as look
-    from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
 
-    found = look(trace, control=control, progress=_progress, **options)
-    form.answer(json=lambda: diagnosis_json(found), text=lambda width: diagnosis_text(found, width, verbose=verbose))
+    found = look(trace, progress=_progress, **options)
+    form.result(found, text={"verbose": verbose})
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -691,11 +704,10 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     the share of tokens it affects and the command that would confirm it. The most probable comes first.
     """
     from .analysis import check as look
-    from .analysis.check.text import checked_json, checked_text
 
     with _library_output_held_back() if options["ray"] else nullcontext():
         found = look(trace, progress=_progress, **options)
-    form.answer(json=lambda: checked_json(found), text=lambda width: checked_text(found, width))
+    form.result(found)
     if not found.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -715,14 +727,8 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
     what they scatter, with the size in standard deviations.
     """
     from .analysis import compare as hold_against
-    from .analysis.comparison.text import comparison_json, comparison_rows, comparison_text
 
-    found = hold_against(a, b, progress=_progress, **options)
-    form.answer(
-        json=lambda: comparison_json(found),
-        text=lambda width: comparison_text(found, width),
-        rows=lambda: comparison_rows(found),
-    )
+    form.result(hold_against(a, b, progress=_progress, **options))
 
 
 @_example("tim-trace corrections runs/demo --by length")
@@ -780,15 +786,10 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     read from the trace; --loss takes the place of what it says.
     """
     from .analysis import objective as bend
-    from .analysis.objective.text import objective_json, objective_rows, objective_text
 
     with _library_output_held_back() if options["ray"] else nullcontext():
         found = bend(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: objective_json(found),
-        text=lambda width: objective_text(found, width, by),
-        rows=lambda: objective_rows(found, by),
-    )
+    form.result(found, text={"by": by}, rows={"by": by})
 
 
 @_example("tim-trace dynamics runs/demo")
@@ -797,21 +798,15 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_pair
 @_steps
 @_prints()
-def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
+def dynamics(trace: str, form: _Form, **options: str) -> None:
     """Say how a run changed: when each series changed, and which changed first.
 
     Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
     which each jumps or breaks its slope, with intervals; and how fast k3 compounds.
     """
     from .analysis import dynamics as look
-    from .analysis.dynamics.text import dynamics_json, dynamics_text, series_rows
 
-    found = look(trace, pair=pair, steps=steps, progress=_progress)
-    form.answer(
-        json=lambda: dynamics_json(found),
-        text=lambda width: dynamics_text(found, width),
-        rows=lambda: series_rows(found),
-    )
+    form.result(look(trace, progress=_progress, **options))
 
 
 @_example(
@@ -877,18 +872,11 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
-    from dataclasses import asdict
-
     from .analysis import triangulate as who
-    from .analysis.replay_text import sentence, triangulation_rows, triangulation_text
 
     with _library_output_held_back():
         found = who(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": sentence(found)},
-        text=lambda width: triangulation_text(found, width),
-        rows=lambda: triangulation_rows(found, by),
-    )
+    form.result(found, rows={"by": by})
 
 
 @_example(
@@ -924,18 +912,11 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 
     bias is the length of the difference to the gradient as recorded, variance that of the mean over micro-batches.
     """
-    from dataclasses import asdict
-
     from .analysis import gradient as take
-    from .analysis.gradient_text import gradient_rows, gradient_sentence, gradient_text
 
     with _library_output_held_back():
         found = take(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": gradient_sentence(found)},
-        text=lambda width: gradient_text(found, by, width),
-        rows=lambda: gradient_rows(found, by),
-    )
+    form.result(found, text={"by": by}, rows={"by": by})
 
 
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
@@ -973,19 +954,12 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator.
     Exit code 1: rounding does not explain everything.
     """
-    from dataclasses import asdict
-
     from .analysis import locate as find
-    from .analysis.locate_text import location_text, next_command, sentence
-    from .analysis.location import location_rows
+    from .analysis.locate_text import next_command
 
     with _library_output_held_back():
         found = find(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": sentence(found)},
-        text=lambda width: location_text(found, width),
-        rows=lambda: location_rows(found, by),
-    )
+    form.result(found, rows={"by": by})
     if found.kept is not None:
         _tell(f'stored as {found.kept}: tim-trace sql {shlex.quote(trace)} "FROM operators"')
     if found.not_kept is not None:
@@ -1071,18 +1045,17 @@ def weights(
 @_pair
 @_steps
 @_prints(csv=False, wide=False)
-def attribute(trace: str, control: str | None, pair: str, steps: str, form: _Form) -> None:
+def attribute(trace: str, form: _Form, **options: Any) -> None:
     """Say whether a run collapsed or declines, where that begins, what changed first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
     probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is
     an intervention.
     """
-
     from .analysis import attribute as who
     from .analysis.attribution.text import attribution_json, attribution_text
 
-    found = who(trace, control=control, pair=pair, steps=steps, progress=_progress)
+    found = who(trace, progress=_progress, **options)
     form.answer(json=lambda: attribution_json(found), text=lambda width: attribution_text(found))
 
 
@@ -1276,8 +1249,7 @@ def _one_line(sentence: str) -> str:
 
 
 def _told(error: TimTraceError, text: str) -> str:
-    """Return an error as one line of text. DuckDB's query errors keep their line breaks, with lines after the first
-    indented."""
+    """Return an error as one line; DuckDB's query errors keep their line breaks, indented."""
     first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 

@@ -38,8 +38,7 @@ class Compaction(Result):
     trace: str
     """Folder or URL of the compacted trace."""
     tables: Rows
-    """One row per table: files and bytes before and after, and the number of files left unchanged because they hold replays or are
-    already large."""
+    """One row per table: files and bytes before and after, and files left as they are: replays, and files already large."""
 
     @property
     def has_changed(self) -> bool:

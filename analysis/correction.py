@@ -63,8 +63,7 @@ def published(
     geometric: tuple[float, float] = (0.999, 1.002),
     veto: float = 1e-4,
 ) -> list[Correction]:
-    """Return the published corrections, by default with their published thresholds. Presets from verl always use verl's
-    thresholds."""
+    """Return the published corrections, by default with published thresholds; verl's presets always use verl's."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -131,8 +130,7 @@ def token_bounds(rules: Iterable[Correction]) -> Bounds:
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return an SQL expression for one number that encodes how many of the rules' bounds each statistic of a sequence
-    exceeds."""
+    """Return an SQL expression for one number: how many of the rules' bounds each statistic of a sequence exceeds."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),

@@ -95,8 +95,7 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return the index within the block of each group's sequence, [G], and a mapping from column name in TYPES to values, [G],
-    with NaN for NULL."""
+    """Return the index in the block of each group's sequence, [G], and column in TYPES -> [G] values, NaN for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T

@@ -54,8 +54,7 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over the tokens in one step, of which there must be at least one. Columns are those of the query in
-        `triangulate`."""
+        """Sum over the tokens in one step, at least one; columns are those of the query in `_tokens`."""
         error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
         d = tokens["train"] - tokens["rollout"]
         squares = d * d, error_t * error_t, error_r * error_r

@@ -11,7 +11,7 @@ from .rows import Rows, shown, to_text
 _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
 
 
-def gradient_text(found: GradientReport, by: str = "step", width: int | None = None) -> str:
+def gradient_text(found: GradientReport, width: int | None = None, by: str = "step") -> str:
     """Render gradients, one row per step and arm, per step, arm and module, or per arm over all steps."""
     found = shown(found)
     rows = gradient_rows(found, by)

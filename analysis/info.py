@@ -37,8 +37,7 @@ class WriterInfo:
     attempt: int | None
     """Training attempt to which the writer belongs; None outside of training, or if not recorded."""
     known_by: str
-    """Evidence for `state`: the writer `closed`, its `process` is alive or not, its machine `restarted`, or the `age` of its
-    last sign of life."""
+    """Evidence for `state`: the writer `closed`, its `process`, its machine `restarted`, or the `age` of its last sign of life."""
     silent_s: float | None
     """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int

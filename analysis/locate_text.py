@@ -61,7 +61,7 @@ def location_text(found: Location, width: int | None = None) -> str:
                 "the rest is judged without them; run code that computes them one by one, such as transformers', to judge them too",
             )
         )
-    parts = [sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
+    parts = [location_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
     parts += [_weights(each) for each in found.weights[:_MOST_ROWS]]
     for by, name, value in (("kind", "locate_kinds", "carried"), ("patch", "locate_patches", "removed")):
         if rows := _largest(location_rows(found, by), value):
@@ -77,7 +77,7 @@ def _largest(rows: Rows, value: str) -> Rows | None:
     return Rows(rows.columns, [tuple(row.values()) for row in kept]) if kept else None
 
 
-def sentence(found: Location) -> str:
+def location_sentence(found: Location) -> str:
     """Return one or two sentences that state where the executions diverge, including the limits of the statement."""
     return _answer(found) + (f" Limited to {found.only}." if found.only else "")
 

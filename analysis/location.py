@@ -81,8 +81,7 @@ class Location(Result):
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share of mean d^2 that the own errors of all operators account for together: 1 if the model is linear in the errors;
-    None without a mismatch."""
+    """Share of mean d^2 from all operators' own errors: 1 if the model is linear in them; None without a mismatch."""
     first: Divergence | None
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
@@ -184,8 +183,7 @@ class LocatedResult:
     """Id of the question that the result answers."""
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """(side, operator) -> share of the mean square mismatch that the operator accounts for; operators without a gradient are
-    missing."""
+    """(side, operator) -> share of the mean square mismatch; operators without a gradient are missing."""
 
 
 @cached

@@ -74,7 +74,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
     ]
     parts = [
-        sentence(found),
+        triangulation_sentence(found),
         "\n".join(f"{name:<11}  {value}" for name, value in facts),
         to_text(triangulation_rows(found), width),
     ]
@@ -83,7 +83,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def sentence(found: Triangulation) -> str:
+def triangulation_sentence(found: Triangulation) -> str:
     """Return one sentence that states how the mismatch splits between trainer and engine."""
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."

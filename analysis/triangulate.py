@@ -88,8 +88,7 @@ class Triangulation(Result):
     identity_held: bool
     """True if the replayed steps reproduced the recorded bits."""
     not_held: str | None
-    """Code for why the replayed steps did not reproduce the recorded bits, as in `ReplayedStep`; None if they did, or if the
-    replay already existed."""
+    """Why the replayed steps did not reproduce the recorded bits, a code of `ReplayedStep`; None if they did or existed."""
     arms: Rows
     """One row per arm: its mismatch with the rollout when it replaces the trainer, and the share of mean d^2 this removes."""
 
@@ -163,8 +162,7 @@ class _Unit:
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return a mapping from pass to sums and, if requested, the number of tokens for which replaying as recorded gave other
-    bits."""
+    """Return pass -> sums and, if requested, the number of tokens to which a replay as recorded gave other bits."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [

@@ -48,8 +48,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] arrays per sequence: step, number of finite tokens, number of other tokens, and the sums of the two
-    metrics in OF_TOKENS."""
+    """Return [N] arrays: step, number of finite tokens, number of others, sums of the two metrics in OF_TOKENS."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -121,8 +120,7 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
 
 
 def _with_infinities(series: Series) -> Array:
-    """Return [n] values of k3, set to infinity at steps where the series omits an infinite value, because exp(d)
-    overflows above 709 nats."""
+    """Return [n] values; of k3, infinity where the series omits it: exp(d) overflows above 709 nats."""
     if series.name != "k3":
         return series.values
     return np.where(np.isin(series.steps, series.not_finite), np.inf, series.values)

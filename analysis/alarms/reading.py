@@ -131,8 +131,7 @@ class AlarmReading:
     is_raised: bool
     """True if the alert fires at any step."""
     worst_step: int | None
-    """The step whose value is furthest beyond the level, or nearest to it if no value is beyond; None if no step has a
-    value."""
+    """The step with the value furthest beyond the level, else nearest to it; None if no step has a value."""
     first_step: int | None = None
     """The first step at which the alert fires; None if it never fires."""
     first_value: float | None = None
@@ -159,8 +158,7 @@ class AlarmReadings:
 
 
 def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure]) -> AlarmReadings:
-    """Evaluate every rule at every step: published levels, tim-trace's own rules, and checks for values that are not
-    finite."""
+    """Evaluate every rule at every step: published levels, tim-trace's own rules, and values that are not finite."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)

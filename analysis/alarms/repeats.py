@@ -39,8 +39,7 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps with responses, and the share of unequal rewards at each of these steps; see
-        `unequal_rewards`."""
+        """Return the steps with responses, and the share of unequal rewards at each; see `unequal_rewards`."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)

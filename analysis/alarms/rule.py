@@ -23,14 +23,12 @@ TIMES = 3
 
 
 def gap_bends(mean_abs_d: Array) -> Array:
-    """Return [n] bool: True if mean |d| has exceeded GAP, i.e. is large enough to bias a run, for three consecutive
-    steps."""
+    """Return [n] bool: True if mean |d| has exceeded GAP, which can bias a run, for three consecutive steps."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
 def rewards_contradict(unequal: Array) -> Array:
-    """Return [n] bool: True if more than 5 % of the repeated responses got a different reward; see
-    `repeats.unequal_rewards`."""
+    """Return [n] bool: True if over 5 % of repeated responses got a different reward; see `unequal_rewards`."""
     return np.asarray(unequal > UNEQUAL)
 
 
@@ -56,8 +54,7 @@ def sustained(flags: Array, times: int) -> Array:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return the [n] median of `window` values, ending `gap` values before each value; NaN if there are fewer values or
-    none is finite."""
+    """Return the [n] median of `window` values, ending `gap` values before each value; NaN with fewer or no finite ones."""
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]

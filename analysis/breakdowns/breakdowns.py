@@ -101,8 +101,7 @@ def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
 
 
 def _literal(number: float) -> str:
-    """Return a number as SQL text that is read as the same DOUBLE; without an exponent it would be read as a
-    DECIMAL."""
+    """Return a number as SQL text that is read as the same DOUBLE, not as a DECIMAL."""
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
 
 

@@ -96,8 +96,7 @@ def _share_steps(a: Mapping[str, Series], b: Mapping[str, Series]) -> bool:
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:
-    """Return the sort key for a difference: step, then kind in causal order, then for series the size, with noise-free
-    series first."""
+    """Return the sort key: step, kind in causal order, and for series the size, with noise-free series first."""
     size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
     return one.step, KINDS.index(one.kind), size, one.name
 

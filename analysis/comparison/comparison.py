@@ -22,11 +22,9 @@ class RunDifference:
     kind: str
     """Kind of the difference, one of KINDS."""
     name: str
-    """Name of the setting, contract field (as `pass.field`), pass or series that differs; empty if the kind needs no
-    name."""
+    """Name of the setting, contract field (`pass.field`), pass or series; empty if the kind needs no name."""
     step: int
-    """First step at which the two runs differ; for a series, the start of the first segment that differs by more than
-    noise."""
+    """First step at which the runs differ; for a series, start of the first segment that differs beyond noise."""
     a: Measured | None
     """Value in run A at `step`; for a series, its median from `step` to the next change; None if missing."""
     b: Measured | None

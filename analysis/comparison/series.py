@@ -61,8 +61,7 @@ def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
 
 
 def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
-    """Yield a difference if a step recorded in both runs has NaN or infinity in only one of them; the first such step
-    is reported."""
+    """Yield the first step recorded in both runs that has NaN or infinity in only one of them."""
     shared = np.intersect1d(a.steps, b.steps)
     alone = np.intersect1d(np.setxor1d(a.not_finite, b.not_finite), shared)
     if len(alone):
@@ -78,8 +77,7 @@ def _lag(a: Series, b: Series, first: int) -> RunDifference:
 
 
 def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
-    """Return the first segment, starting from index `first`, in which the mean difference is significant; None if there
-    is none."""
+    """Return the first segment from index `first` whose mean difference is significant; None if there is none."""
     joint = replace(a, values=np.concatenate([a.values, b.values])).scaled
     gap_n, steps = (joint[: len(a.steps)] - joint[len(a.steps) :])[first:], a.steps[first:]
     difference = Series(a.name, steps, gap_n, LINEAR, a.kind)
@@ -97,8 +95,7 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the index at which a non-zero level begins, by a least-squares fit of 0 before the index and a constant
-    from it on."""
+    """Return the index at which a non-zero level begins: least squares of 0 before it and a constant from it on."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
@@ -168,8 +165,7 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """Return [K] bool: True for pairs in whose group every sequence, in both runs, has a partner with an equal response
-    and reward."""
+    """Return [K] bool: True for pairs in whose group every sequence of both runs has an equal response and reward."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):

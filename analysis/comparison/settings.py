@@ -75,8 +75,7 @@ def _listed(values: list[Any] | None) -> Measured | None:
 
 
 def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield the contract fields that differ, by pass, with the first step at which the most frequent contracts
-    differ."""
+    """Yield the contract fields that differ, by pass, with the first step at which the commonest contracts differ."""
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:

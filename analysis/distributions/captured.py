@@ -66,8 +66,7 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions that the logprobs of the pass come from, with logits divided by the contract's
-        temperature."""
+        """Return the distributions behind the pass's logprobs, with logits divided by the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -286,8 +285,7 @@ def numbers(tensor: Tensor) -> Array:
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Return values rounded to a dtype, to nearest with ties to even, as float32, or as float64 if the dtype is
-    float64."""
+    """Return values rounded to a dtype, ties to even, as float32, or as float64 if the dtype is float64."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

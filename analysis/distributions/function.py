@@ -38,8 +38,7 @@ class ComparedDistributions:
         return error
 
     def define(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Register the SQL function `compare_distributions`, which returns a list of measures per row, on a
-        connection."""
+        """Register the SQL function `compare_distributions`, which returns a list of measures per row."""
 
         def compare(
             run: Any, count: Any,
@@ -79,8 +78,7 @@ MACROS = macro_file(
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if any sequence has captured distributions from both passes; the distributions themselves are not
-    read."""
+    """Return True if any sequence has captured distributions from both passes, without reading any."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])

@@ -159,8 +159,7 @@ class Growth:
     """Slope of ln k3, per step."""
     low: float
     high: float
-    """`low` to `high` is the 95 % interval of the slope, which allows for autocorrelation; see
-    docs/evidence/intervals.md."""
+    """`low` to `high`: 95 % interval of the slope, allowing for autocorrelation; see docs/evidence/intervals.md."""
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None

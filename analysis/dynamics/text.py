@@ -89,7 +89,7 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in summary_sentences(found))]
     if found.onsets:
         parts.append(_titled("WHAT CHANGED FIRST?", to_text(_onsets(found), width, MAIN_COLUMNS["onsets"])))
-    parts.append(_titled("HOW DID EACH SERIES CHANGE?", to_text(series_rows(found), width, MAIN_COLUMNS["series"])))
+    parts.append(_titled("HOW DID EACH SERIES CHANGE?", to_text(dynamics_rows(found), width, MAIN_COLUMNS["series"])))
     if found.growth:
         rates = "\n".join(wrapped(sentence, "", width) for sentence in _rates(found))
         parts.append(_titled("HOW FAST DOES THE MISMATCH GROW?", rates))
@@ -121,7 +121,7 @@ def _onsets(found: Dynamics) -> Rows:
     )  # fmt: skip
 
 
-def series_rows(found: Dynamics) -> Rows:
+def dynamics_rows(found: Dynamics) -> Rows:
     """Return one row per series: its values and changes."""
     rows = [
         (

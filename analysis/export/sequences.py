@@ -31,8 +31,7 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """Yield the sequences in a trace ordered by step and name, a few steps per table. A trace without sequences yields one
-    empty table."""
+    """Yield the sequences by step and name, a few steps per table; one empty table for a trace without any."""
     passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:

@@ -51,8 +51,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Return a framework with the given options. None counts as not given, and so does False for an option of another
-    framework."""
+    """Return a framework with options; None counts as not given, and so does another framework's False."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -112,8 +111,7 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """Return the macro files of the frameworks; a framework's module is imported only when a query names one of its
-    macros."""
+    """Return the macro files of the frameworks; a module is imported when a query names one of its macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]

@@ -56,8 +56,7 @@ class Condition:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition. NaN and infinities always count as violations, because they
-        prove nothing."""
+        """Return True if a value violates the condition; NaN and infinities do, because they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
@@ -87,8 +86,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def metric_named(condition: Condition, names: list[str]) -> str:
-    """Return the full name of a condition's metric: an exact match, or the only name that ends in `/metric`. Raises
-    InvalidOption."""
+    """Return a metric's full name: an exact match, or the only name ending in `/metric`. Raises InvalidOption."""
     if condition.metric in names:
         return condition.metric
     ends = [name for name in names if name.endswith(f"/{condition.metric}")]
@@ -132,8 +130,7 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound, or is expected but missing."""
     fails: bool
-    """True if the value violates the condition, or proves nothing because tokens are excluded from it. Determines the
-    exit code."""
+    """True if the value violates the condition, or proves nothing as it excludes tokens; sets the exit code."""
     steps_beyond: int | None
     """Number of steps whose own value violates the condition; None for `check` and for counts, which grow with the steps."""
     worst_step: int | None

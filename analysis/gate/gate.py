@@ -117,8 +117,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Return True if the whole interval violates the condition, or none of it does. A value shared by every group needs
-    no interval."""
+    """Return True if all or none of the interval violates the condition, or if every group gives the same value."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1

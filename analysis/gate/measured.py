@@ -159,8 +159,7 @@ class Run:
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
-        """Return numbers with intervals; they are computed again without each part of the sequences. They are NULL if
-        all remaining tokens are masked."""
+        """Return numbers with intervals, computed again without each part of the sequences; NULL if all is masked."""
         sequences, unit_N = self._scored(database)
         part_N, without = parts_of(unit_N), list[dict[str, Any]]()
         num_parts = int(part_N.max()) + 1
@@ -190,8 +189,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d| with its interval, obtained by inverting the interval of the share of tokens above
-        `value` (Woodruff 1952)."""
+        """Return a quantile of |d|; its interval inverts that of the share of tokens above it (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
         query = f"""

@@ -20,8 +20,7 @@ LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """Column of `stats` that is a maximum -> the column with the maximum of each sequence."""
 
 MOST_NULL = 0.5
-"""Maximum share of counted tokens that lack a logprob in one of the passes; above it a number does not represent the
-run."""
+"""Maximum share of counted tokens without a logprob in a pass for which a number represents the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""
@@ -93,8 +92,7 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Say which tokens the numbers of a pair exclude: any with NaN or an infinity, or most counted tokens without a
-    logprob; empty if none."""
+    """Say which tokens a pair's numbers exclude: not finite, or most without a logprob; empty if none."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

@@ -72,8 +72,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return a formula for a covariance. Totals are centred near the means (see `totals_of`), which avoids
-    cancellation."""
+    """Return a formula for a covariance of totals centred near the means, which avoids cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -150,8 +149,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: the error of REINFORCE's gradient if all gradients were equal"),
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of its absolute value", bounds=_SIZE),
 }  # fmt: skip
-"""Name of a figure -> its formula, from arXiv 2605.14220, 2602.04879 (bad updates) and 2512.01374 (mismatch and
-drift)."""
+"""Name of a figure -> its formula; arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
@@ -185,8 +183,7 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
 
 
 def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Array]:
-    """Return [N] sums of d and drift, of their squares and of their product, centred on the median of the sequence
-    means in each group."""
+    """Return [N] sums of d, drift, their squares and product, centred on each group's median of sequence means."""
     num_N = columns["num_tokens"]
     off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in ("d", "drift")}
     found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}

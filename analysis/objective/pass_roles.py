@@ -56,8 +56,7 @@ class PassRoles:
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Return the passes to read, with substitutes for passes that were not recorded; None if no usable pass was
-    recorded."""
+    """Return the passes to read, with substitutes for missing ones; None if no usable pass was recorded."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -91,15 +90,13 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the distinct names of the passes to read; there is no `now` if the policy inside the loss has no pass of
-    its own."""
+    """Return the distinct names of the passes to read; no `now` without a pass of the policy inside the loss."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterator[pa.RecordBatch]:
-    """Yield batches of all sequences that went through the loss in some steps, including sequences without tokens or
-    logprobs."""
+    """Yield batches of all sequences that went through the loss in some steps, with or without tokens."""
     yield from database.connection.batches(_query(sides, steps))
 
 
@@ -180,8 +177,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Return the loss with its bounds reset, for a change to another kind of loss; denominator and correction are
-    kept."""
+    """Return the loss with default bounds, for another kind of loss; denominator and correction are kept."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

@@ -103,8 +103,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Return counts of bad updates (arXiv 2602.04879): tokens with a negative advantage although their probability
-    already fell by at least 0.5."""
+    """Return counts of bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least 0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -116,8 +115,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's replace those of a
-    missing pass."""
+    """Return the logprobs of trainer, engine and policy inside the loss; the trainer's for a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -284,8 +282,7 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return [R] the number of tokens in the row's micro-batch, times the number of micro-batches in the row's
-    update."""
+    """Return [R] the tokens in the row's micro-batch, times the number of micro-batches in its update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -19,8 +19,7 @@ STEP_COLUMNS = (
 
 
 def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
-    """Render an objective: the verdict, the figures over the run with intervals, and either the worst steps or all
-    steps."""
+    """Render an objective: verdict, figures of the run with intervals, and the worst steps or all steps."""
     found = shown(found)
     parts = [wrapped(" ".join(found.verdict), "", width), _loss(found, width)]
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]

@@ -47,8 +47,7 @@ class Objective(Result):
     num_rows: int
     """Sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence means."""
     num_sequences: int
-    """Sequences in `num_rows` with at least one token that counts in the loss and has a finite logprob in every
-    pass."""
+    """Sequences in `num_rows` with a token that counts and has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
     """Number of terms with an advantage. A term is what the loss takes one ratio for: a token or a sequence."""

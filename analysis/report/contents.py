@@ -155,8 +155,7 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List advice, most useful first: how to fix an invalid comparison, then how to confirm the cause of a collapse, then how
-    to answer open questions."""
+    """List advice: first how to fix the comparison, then how to confirm the cause of a collapse, then open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:

@@ -18,8 +18,7 @@ _MOST_MARKS = 8
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Return one chart per series that varies in at least one run. A chart includes replays and all runs; changes are marked
-    for the first run only."""
+    """Return one chart per series that varies in a run, with replays and all runs; changes are the first run's."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -74,8 +73,7 @@ def _source(name: str, subjects: Sequence[Subject]) -> str:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch if the replay takes the place of pass a. On a logarithmic axis, a mismatch of 0
-    becomes NaN."""
+    """Return one line per replay: the mismatch with it in the place of pass a; on a logarithmic axis NaN for 0."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:

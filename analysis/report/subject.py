@@ -166,8 +166,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens in total, and a text that describes the
-    steps."""
+    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a text on these steps."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:

@@ -16,8 +16,7 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in pure noise with known variance; if the variance is estimated, it is below
-0.01."""
+"""Probability of a false change point in noise of known variance; below 0.01 if the variance is estimated."""
 
 _ROUNDS = 4
 
@@ -39,8 +38,7 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in long-run variances: at false-positive rate SIGNIFICANT, and at least 3 ln
-    n."""
+    """Return the minimum gain of a cut, in long-run variances: false-positive rate SIGNIFICANT, at least 3 ln n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1

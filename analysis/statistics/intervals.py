@@ -35,16 +35,14 @@ PARTS = 20
 """Maximum number of parts in a jackknife. Each part consists of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Between these limits, enough are drawn for _BEYOND of them to be beyond each
-bound."""
+"""Minimum and maximum number of resamples; in between, enough that _BEYOND are beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
 """Relative step size of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error, relative to its terms, below which it is only rounding error in the derivatives, i.e. all groups are
-equal."""
+"""Standard error relative to its terms below which all groups are equal, and it is rounding error alone."""
 
 _NO_SPREAD = 1e-6
 """Standard error of a resample, relative to that of the run, below which all groups in the resample count as equal."""
@@ -71,8 +69,7 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return an SQL expression that identifies the group: sequences of a step with one group_id, or a sequence without
-    one."""
+    """Return SQL that identifies the group: sequences of a step with one group_id, or one sequence without."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -248,8 +245,7 @@ class _Resampling:
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Return a column's scale, total, [G] deviations of the units from their mean, and [R] totals of the
-        resamples."""
+        """Return a column's scale, total, [G] deviations of units from their mean, [R] totals of resamples."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))

@@ -19,8 +19,7 @@ class Centred:
     """Per-token values from which the mean over their sequence has been subtracted."""
 
     mean_N: Array
-    """Mean over the counted tokens in each sequence; 0 if no token counts. If all values are equal, the mean is exactly
-    that value."""
+    """Mean over each sequence's counted tokens, 0 without any; exactly the value if all are equal."""
     off_T: Array
     """Values minus the mean over their sequence; 0 for tokens that do not count."""
     left_N: Array

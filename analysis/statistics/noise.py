@@ -109,8 +109,7 @@ def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
 
 
 def half_square_difference(values: np.ndarray, lag: int) -> float:
-    """Return half the mean squared difference at a lag: variance minus autocovariance; differences are clipped at 3
-    sd."""
+    """Return half the mean squared difference at a lag: variance - autocovariance, clipped at 3 sd."""
     apart = values[lag:] - values[:-lag]
     apart = apart - np.median(apart)
     reach = _CLIP * robust_sd(apart)

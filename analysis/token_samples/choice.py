@@ -56,16 +56,14 @@ class LookedAt:
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
-        """Return up to `most` steps for which the worst sequences of the step are shown: notable steps first, then evenly
-        spaced steps."""
+        """Return up to `most` steps that show their worst sequences: notable ones, then evenly spaced ones."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
         return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps with response tokens: notable steps, the steps of the `worst` sequences if sums are stored, and evenly
-    spaced steps."""
+    """Choose steps with tokens: notable ones, those of the `worst` sequences if sums are stored, evenly spaced ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)

@@ -121,8 +121,7 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """Return d for each response token, [R] float64, nats; NaN if the loss does not count the token, or if a pass has no
-        finite logprob for the token."""
+        """Return [R] float64 d, nats; NaN if the token does not count or a pass has no finite logprob for it."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -151,8 +150,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return the [R] bool mask of tokens that the loss counts: all tokens if no mask was recorded, and no token beyond the end
-    of a mask that is too short."""
+    """Return the [R] bool mask of counted tokens: all if no mask was recorded, none beyond the end of a short one."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)

@@ -21,8 +21,7 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum length of a piece, and of a replacement within a piece, characters, so that an untrusted decoder cannot produce huge
-texts."""
+"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot make huge texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 

@@ -40,8 +40,7 @@ def is_limited() -> bool:
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield the results of a function in the order of its items; only a few items are submitted ahead of the result
-    being yielded."""
+    """Yield a function's results in the order of its items, with only a few items submitted ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -72,8 +71,7 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C. DuckDB reports Ctrl-C as an error of its own, also when it reads files through
-    Python."""
+    """Raise KeyboardInterrupt on Ctrl-C, which DuckDB reports as its own error, also while it reads files."""
     try:
         yield
     except Exception as error:
@@ -83,8 +81,7 @@ def interruptible() -> Iterator[None]:
 
 
 def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
-    """Run a user's own query so that Ctrl-C ends it at once; on the main thread DuckDB may not check for Ctrl-C while
-    it runs."""
+    """Run a user's query so that Ctrl-C ends it at once; on the main thread DuckDB may not check for it."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
         try:
@@ -95,8 +92,7 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries. Attributes that it does not define are those of DuckDB's
-    connection."""
+    """A DuckDB connection for tim-trace's own queries; it passes on DuckDB's other attributes."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
@@ -104,8 +100,7 @@ class Connection:
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
         """Function that defines the macros named in a query, given the query's words."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Function that selects the files a query has to read; it returns a function that selects the same files
-        again."""
+        """Function that selects the files a query reads, and returns a function that selects them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
@@ -135,8 +130,7 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Yield the results of a function applied to batches of a query's rows, computed by at least one thread besides
-        the one that reads."""
+        """Yield a function's results for batches of rows, computed by at least one thread besides the reader."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
@@ -166,8 +160,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all open connections before the interpreter exits: DuckDB's threads read through Python and would abort the
-    process."""
+    """Close all connections at exit: DuckDB's threads read through Python, and would abort the process."""
     for connection in list(_open):
         connection.close()
 

@@ -67,8 +67,7 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Functions that return the error raised by a Python function which a query called; DuckDB itself keeps only
-        the error's text."""
+        """Functions that return the error of a Python function that a query called; DuckDB keeps only its text."""
         self._defined: set[str] = set()
         self.steps = steps
         """The requested steps, as given."""
@@ -77,8 +76,7 @@ class Database:
         self.memory: dict[Any, Any] = {}
         """Results of functions decorated with `cached`."""
         self.progress: Progress = no_progress
-        """Progress callback, notified of the number of tokens read so far whenever all tokens are read; see
-        `telling`."""
+        """Progress callback, notified of the number of tokens read; see `telling`."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # files of a trace never change
@@ -96,8 +94,7 @@ class Database:
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report reading progress to `progress` inside the context. A result shared through `cached` reports only to
-        its first caller."""
+        """Report reading to `progress` inside the context; a `cached` result reports only to its first caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -137,8 +134,7 @@ class Database:
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
-        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` accepts answers from
-        the rest."""
+        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` accepts the rest."""
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
@@ -184,8 +180,7 @@ class Database:
             self._defined.discard("lookup")  # the next query that needs it defines it without sums
 
     def step_condition(self, run: str | None = None) -> str:
-        """Return an SQL condition on `step` that selects the steps of a run in the views; empty if the views hold all
-        steps."""
+        """Return an SQL condition that selects the steps of a run in the views; empty if they hold all."""
         if not self.kept_steps:
             return ""
         return step_condition(self.kept_steps[run or self.sources[0].run])
@@ -243,8 +238,7 @@ def macro_file(
     name: str, sql: str, register: Callable[[Database], object] | None = None, *, functions: tuple[str, ...] = (),
     is_listed: bool = True,
 ) -> MacroFile[Database]:  # fmt: skip
-    """Return an SQL macro file. When it is defined, `register` first gives the connection the `functions` and tables
-    that the SQL uses."""
+    """Return an SQL macro file; `register` gives the connection its `functions` and tables beforehand."""
     define = partial(_define, sql, register)
     return MacroFile(name=name, sql=sql, define=define, functions=functions, is_listed=is_listed)
 
@@ -286,8 +280,7 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """Return True if the error was raised by a Python function that a query called, because of the rows passed to it
-    and not because of a file."""
+    """Return True if a Python function that a query called raised the error because of its rows, not of a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 

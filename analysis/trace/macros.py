@@ -1,5 +1,4 @@
-"""Catalogue the SQL macros: which names each file defines, and the order in which files must be defined; write SQL
-literals and types."""
+"""Catalogue the SQL macros: names that each file defines, and the order of files; SQL literals and types."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def sql_file(name: str) -> str:
 
 
 def statistics_of_groups(rows: str) -> str:
-    """Return the SQL that computes statistics of groups of sequences; `rows` is a query for the columns listed in
-    group_statistics.sql."""
+    """Return SQL for the statistics of groups; `rows` is a query for the columns in group_statistics.sql."""
     return sql_file("group_statistics").format(rows=rows)
 
 

@@ -50,8 +50,7 @@ FUNCTION = "pair_sums_of"
 BATCH_ROWS = 256
 """Maximum number of long sequences per batch given to a thread; several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Number of tokens per batch given to a thread if sequences are short, and the maximum number of sequences in such a
-batch."""
+"""Tokens per batch given to a thread if sequences are short, and maximum number of sequences in it."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -63,8 +62,7 @@ _TINY = -700.0
 """Logprob below which exp loses precision, because its result is close to the smallest positive double."""
 
 _SERIES = 0.0625
-"""Magnitude of d below which exp(d) - 1 - d is computed as a power series up to d^10, whose truncation error is at most
-1e-18 relative."""
+"""|d| below which exp(d) - 1 - d is a power series up to d^10, truncated at 1e-18 relative."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
@@ -92,8 +90,7 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys and sums of the sequences returned by a `pair_lists` query, with |d| of their tokens. Threads compute
-    them while the query is read."""
+    """Yield keys, sums and |d| of the sequences of a `pair_lists` query; threads compute them while it is read."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
@@ -108,8 +105,7 @@ def _batch_rows(mean_tokens: float) -> int:
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Return the tokens to compare, given lists of logprobs of two passes and lists of mask values, one list per
-    sequence."""
+    """Return the tokens to compare, given lists of two passes' logprobs and masks, one per sequence."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 
@@ -146,8 +142,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B` is the index of each sequence's first
-    token."""
+    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B`: each sequence's first token."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)

@@ -31,8 +31,7 @@ class Tokens:
     """Pass -> [T] logprobs, nats; NaN for missing values."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: True if the loss counts the token and every required pass has a logprob for it; None if this holds for all
-    tokens."""
+    """bool: True if the loss counts the token and every required pass has a logprob; None if all do."""
     entropy_T: Array | None = None
     """Entropy, nats; NaN for missing values; None if it was not read."""
     advantage_N: Array | None = None

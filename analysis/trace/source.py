@@ -23,8 +23,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Version of the stored sums; sums of another version are computed again. Before version 2, a run could have stored the
-sums of another run."""
+"""Version of stored sums; others are computed again. Before 2, a run could store another run's sums."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -115,8 +114,7 @@ class Source:
 
 
 def run_folder(run: str) -> str:
-    """Return the folder name for the files of a run: `_` and the name of the run, because DuckDB reads some bare names
-    as NULL."""
+    """Return a run's folder name; `_` precedes the name, because DuckDB reads some bare names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
@@ -157,8 +155,7 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find the stored sums of each pair that cover the most existing segments, and the pairs whose sums cover all
-    data."""
+    """Find each pair's stored sums that cover most existing segments, and the pairs that are covered whole."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}

@@ -1,5 +1,4 @@
-"""Divide readings of all tokens into units, processed one after the other in this process or by the actors of a Ray
-cluster."""
+"""Divide readings of all tokens into units, processed in turn here or by the actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,12 +16,10 @@ Unit = TypeVar("Unit")
 Made = TypeVar("Made")
 
 CPUS = 4
-"""Number of CPUs per actor. Several are used because readings are multithreaded and each actor has to open the
-traces."""
+"""CPUs per actor; several, because readings are multithreaded and each actor opens the traces."""
 
 UNITS = 64
-"""Minimum number of units that a reading on a cluster is divided into, so that actors that finish early find more
-work."""
+"""Minimum number of units on a cluster, so that actors that finish early find more work."""
 
 
 def spread(
@@ -54,8 +51,7 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the number of tokens per unit: `most` in this process, and fewer on a cluster, so that every actor gets
-    work."""
+    """Return the tokens per unit: `most` here, fewer on a cluster, so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 

@@ -1,5 +1,4 @@
-"""Tables of sums: those stored in traces, those computed since the traces were opened, and the choice between the
-two."""
+"""Tables of sums: stored in traces, computed since they were opened, and the choice between them."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with one or more rows per sequence, or many rows per step; computed rows are written to files, as they may
-exceed memory."""
+"""Kinds with many rows per sequence or step; computed rows go to files, as they may exceed memory."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 """Kinds whose computed rows are in DuckDB tables."""
 
@@ -118,8 +116,7 @@ class SumTables:
         return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """Return a query for the sums of a pair stored for some runs, whether or not the tables currently include
-        them."""
+        """Return a query for a pair's sums stored for some runs, whether the tables include them or not."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
         return rows_of(files, _names(spec))
 

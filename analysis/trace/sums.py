@@ -50,8 +50,7 @@ CHUNK_SEQUENCES = 1 << 18
 """Number of sequences processed at once; their sums take 0.2 KB per sequence."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum number of compared tokens in a run whose quantiles are exact by default; this many values fit in memory, as
-in a chunk."""
+"""Maximum number of tokens in a run for exact quantiles by default; as many as fit in memory."""
 
 
 Quantiles = tuple[Any, ...]
@@ -135,8 +134,7 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """Insert rows, with run and the columns that follow the pair, into a table of computed sums; a single thread adds
-    in a fixed order."""
+    """Insert rows of run and the columns after the pair into computed sums, on one thread for a fixed order."""
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
@@ -185,8 +183,7 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
 
 
 def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator[_ChunkSums]:
-    """Yield the sums, histograms and quantiles of each range of steps in a unit, with |d| of all tokens for the
-    requested runs."""
+    """Yield each range's sums, histograms and quantiles, with |d| of all tokens for the requested runs."""
     pair, unit, wants_sizes = asked
     batches: list[pa.RecordBatch] = []
     sizes: dict[str, dict[int, list[np.ndarray]]] = {chunk.run: {} for chunk in unit}
@@ -299,8 +296,7 @@ def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progr
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write the sums of a pair into every finished, writable trace, and return True if every trace received its
-    sums."""
+    """Write a pair's sums into every finished, writable trace; return True if every trace got them."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
@@ -442,8 +438,7 @@ def run_chunks(database: Database, run: str) -> list[Chunk]:
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    """Return units of work: neighbouring small runs are combined up to the size of a chunk; each chunk of a larger run
-    is a unit."""
+    """Return units of work: small neighbouring runs are combined; each chunk of a larger run is a unit."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
     num_tokens = num_sequences = 0
@@ -459,8 +454,7 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Return the runs without quantiles of the whole run, after taking over stored quantiles that cover the whole
-    run."""
+    """Return the runs without quantiles of the whole run, after taking over stored ones."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -486,8 +480,7 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return the quantiles of a run: exact for up to EXACT_TOKENS tokens, which reads them again, otherwise from step
-    histograms."""
+    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, read again; else from histograms."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)

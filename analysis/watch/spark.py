@@ -16,8 +16,7 @@ BROKEN = "!"
 """Character that marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds of series in which neighbouring steps are merged by their most extreme value, so that spikes stay visible. Other kinds
-are merged by their mean."""
+"""Kinds of series whose neighbouring steps are merged by their most extreme value, so that spikes show; others by the mean."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:

@@ -31,8 +31,7 @@ _NOT_FINITE = "NaN/inf"
 
 
 class WatchedView:
-    """A watched run drawn for a terminal: header, first alerts, changes, latest steps, sparklines over the whole run, and what
-    to do next."""
+    """A watched run drawn for a terminal: header, alerts, changes, latest steps, sparklines, and what to do next."""
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
         """Create a view; `is_screen` limits it to the height of the screen."""
@@ -66,8 +65,7 @@ class _Page:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return a mapping from section to the number of rows shown. On a screen, each row is one line, and the longest
-        sections are cut first."""
+        """Return section -> number of rows shown; a screen has one line per row, and the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole

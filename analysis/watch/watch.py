@@ -31,8 +31,7 @@ _MOVING = ("k3", "reward", "grad_norm")
 """Names of the series for which changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported if nothing was recorded for this many times the average duration of a step, and for at least `SILENT_S`
-seconds."""
+"""Silence is reported after this many times a step's average duration, and at least `SILENT_S` seconds."""
 SETTLED_S = 60.0
 """Time without new data, seconds, after which a recorded command without an exit code is assumed to have ended because
 `tim-trace record` was killed."""
@@ -120,8 +119,7 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since data was last recorded, from file modification times while the run is live, else from
-        logged times."""
+        """Return the seconds since the last record, by file times while the run is live, else by logged times."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -196,8 +194,7 @@ def _rate_of(times: Times) -> float | None:
 
 
 def _newest_file(store: Store) -> float | None:
-    """Return the newest modification time of all tables and journals, seconds since 1970; None if the storage does not report
-    modification times."""
+    """Return the newest modification time of tables and journals, seconds since 1970; None if the storage has none."""
     found = []
     for folder in (JOURNAL, *TABLES):
         try:

@@ -71,8 +71,7 @@ def write_pdf(
 
 
 def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
-    """Draw a cover page with the title and one line per figure: page number, figure title, and name of the CSV file in the
-    folder `data`."""
+    """Draw a cover page: the title, and per figure its page number, title and CSV file in the folder `data`."""
     lines = [plain(title or "Figures", 80), "", "page, figure: its numbers"]
     lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
     figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
