@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..schemas.errors import InvalidOption, NothingToCompare, option
@@ -13,10 +12,12 @@ from .distributions.function import has_captured, summary
 from .frameworks.framework import Framework, read_once
 from .frameworks.registry import framework_of, refuse_options
 from .rows import Rows
+from .trace.columns import passes_with
 from .trace.database import Database
 from .trace.macros import quoted_pair
 from .trace.pairs import parse_pair, tell_sampled, why_nothing
-from .trace.source import Pair, Source, Traces, find_sums
+from .trace.source import Pair, Traces, find_sums
+from .trace.spread import packed
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
 from .views import open_database
 
@@ -81,7 +82,7 @@ def stats(
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
         database = database.reopened()
     tell_sampled(database, names)
-    routed = _is_routed(database, names)
+    routed = {*names} <= passes_with(database, "routing", of=names)
     if by == "layer":
         if not routed:
             raise NothingToCompare(_why_not_routed(database, names))
@@ -113,27 +114,13 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
     if len(lacking) <= _FEW or database.ray is not None:
         return False
     with progress("summing runs", len(lacking)) as advance:
-        for sources in _batches(lacking):
+        sizes = {source.run: (sum(writer.num_tokens for writer in source.writers), 1) for source in lacking}
+        for sources in packed(lacking, lambda source: sizes[source.run], (CHUNK_TOKENS, _TOGETHER)):
             summarize(sources, pair=pair)
             for source in sources:
                 find_sums(source)
             advance(len(sources))
     return True
-
-
-def _batches(sources: Sequence[Source]) -> Iterator[list[Source]]:
-    """Yield batches of neighbouring traces to process together; a large trace is a batch of its own."""
-    batch: list[Source] = []
-    num_tokens = 0
-    for source in sources:
-        of_source = sum(writer.num_tokens for writer in source.writers)
-        num_tokens += of_source
-        if batch and (num_tokens > CHUNK_TOKENS or len(batch) == _TOGETHER):
-            yield batch
-            batch, num_tokens = [], of_source
-        batch.append(source)
-    if batch:
-        yield batch
 
 
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
@@ -180,12 +167,6 @@ def likeness(
         f"as {framework.name} {framework.version} defines them: {framework.source}",
         *framework.notes(open_database(traces, steps), parse_pair(pair)),
     ]
-
-
-def _is_routed(database: Database, pair: Pair) -> bool:
-    """Return True if both passes have router choices for some sequence."""
-    query = 'SELECT DISTINCT "pass" FROM scores WHERE routing IS NOT NULL'
-    return {*pair} <= {name for (name,) in database.connection.execute(query).fetchall()}
 
 
 def _why_not_routed(database: Database, pair: Pair) -> str:

@@ -66,8 +66,8 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
         trace=os.fspath(trace),
         folders=Rows(COLUMNS, [(name, *counts) for name, counts in found.counts.items() if counts[0]]),
         damaged=tuple(dict.fromkeys((*source.damaged, *found.damaged))),
-        ignored=(*source.snapshot.ignored, *found.ignored),
-        unchecked_writers=tuple(source.snapshot.unchecked),
+        ignored=(*source.ignored, *found.ignored),
+        unchecked_writers=tuple(source.unchecked),
     )
 
 
@@ -99,13 +99,13 @@ class _Verifier:
     """Reads a trace folder by folder."""
 
     def __init__(self, source: Source):
-        self.source, self.snapshot, self.store = source, source.snapshot, source.store
+        self.source, self.store = source, source.store
         folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
         self.counts = {name: [0] * (len(COLUMNS) - 1) for name in folders}
         """Folder -> values of COLUMNS after the first."""
         self.damaged: list[str] = []
         self.ignored: list[str] = []
-        self._records = self.snapshot.accounted
+        self._records = self.source.accounted
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +125,7 @@ class _Verifier:
     def parts(self) -> Iterator[_Part | str]:
         """Yield the parts to read, except the results of `locate`; for an unreadable part, a sentence on the damage."""
         for table in TABLES:
-            for entry in self.snapshot.files[table]:
+            for entry in self.source.files[table]:
                 yield self._file(table, entry.relative, entry.file)
         sums = {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}
         for file in sums.values():
@@ -235,7 +235,7 @@ class _Verifier:
             raise DamagedTrace(
                 f"{where}: {content.damage}; no result includes the records after it; restore the file from a copy"
             )
-        found = self.snapshot.liveness.get(segment.writer)
+        found = self.source.liveness.get(segment.writer)
         if content.torn_bytes and not (found is not None and found.is_alive):
             raise DamagedTrace(torn_record(where, content.torn_bytes))
 

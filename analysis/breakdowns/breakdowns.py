@@ -38,60 +38,56 @@ WHERE {compared}
 GROUP BY x, y
 ORDER BY x, y"""
 
-_POSITION = """\
--- Mismatch by position in the response, one row per power of two; nats.
-SELECT CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
+_PROFILE = """\
+-- Mismatch by {title}; nats.
+SELECT {value} AS {name},
        count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
-FROM pair({pair})
+FROM {rows}
 WHERE {compared}
-GROUP BY first_position
-ORDER BY first_position"""
+GROUP BY {name}
+ORDER BY {name}"""
 
-_LENGTH = """\
--- Mismatch by length of the response, one row per power of two; nats.
-SELECT (2 ** floor(log2(num_response_tokens)))::BIGINT AS shortest,
-       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
-FROM pair({pair})
-JOIN (SELECT run, step, seq_id, num_response_tokens FROM sequences) USING (run, step, seq_id)
-WHERE {compared}
-GROUP BY shortest
-ORDER BY shortest"""
-
-_ENTROPY = """\
--- Mismatch by entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up; nats.
-SELECT {bin} / {per_nat:.1f} AS entropy_from,
-       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
-FROM pair_entropies({pair})
-WHERE {compared} AND isfinite(entropy)
-GROUP BY entropy_from
-ORDER BY entropy_from"""
+_LENGTHS = "(SELECT run, step, seq_id, num_response_tokens FROM sequences) USING (run, step, seq_id)"
 
 
 class Queries:
     """The queries for a pair of passes, restricted to tokens for which every condition in `within` holds."""
 
     def __init__(self, pair: Pair, within: Sequence[str]):
-        compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
-        self._common = {"pair": quoted_pair(pair), "compared": compared}
+        self._compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
+        self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
         """Return the query for the number of tokens, the 99.9 % quantile of |d|, and the envelope."""
-        return _ENDS.format(**self._common)
+        return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
         """Return the query for the number of tokens by bin of probability and bin of d, from -reach to reach."""
         return _DENSITY.format(
-            num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach,
+            num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
-            y=_bin("d", reach, NUM_DIFFERENCES / (2 * reach), NUM_DIFFERENCES), **self._common,
+            y=_bin("d", reach, NUM_DIFFERENCES / (2 * reach), NUM_DIFFERENCES),
         )  # fmt: skip
 
     def profile(self, axis: str) -> str:
         """Return the query for the mismatch by position, length or entropy: start of a bin, number of tokens, mean |d|, rms d."""
-        entropy = _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
-        return {"position": _POSITION, "length": _LENGTH, "entropy": _ENTROPY}[axis].format(
-            bin=entropy, per_nat=ENTROPIES_PER_NAT, last=(MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT, **self._common
-        )
+        pair, entropy = f"pair({self._pair})", _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
+        last = (MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT
+        title, name, value, rows, compared = {
+            "position": (
+                "position in the response, one row per power of two", "first_position",
+                "CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END", pair, self._compared,
+            ),
+            "length": (
+                "length of the response, one row per power of two", "shortest",
+                "(2 ** floor(log2(num_response_tokens)))::BIGINT", f"{pair}\nJOIN {_LENGTHS}", self._compared,
+            ),
+            "entropy": (
+                f"entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up", "entropy_from",
+                f"{entropy} / {ENTROPIES_PER_NAT:.1f}", f"pair_entropies({self._pair})", f"{self._compared} AND isfinite(entropy)",
+            ),
+        }[axis]  # fmt: skip
+        return _PROFILE.format(title=title, name=name, value=value, rows=rows, compared=compared)
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import duckdb
@@ -176,27 +176,22 @@ class Result:
         return self._raw.description
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        with self._connection.explained():
-            self._choose_again()
-            found: list[tuple[Any, ...]] = self._raw.fetchall()
-        return found
+        return cast("list[tuple[Any, ...]]", self._fetched("fetchall"))
 
     def fetchnumpy(self) -> dict[str, Any]:
-        with self._connection.explained():
-            self._choose_again()
-            found: dict[str, Any] = self._raw.fetchnumpy()
-        return found
+        return cast("dict[str, Any]", self._fetched("fetchnumpy"))
 
     def to_arrow_table(self) -> pa.Table:
-        with self._connection.explained():
-            self._choose_again()
-            return self._raw.to_arrow_table()
+        return self._fetched("to_arrow_table")
 
     def to_arrow_reader(self, batch_size: int) -> Batches:
         """Yield batches of rows as they are computed."""
+        return Batches(self._fetched("to_arrow_reader", batch_size), self._connection)
+
+    def _fetched(self, method: str, *arguments: Any) -> Any:
         with self._connection.explained():
             self._choose_again()
-            return Batches(self._raw.to_arrow_reader(batch_size), self._connection)
+            return getattr(self._raw, method)(*arguments)
 
 
 class Batches:

@@ -287,7 +287,7 @@ def _is_of_function(error: Exception) -> bool:
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
     """Return an error that names the first unreadable file, among files without a checksum to verify."""
     for source in sources:
-        for entries in source.snapshot.files.values():
+        for entries in source.files.values():
             for entry in entries:
                 try:
                     pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"))

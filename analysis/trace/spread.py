@@ -14,6 +14,7 @@ from .macros import Catalogue
 
 Unit = TypeVar("Unit")
 Made = TypeVar("Made")
+Item = TypeVar("Item")
 
 CPUS = 4
 """CPUs per actor; several, because readings are multithreaded and each actor opens the traces."""
@@ -53,6 +54,25 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
     """Return the tokens per unit: `most` here, fewer on a cluster, so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
+
+
+def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
+    """Yield lists of neighbouring items whose sizes add up to at most `most` each; a larger item is alone.
+
+    >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
+    [[1, 2], [5], [1]]
+    """
+    batch: list[Item] = []
+    total: Sequence[int] = ()
+    for item in items:
+        own = size(item)
+        total = [a + b for a, b in zip(total, own, strict=True)] if batch else own
+        if batch and any(used > limit for used, limit in zip(total, most, strict=True)):
+            yield batch
+            batch, total = [], own
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def places(database: Database) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,6 @@ class ComputedFile:
     """Path of the file relative to the trace's root when it is stored there."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Coverage:
-    """Pairs whose tables cover every sequence, or every run, in the views -> True if the sums were computed, False if
-    stored."""
-
-    sequences: dict[Pair, bool] = field(default_factory=dict)
-    runs: dict[Pair, bool] = field(default_factory=dict)
-
-
 class SumTables:
     """Tables of sums for several traces. Temporary files with computed sums are deleted together with this object."""
 
@@ -65,10 +56,10 @@ class SumTables:
             for pair, file in pairs.items()
         ]
         """Kind, pair, and run with URL, for every file of sums stored in a trace."""
-        self._coverage = Coverage(
-            sequences=dict.fromkeys(set.intersection(*(source.covered for source in sources)), False),
-            runs=dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False),
-        )
+        self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
+        """Pairs whose tables cover every sequence in the views -> True if their sums were computed, False if stored."""
+        self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
+        """The same for sums over whole runs."""
         self._condition = ""
         """SQL condition on `step` that selects the steps in the views; empty if the views hold all steps."""
         self.files: list[ComputedFile] = []
@@ -82,35 +73,36 @@ class SumTables:
 
     def covers(self, pair: Pair, *, runs: bool = False) -> bool:
         """Return True if the tables contain the sums of every sequence of a pair or, with `runs`, of every run."""
-        return pair in (self._coverage.runs if runs else self._coverage.sequences)
+        return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
         """Return True if the tables contain computed sums of a pair instead of stored ones."""
-        return (self._coverage.runs if runs else self._coverage.sequences).get(pair, False)
+        return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
         """Discard the computed sums of a pair, so that the tables contain the stored ones."""
-        self._coverage.sequences.pop(pair, None)
-        self._coverage.runs.pop(pair, None)
+        self._sequences.pop(pair, None)
+        self._runs.pop(pair, None)
         self._forget(pair)
         self._define()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
         """Use the computed sums of a pair, for every sequence or every run, instead of those stored in traces."""
-        (self._coverage.runs if runs else self._coverage.sequences)[pair] = True
+        (self._runs if runs else self._sequences)[pair] = True
         self._define()
 
     def narrow(self, condition: str) -> None:
         """Limit the tables to the steps selected by a condition; stored sums over whole runs are no longer used."""
         self._condition = condition
-        self._coverage.runs.clear()
+        self._runs.clear()
         self._define()
 
     def forget(self) -> bool:
         """Stop using any sums, and discard the computed ones. Return False if none were in use."""
-        if self._coverage == Coverage():
+        if not self._sequences and not self._runs:
             return False
-        self._coverage = Coverage()
+        self._sequences.clear()
+        self._runs.clear()
         self._forget()
         self._define()
         return True
@@ -140,8 +132,8 @@ class SumTables:
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(
-                covered=_listed(self._coverage.sequences),
-                run_covered=_listed(self._coverage.runs),
+                covered=_listed(self._sequences),
+                run_covered=_listed(self._runs),
                 sum_columns=columns,
                 statistics=", ".join(STATISTICS),
             )

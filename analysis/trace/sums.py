@@ -36,7 +36,7 @@ from .macros import quoted, sql_file, statistics_of_groups
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .source import Pair, Source, Traces, sums_file
-from .spread import spread, unit_tokens
+from .spread import packed, spread, unit_tokens
 from .sum_tables import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
 
 Write = Callable[[pa.Table], None]
@@ -82,10 +82,6 @@ class Chunk:
     num_sequences: int
     is_missing: bool
     """True if the sums of the range have to be computed, False if they are stored in the trace."""
-
-    def holds(self, step: int) -> bool:
-        """Return True if the range contains a step."""
-        return self.first_step <= step <= self.last_step
 
 
 Unit = tuple[Chunk, ...]
@@ -138,10 +134,13 @@ def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
-    a, b = quoted(pair[0]), quoted(pair[1])
     connection.execute(
-        f"INSERT INTO computed_{spec.name} BY NAME SELECT {a} AS pass_a, {b} AS pass_b, run, {columns} FROM ({rows})"
+        f"INSERT INTO computed_{spec.name} BY NAME SELECT {_pair_columns(pair)}, run, {columns} FROM ({rows})"
     )
+
+
+def _pair_columns(pair: Pair) -> str:
+    return f"{quoted(pair[0])} AS pass_a, {quoted(pair[1])} AS pass_b"
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
@@ -191,12 +190,12 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
         batches.append(batch)
         for run, step, abs_d_T in of_batch:
             sizes[run].setdefault(step, []).append(abs_d_T)
-    a, b = quoted(pair[0]), quoted(pair[1])
     with _registered(database, pa.Table.from_batches(batches)) as name:
-        query = f"SELECT run, {a} AS pass_a, {b} AS pass_b, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
+        query = f"SELECT run, {_pair_columns(pair)}, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
         sums = _by_run(database.connection.sql(query).to_arrow_table(), sizes)
     for chunk in unit:
-        parts = {step: sizes[chunk.run][step] for step in sorted(sizes[chunk.run]) if chunk.holds(step)}
+        kept = [step for step in sorted(sizes[chunk.run]) if chunk.first_step <= step <= chunk.last_step]
+        parts = {step: sizes[chunk.run][step] for step in kept}
         steps = [(step, np.concatenate(parts[step])) for step in parts]
         histograms = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in steps]
         yield _ChunkSums(
@@ -376,25 +375,15 @@ def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> li
     """Return chunks that cover all steps, split where steps with stored sums alternate with steps without."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
-    missing = {
-        (chunk.run, step)
-        for chunk in _joined((step for step in steps if step.run in kept), CHUNK_TOKENS)
-        for (step,) in database.connection.execute(_missing(pair, chunk)).fetchall()
-    }
+    missing = set()
+    for chunk in _joined((step for step in steps if step.run in kept), CHUNK_TOKENS):
+        names = {"a": quoted(pair[0]), "b": quoted(pair[1]), "run": quoted(chunk.run)}
+        query = sql_file("missing").format(**names, first_step=chunk.first_step, last_step=chunk.last_step)
+        missing |= {(chunk.run, step) for (step,) in database.connection.execute(query).fetchall()}
     marked = [
         replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps
     ]
     return list(_joined(marked, _most_tokens(database, marked)))
-
-
-def _missing(pair: Pair, chunk: Chunk) -> str:
-    return sql_file("missing").format(
-        a=quoted(pair[0]),
-        b=quoted(pair[1]),
-        run=quoted(chunk.run),
-        first_step=chunk.first_step,
-        last_step=chunk.last_step,
-    )
 
 
 def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
@@ -406,29 +395,22 @@ def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
     """Yield ranges of neighbouring steps that all have stored sums or all lack them, of up to `most_tokens` tokens and
     CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
-        chunk: Chunk | None = None
-        for step in of_kind:
-            if chunk is None:
-                chunk = step
-                continue
-            num_tokens, num_sequences = chunk.num_tokens + step.num_tokens, chunk.num_sequences + step.num_sequences
-            if num_tokens > most_tokens or num_sequences > CHUNK_SEQUENCES:
-                yield chunk
-                chunk = step
-                continue
-            chunk = replace(chunk, last_step=step.last_step, num_tokens=num_tokens, num_sequences=num_sequences)
-        if chunk is not None:
-            yield chunk
+        for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
+            num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
+            yield replace(part[0], last_step=part[-1].last_step, num_tokens=num_tokens, num_sequences=num_sequences)
+
+
+def _size(chunk: Chunk) -> tuple[int, int]:
+    return chunk.num_tokens, chunk.num_sequences
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
     """Return the runs all of whose tokens are to be read and fit in memory."""
-    found = set()
-    for run, of_run in groupby(chunks, key=lambda chunk: chunk.run):
-        parts = list(of_run)
-        if all(part.is_missing for part in parts) and sum(part.num_tokens for part in parts) <= EXACT_TOKENS:
-            found.add(run)
-    return found
+    num_tokens = Counter[str]()
+    for chunk in chunks:
+        num_tokens[chunk.run] += chunk.num_tokens
+    read_in_part = {chunk.run for chunk in chunks if not chunk.is_missing}
+    return {run for run, number in num_tokens.items() if number <= EXACT_TOKENS} - read_in_part
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
@@ -441,15 +423,11 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
     """Return units of work: small neighbouring runs are combined; each chunk of a larger run is a unit."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
-    num_tokens = num_sequences = 0
-    for chunk in chunks:
-        num_tokens, num_sequences = num_tokens + chunk.num_tokens, num_sequences + chunk.num_sequences
-        fits = num_tokens <= most_tokens and num_sequences <= CHUNK_SEQUENCES
-        if units and fits and num_chunks[chunk.run] == num_chunks[units[-1][0].run] == 1:
-            units[-1] += (chunk,)
+    for is_whole, parts in groupby(chunks, key=lambda chunk: num_chunks[chunk.run] == 1):
+        if is_whole:
+            units += map(tuple, packed(parts, _size, (most_tokens, CHUNK_SEQUENCES)))
         else:
-            units.append((chunk,))
-            num_tokens, num_sequences = chunk.num_tokens, chunk.num_sequences
+            units += [(chunk,) for chunk in parts]
     return units
 
 

@@ -11,6 +11,7 @@ import pyarrow as pa
 from .database import Database, cached
 from .macros import quoted
 from .ragged import Tokens, tokens_of
+from .spread import packed
 
 _LISTS = {"mask": "response_mask", "advantages": "advantages"}
 _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
@@ -130,16 +131,8 @@ def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> l
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
     """
-    ranges: list[range] = []
-    num_tokens = num_steps = 0
-    for step, num in tokens.items():
-        if ranges and num_tokens + num <= most_tokens and num_steps < CHUNK_STEPS:
-            ranges[-1] = range(ranges[-1].start, step + 1)
-            num_tokens, num_steps = num_tokens + num, num_steps + 1
-        else:
-            ranges.append(range(step, step + 1))
-            num_tokens, num_steps = num, 1
-    return ranges
+    parts = packed(tokens.items(), lambda step: (step[1], 1), (most_tokens, CHUNK_STEPS))
+    return [range(part[0][0], part[-1][0] + 1) for part in parts]
 
 
 def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:

@@ -78,7 +78,7 @@ class Surveyor:
 
     def survey(self, source: Source) -> Extents:
         """Count the rows in a trace. Raises DamagedTrace."""
-        files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.snapshot.files[table]}
+        files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.files[table]}
         if not self._sealed.keys() <= files.keys() or self._newest != source.newest:
             # Files were removed or steps were trained again, so the cached counts are out of date.
             self._newest, self._sealed = source.newest, {}

@@ -90,7 +90,7 @@ class Watcher:
         source = open_source(self.trace, examined=self._examined)
         if source.manifest.run_id != self._run_id:  # this is the first call, or the trace was replaced
             self._begin(source.manifest.run_id)
-            self._examined = source.snapshot.examined
+            self._examined = source.examined
         extents = self._surveyor.survey(source)
         if self._memory.is_behind(extents):
             self._memory.read(source, extents)
@@ -145,7 +145,7 @@ class Watcher:
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
             return ""
-        hosts = sorted({writer.host for writer in source.writers if source.snapshot.liveness[writer.writer].is_alive})
+        hosts = sorted({writer.host for writer in source.writers if source.liveness[writer.writer].is_alive})
         if hosts == [socket.gethostname()]:
             return f"nothing recorded for {duration(age_s)}, although the process is alive: training may be stuck"
         return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
