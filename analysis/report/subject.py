@@ -34,7 +34,6 @@ from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from ..trace.tokens import evenly_spaced, tokens_by_step
 from ..views import open_database
-from .text import steps_read
 
 Found = TypeVar("Found")
 
@@ -175,6 +174,13 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     part = open_database(database.sources[0])
     part.keep_steps(kept)
     return part, steps_read(len(kept), len(tokens))
+
+
+def steps_read(num_read: int, num_steps: int) -> str:
+    """Return a text that states how many steps of a run a result covers."""
+    if num_read < num_steps:
+        return f"{num_read} of {num_steps} evenly spaced steps"
+    return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:

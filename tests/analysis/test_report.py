@@ -28,8 +28,8 @@ from tim_trace.analysis.report.chart import LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
 from tim_trace.analysis.report.page.page import pack, page
 from tim_trace.analysis.report.report import report
+from tim_trace.analysis.report.run_charts import SERIES
 from tim_trace.analysis.report.subject import num_steps_within, without_most_steps
-from tim_trace.analysis.report.terms import SERIES
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import FileThere, TraceNotFound
 from tim_trace.tracer.recorder import Recorder
