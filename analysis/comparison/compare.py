@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..facts.read_series import read_series
 from ..facts.rollouts import read_rollouts
-from ..facts.series import Series
 from ..statement import Statement
 from ..trace.columns import passes_with
 from ..trace.database import Database
@@ -58,7 +57,8 @@ def compare(
     with progress("comparing runs", 4) as advance:
         series_a, series_b = (read_series(database, pair=names) for database in (of_a, of_b))
         shared = sorted(tokens_by_step(of_a).keys() & tokens_by_step(of_b).keys())
-        if not shared and not _share_steps(series_a, series_b):
+        of_series = [{int(step) for one in series.values() for step in one.steps} for series in (series_a, series_b)]
+        if not shared and not of_series[0] & of_series[1]:
             raise NothingToCompare(
                 f"{of_a.given[0]} and {of_b.given[0]}: no step in common; compare runs that recorded the same steps"
             )
@@ -73,26 +73,14 @@ def compare(
             found += sequence_differences(rollouts_a, rollouts_b, shared)
             found += logprob_differences(of_a, of_b, shared, _passes(of_a, of_b))
         advance(1)
-        same: list[str] = []
-        within: list[str] = []
+        same, within = list[str](), list[str]()
         found += series_differences(series_a, series_b, same, within)
         advance(1)
     return Comparison(
-        a=of_a.given[0],
-        b=of_b.given[0],
-        pair=pair,
-        steps=steps,
-        num_steps=len(shared),
-        differences=tuple(sorted(found, key=_order)),
-        same=tuple(same),
-        within_scatter=tuple(within),
+        a=of_a.given[0], b=of_b.given[0], pair=pair, steps=steps, num_steps=len(shared), same=tuple(same),
+        differences=tuple(sorted(found, key=_order)), within_scatter=tuple(within),
         note_codes=tuple(_notes(series_a.keys(), series_b.keys(), shared)),
-    )
-
-
-def _share_steps(a: Mapping[str, Series], b: Mapping[str, Series]) -> bool:
-    of_a, of_b = ({int(step) for one in series.values() for step in one.steps} for series in (a, b))
-    return bool(of_a & of_b)
+    )  # fmt: skip
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:

@@ -47,11 +47,13 @@ def series_differences(
             same.append(name)
             continue
         first = int(np.argmax(unequal))
-        found = _lag(one, two, first) if name in LAGS else _apart(one, two, first)
-        if found is None:
-            within.append(name)
-        else:
+        if name in LAGS:
+            at_first = [float(run.values[first]) for run in (one, two)]
+            yield RunDifference(kind="lag", name=name, step=int(one.steps[first]), a=at_first[0], b=at_first[1])
+        elif (found := _apart(one, two, first)) is not None:
             yield found
+        else:
+            within.append(name)
 
 
 def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
@@ -68,12 +70,6 @@ def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
         step = int(alone[0])
         one, two = (float(run.values[np.searchsorted(run.steps, step)]) for run in (a, b))
         yield RunDifference(kind="series", name=a.name, step=step, a=one, b=two, values={"num_steps": len(alone)})
-
-
-def _lag(a: Series, b: Series, first: int) -> RunDifference:
-    return RunDifference(
-        kind="lag", name=a.name, step=int(a.steps[first]), a=float(a.values[first]), b=float(b.values[first])
-    )
 
 
 def _apart(a: Series, b: Series, first: int) -> RunDifference | None:

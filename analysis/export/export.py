@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
@@ -93,7 +92,8 @@ def export_run(
             with whole_file(folder / files[1]) as path:
                 num_values = write_parquet(path, metric_batches(database))
         else:
-            num_values, texts = _write_figures(to, folder, database, names), num_texts(database)
+            num_values = _write_figures(to, folder, database, names)
+            ((texts,),) = database.connection.execute(_TEXTS).fetchall()
     return Exported(
         format=to, output=os.fspath(output), files=files, num_sequences=num_sequences, num_values=num_values,
         num_texts=texts,
@@ -102,19 +102,13 @@ def export_run(
 
 def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int:
     figures = step_figures(database, pair)
-    with _installed(to):
+    try:
         if to == WANDB:
             return write_wandb(folder, database.sources[0].run, read_hyperparameters(database), figures)
         with whole_file(folder / EVENTS) as path:
             return write_events(path, figures)
-
-
-@contextmanager
-def _installed(library: str) -> Iterator[None]:
-    try:
-        yield
     except ImportError as error:
-        raise NotInstalled(f"export: needs {library}, which is not installed; pip install {library}") from error
+        raise NotInstalled(f"export: needs {to}, which is not installed; pip install {to}") from error
 
 
 def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress) -> Iterator[pa.Table]:
@@ -149,8 +143,6 @@ _TEXTS = f"""
     SELECT count(*) FROM metrics WHERE value IS NULL AND text IS NOT NULL AND NOT starts_with(name, '{HYPERPARAMETER}')
 """
 
-_KEYS = ("run", "step")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
@@ -178,11 +170,6 @@ def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
         yield StepFigures(step=step, logged_s=begun_s, values=values)
 
 
-def num_texts(database: Database) -> int:
-    """Return the number of logged texts, which are not exported because a series holds only numbers."""
-    return int(database.connection.execute(_TEXTS).fetchall()[0][0])
-
-
 def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]]:
     for batch in database.connection.batches(_LOGGED):
         yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
@@ -194,12 +181,9 @@ def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]
         return {}
     ensure(database, pair, of_run=False)
     rows = database.ask(f"SELECT * FROM pair_steps({quoted_pair(pair)}) ORDER BY step").dicts()
-    prefix = "-".join(pair)
+    names = {name: f"{'-'.join(pair)}/{name}" for name in (rows[0] if rows else ()) if name not in ("run", "step")}
     return {
-        row["step"]: {
-            f"{prefix}/{name}": float(value) for name, value in row.items() if name not in _KEYS and value is not None
-        }
-        for row in rows
+        row["step"]: {shown: float(row[name]) for name, shown in names.items() if row[name] is not None} for row in rows
     }
 
 
@@ -247,14 +231,9 @@ def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: I
         x_disable_machine_info=True,
     )  # fmt: skip
     run = wandb.init(
-        mode="offline",
-        dir=str(folder),
-        project=PROJECT,
-        name=name,
-        config=dict(settings),
-        settings=quiet,
+        mode="offline", dir=str(folder), project=PROJECT, name=name, config=dict(settings), settings=quiet,
         reinit="create_new",
-    )
+    )  # fmt: skip
     num_values = 0
     try:
         for step in figures:

@@ -191,7 +191,7 @@ class Run:
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
         """Return a quantile of |d|; its interval inverts that of the share of tokens above it (Woodruff 1952)."""
         connection = database.connection
-        tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
+        tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
             SELECT count(d) AS num_tokens, count(*) FILTER (abs(d) > ?) AS num_above FROM {tokens}
             WHERE d IS NOT NULL GROUP BY run, step, seq_id, iteration_a, iteration_b

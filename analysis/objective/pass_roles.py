@@ -3,7 +3,7 @@ read their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,13 +95,9 @@ def names_of(sides: PassRoles) -> tuple[str, ...]:
     return tuple(name for name, is_read in has.items() if is_read)
 
 
-def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterator[pa.RecordBatch]:
-    """Yield batches of all sequences that went through the loss in some steps, with or without tokens."""
-    yield from database.connection.batches(_query(sides, steps))
-
-
-def _query(sides: PassRoles, steps: range) -> str:
-    """Return the query with one row per sequence and inner iteration of the pass inside the loss.
+def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
+    """Return batches of all sequences that went through the loss in some steps, with or without tokens: one row per sequence
+    and inner iteration of the pass inside the loss.
 
     `sequence`, `unit` (the group of the sequence) and `micro_batch` are returned as numbers, which are faster than
     names. `is_whole` is true if the response has tokens and every pass has one logprob per token.
@@ -110,7 +106,7 @@ def _query(sides: PassRoles, steps: range) -> str:
     now = names[-1] if names[-1] == "now" else "train"
     scored = {"train": sides.train, "rollout": sides.rollout, "now": sides.current}
     lengths = " AND ".join(f"coalesce(len({name}.logprobs) = s.num_response_tokens, false)" for name in names)
-    return token_query(
+    query = token_query(
         {
             name: PassRows(
                 name=scored[name], iteration=None if name == now else 0, scored=False, optional=name != now
@@ -125,6 +121,7 @@ def _query(sides: PassRoles, steps: range) -> str:
         steps=steps,
         lists=["advantage", "advantages", "mask"],
     )  # fmt: skip
+    return database.connection.batches(query)
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.passes import CURRENT, REFERENCE
+from ..trace.columns import passes_with
 from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.source import Pair
@@ -54,7 +55,8 @@ def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Seq
     try:
         for batch in connection.batches(_query(run, keys, passes), _BATCH_ROWS):
             for number in range(batch.num_rows):
-                yield {name: _value(batch.column(name)[number]) for name in batch.schema.names}
+                row = {name: batch.column(name)[number] for name in batch.schema.names}
+                yield {name: v.values if isinstance(v, pa.ListScalar) else v.as_py() for name, v in row.items()}
     finally:
         connection.unregister("excerpt_keys")
 
@@ -75,12 +77,6 @@ def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
         run=run, steps=sorted({step for step, _ in keys}), of_sequences=True,
         keys=f"seq_id IN ({names}) AND (step, seq_id) IN (SELECT (step, seq_id) FROM excerpt_keys)",
     )  # fmt: skip
-
-
-def _value(scalar: Any) -> Any:
-    if isinstance(scalar, pa.ListScalar):
-        return scalar.values
-    return scalar.as_py()
 
 
 class _Response:
@@ -190,7 +186,9 @@ def read_token_samples(
     A trace with one pass of the pair is shown without d; an empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
-    scored = _scored(database, source.run, [*pair, CURRENT, REFERENCE])
+    names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))
+    there = passes_with(database, "seq_id", source.run, of=names, first_use=True)
+    scored = [name for name in names if name in there]
     lacking = tuple(name for name in pair if name not in scored)
     looked = look_at(database, pair, source.run, notable, wanted.worst)
     gaps = read_sequence_mismatch(database, pair, source.run, looked.steps)
@@ -204,10 +202,3 @@ def read_token_samples(
         sequences=tuple(found), choice=choice_text(choice, gaps, looked, wanted, pair, lacking), text_from=text.told,
         passes=tuple(scored),
     )  # fmt: skip
-
-
-def _scored(database: Database, run: str, names: Sequence[str]) -> list[str]:
-    """Return the passes that have scores, without reading their lists."""
-    query = f'SELECT DISTINCT "pass" FROM scores WHERE run = {quoted(run)} AND iteration = 0'
-    found = {name for (name,) in database.connection.execute(query).fetchall()}
-    return [name for name in dict.fromkeys(names) if name in found]
