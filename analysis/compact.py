@@ -36,7 +36,6 @@ class Compaction(Result):
     _text = "tim_trace.analysis.compact:compaction_text"
 
     trace: str
-    """Folder or URL of the compacted trace."""
     tables: Rows
     """One row per table: files and bytes before and after, and files left as they are: replays, and files already large."""
 
@@ -109,7 +108,6 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 
 
 def compaction_text(found: Compaction, width: int | None = None) -> str:
-    """Render a compaction."""
     if not found.has_changed:
         return f"{found.trace}: nothing to merge: few files"
     return to_text(found.tables, width)

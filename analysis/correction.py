@@ -112,7 +112,7 @@ def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correcti
         connection.execute(f"CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE {zones}")
 
 
-MACROS = MacroFile(
+MACROS = MacroFile[Database](
     name="corrections", sql=sql_file("corrections"), functions=("correction_rules", FUNCTION),
     define=lambda database: define(database.connection.raw, published()),
 )  # fmt: skip

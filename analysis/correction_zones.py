@@ -23,7 +23,6 @@ from .trace.pair_sums import expm1_minus
 from .trace.ragged import Tokens, blocks, struct_fields, tokens_of
 
 FUNCTION = "correction_zones_of"
-"""Name of the SQL function that returns the groups."""
 
 KEYS = ("step", "seq_id", "iteration_a", "iteration_b")
 TYPES = {

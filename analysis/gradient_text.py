@@ -68,7 +68,6 @@ def _by_module(steps: Sequence[GradientStep]) -> Rows:
 
 
 def _by_arm(steps: Sequence[GradientStep]) -> Rows:
-    """Return one row per arm: averages over the arm's steps."""
     rows = []
     for name in dict.fromkeys(step.arm for step in steps):
         own = [step.whole for step in steps if step.arm == name]

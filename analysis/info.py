@@ -59,7 +59,6 @@ class PassInfo:
     engine: str | None
     num_contracts: int
     num_captured: int
-    """Rows of scores that have captured distributions."""
     num_routed: int
     """Number of score rows that have router choices."""
     note: str | None
@@ -121,7 +120,6 @@ class TraceInfo(Result):
     num_bytes: dict[str, int]
     """Folder -> bytes; `dense` has the captured distributions."""
     num_captured: int
-    """Rows of scores that have captured distributions."""
     num_located: int = 0
     """Number of stored `locate` results."""
     attempts: tuple[AttemptInfo, ...] = field(default=())

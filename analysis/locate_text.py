@@ -96,7 +96,6 @@ def _answer(found: Location) -> str:
 
 
 def next_command(found: Location) -> str:
-    """Return the command to run next on this trace."""
     if found.first is not None and found.first.why == "weights":
         return "tim-trace weights RUN --engine"
     if found.first is None and _hides(found):

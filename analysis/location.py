@@ -124,15 +124,19 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
             removed_high=high,
         ))  # fmt: skip
     return Location(
-        run=found.run, step=found.step, policy_version=found.policy_version, device=found.device, a=found.a, b=found.b,
-        only=found.only, chosen=found.chosen, num_sequences=len(found.sequences), num_groups=len(set(group_S.tolist())),
-        no_interval=no_interval.value if no_interval is NoInterval.FEW else None, num_tokens=found.num_tokens,
-        mean_abs_d=found.mean_abs_d, max_abs_d=found.max_abs_d, gap_rms=(total / max(found.num_tokens, 1)) ** 0.5,
-        explained=sum(each.carried for each in kinds) if total else None, first=found.first, weights=found.weights,
-        routers=found.routers, kinds=kinds, layers=tuple(_carried(found, share, lambda each: (each.side, "", each.layer))),
-        patches=tuple(patches), operators=found.operators, unseen=found.unseen, unjudged=found.unjudged,
-        engines=found.engines, kept=kept, not_kept=not_kept,
+        num_sequences=len(found.sequences), num_groups=len(set(group_S.tolist())), kinds=kinds, patches=tuple(patches),
+        no_interval=no_interval.value if no_interval is NoInterval.FEW else None,
+        gap_rms=(total / max(found.num_tokens, 1)) ** 0.5, explained=sum(each.carried for each in kinds) if total else None,
+        layers=tuple(_carried(found, share, lambda each: (each.side, "", each.layer))), kept=kept, not_kept=not_kept,
+        **{name: getattr(found, name) for name in _AS_FOUND},
     )  # fmt: skip
+
+
+_AS_FOUND = (
+    "run", "step", "policy_version", "device", "a", "b", "only", "chosen", "num_tokens", "mean_abs_d", "max_abs_d", "first",
+    "weights", "routers", "operators", "unseen", "unjudged", "engines",
+)  # fmt: skip
+"""Fields that are taken from `Located` as they are."""
 
 
 def _carried(
@@ -178,9 +182,7 @@ class LocatedResult:
     """One stored result."""
 
     run: str
-    """Name of the run in the database."""
     id: str
-    """Id of the question that the result answers."""
     location: Location
     shares: Mapping[tuple[str, str], float]
     """(side, operator) -> share of the mean square mismatch; operators without a gradient are missing."""

@@ -21,7 +21,6 @@ def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
 
 
 def plan_rows(plan: ReplayPlan) -> Rows:
-    """Return a plan as a table."""
     names, rows = plan._table()
     return Rows(tuple(names), [tuple(row) for row in rows])
 
@@ -100,6 +99,5 @@ def triangulation_sentence(found: Triangulation) -> str:
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
-    """Return one row per side or per arm."""
     sides = table(found.sides)
     return found.arms if by == "arm" else Rows(("side", *sides.columns[1:]), sides.rows)

@@ -15,8 +15,8 @@ import pyarrow as pa
 from ..schemas.errors import InvalidQuery
 from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
-from .trace.database import macro_file
-from .trace.macros import sql_file, struct_sql
+from .trace.database import Database
+from .trace.macros import MacroFile, sql_file, struct_sql
 from .trace.ragged import struct_fields
 from .trace.source import Source
 
@@ -119,8 +119,9 @@ def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -
     define(FUNCTIONS[1], _COUNTS, by_token)
 
 
-MACROS = macro_file(
-    "routing", sql_file("routing"), lambda database: register(database.connection.raw, database.sources), functions=FUNCTIONS
+MACROS = MacroFile[Database](
+    name="routing", sql=sql_file("routing"), functions=FUNCTIONS,
+    register=lambda database: register(database.connection.raw, database.sources),
 )  # fmt: skip
 
 

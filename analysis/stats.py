@@ -102,7 +102,8 @@ def stats(
     result = database.ask(query)
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
         raise NothingToCompare(why_nothing(database, names))
-    return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
+    is_captured = {*names} <= passes_with(database, "dense", of=names) and has_captured(database, names)
+    return result.joined(summary(database, names, by), KEYS) if is_captured else result
 
 
 def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
@@ -124,7 +125,6 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
 
 
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
-    """Return a framework's numbers."""
     if by not in LIKE:
         raise InvalidOption(
             f"like {framework.name}: no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"

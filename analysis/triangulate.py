@@ -41,7 +41,6 @@ from .views import open_database
 
 _CONFIDENCE = 0.95
 _TOKENS = 2 << 20
-"""Maximum number of tokens read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,6 @@ class Triangulation(Result):
 
     run: str
     reference: str
-    """Name of the pass used as the reference."""
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int

@@ -289,7 +289,6 @@ class _Verifier:
 
 
 def _steps(file: VerifiedFile) -> tuple[int, int]:
-    """Return the first and last step of a file's rows."""
     import pyarrow as pa
     import pyarrow.compute as pc
     from pyarrow.parquet import read_table

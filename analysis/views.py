@@ -11,8 +11,8 @@ from ..schemas.steps import ALL_STEPS
 from . import correction, routing
 from .distributions import function
 from .frameworks import registry
-from .trace.database import Database, core_files, macro_file
-from .trace.macros import LISTING, Catalogue
+from .trace.database import Database, core_files
+from .trace.macros import LISTING, Catalogue, MacroFile
 from .trace.source import Source, Traces
 
 _CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
@@ -24,11 +24,11 @@ _LOCATED = """
 
 @cache
 def catalogue() -> Catalogue[Database]:
-    """Return the SQL macros of all features."""
     return Catalogue(
         [
             *core_files(), correction.MACROS, function.MACROS, routing.MACROS,
-            macro_file("changes", _CHANGES, _register_changes), macro_file("located", _LOCATED, _register_located),
+            MacroFile(name="changes", sql=_CHANGES, register=_register_changes),
+            MacroFile(name="located", sql=_LOCATED, register=_register_located),
             *registry.macro_files(),
         ]
     )  # fmt: skip

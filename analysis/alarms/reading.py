@@ -138,7 +138,6 @@ class AlarmReading:
     last_step: int | None = None
     """The last step at which the alert fires; None if it never fires."""
     num_steps: int = 0
-    """Number of steps at which the alert fires."""
     still: bool = False
     """True if the alert fires at the last step with a value."""
 

@@ -23,8 +23,7 @@ def fired(num_raised: int, num_judged: int) -> str:
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
     """Render a reading's value, by `number`, with its step. The reading must have a value."""
     assert reading.own is not None
-    where = "over all steps" if reading.worst_step is None else f"at {taken_over(reading)}"
-    return f"{number(reading.own)} {where}"
+    return f"{number(reading.own)} at {taken_over(reading)}"
 
 
 def since(reading: AlarmReading) -> str:

@@ -20,7 +20,6 @@ class RunDifference:
     """One difference between two runs."""
 
     kind: str
-    """Kind of the difference, one of KINDS."""
     name: str
     """Name of the setting, contract field (`pass.field`), pass or series; empty if the kind needs no name."""
     step: int
@@ -46,7 +45,6 @@ class Comparison(Result):
     pair: str
     """Names of the passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
-    """The `steps` option as given."""
     num_steps: int
     """Number of steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]

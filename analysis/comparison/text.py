@@ -33,7 +33,6 @@ NOTES: Mapping[str, str] = {
     "only_a": "series only in A: {series}",
     "only_b": "series only in B: {series}",
 }
-"""Note code -> sentence."""
 
 _LONGEST = 13
 """Maximum number of characters in a text cell if the table must fit a given width."""
@@ -84,7 +83,6 @@ def comparison_text(found: Comparison, width: int | None = None) -> str:
 
 
 def comparison_rows(found: Comparison) -> Rows:
-    """Return one row per difference."""
     return Rows(
         ("kind", "name", "step", "a", "b", "sd", "detail"),
         [

@@ -9,8 +9,8 @@ import duckdb
 
 from ...schemas.errors import TimTraceError
 from ..rows import Rows
-from ..trace.database import Database, macro_file
-from ..trace.macros import quoted_pair, sql_file, struct_sql
+from ..trace.database import Database
+from ..trace.macros import MacroFile, quoted_pair, sql_file, struct_sql
 from ..trace.source import Pair, Source
 from .divergence import DIVERGENCES, MEASURES
 
@@ -72,8 +72,11 @@ def _register(database: Database) -> None:
 
 _MEASURES = ", ".join(f"measured.{measure}" for measure in MEASURES)
 
-MACROS = macro_file(
-    "distributions", sql_file("distributions").format(measures=_MEASURES), _register, functions=(COMPARE,)
+MACROS = MacroFile(
+    name="distributions",
+    sql=sql_file("distributions").format(measures=_MEASURES),
+    register=_register,
+    functions=(COMPARE,),
 )
 
 

@@ -239,6 +239,5 @@ class Dynamics(Result):
     onsets: tuple[FirstChange, ...]
     """First change of each series, earliest first."""
     growth: tuple[Growth, ...]
-    """Growth rates of k3."""
     unanswered_codes: tuple[Statement, ...]
     """What the trace cannot show, as codes in text.UNANSWERED."""

@@ -47,7 +47,6 @@ UNANSWERED: Mapping[str, str] = {
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Return the summary as sentences."""
     return tuple(SUMMARY[part.code].format(**_numbers(part, found)) for part in found.summary_codes)
 
 

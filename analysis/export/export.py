@@ -39,7 +39,6 @@ class Exported(Result):
 
     format: str
     output: str
-    """Path of the folder written to."""
     files: tuple[str, ...]
     """Names of the files written in the folder; for wandb, the name of the run's folder."""
     num_sequences: int
@@ -190,7 +189,6 @@ def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]
 EVENTS = "events.out.tfevents.0.tim-trace"
 """Name of the event file. TensorBoard recognizes event files by `tfevents` in the name."""
 PROJECT = "tim-trace"
-"""Name of the W&B project."""
 
 
 def write_events(path: Path, figures: Iterable[StepFigures]) -> int:

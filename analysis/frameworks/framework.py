@@ -106,7 +106,6 @@ def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: A
 
 
 def options_of(framework: Framework) -> dict[str, Any]:
-    """Return option name -> value of a framework."""
     return {field.name: getattr(framework, field.name) for field in fields(framework)}
 
 
@@ -116,7 +115,6 @@ def literals(values: Iterable[Any]) -> str:
 
 
 def literal(value: Any) -> str:
-    """Render a value as an SQL literal."""
     if value is None:
         return "NULL"
     if isinstance(value, bool):

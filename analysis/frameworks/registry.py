@@ -77,7 +77,6 @@ def check_name(name: str) -> None:
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Return the names of the options that a framework has."""
     return tuple(field.name for field in fields(FRAMEWORKS[name]))
 
 
@@ -146,7 +145,6 @@ def macros(name: str) -> str:
 
 @cache
 def _files() -> dict[str, Path]:
-    """Return name of a framework -> its SQL file."""
     folders = [Path(folder) for folder in import_module(__package__).__path__]
     files = [folder / f"{name}.sql" for folder in folders for _, name, _ in pkgutil.iter_modules([str(folder)])]
     return {file.stem.replace("_", "-"): file for file in files if file.exists()}

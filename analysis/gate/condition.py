@@ -36,7 +36,6 @@ class Condition:
     """A bound on a number of the run, of each step, or of the last steps; the gate fails if the number is beyond it."""
 
     text: str
-    """The condition as given."""
     source: str
     """`tim`, or the framework that defines the number."""
     metric: str
@@ -118,7 +117,6 @@ class Verdict:
     """The outcome of one condition."""
 
     condition: str
-    """The condition as given."""
     metric: str
     """Full name of the number; `check` for the condition that the comparison has no fault."""
     value: float

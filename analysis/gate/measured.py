@@ -70,14 +70,12 @@ class Measured:
     """A measured number of a run, with its interval."""
 
     metric: str
-    """Full name of the number."""
     value: float
     interval: Interval | NoInterval | None
     """Confidence interval, or why there is none; None for a count."""
     how: str
     """How the interval was computed, or why there is none."""
     by_step: Mapping[int, float] = field(default_factory=dict)
-    """Step -> its own value, for the steps that have one."""
 
     @property
     def leaves_out(self) -> bool:
@@ -299,7 +297,6 @@ def _no_value(metric: str) -> NothingToCompare:
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
-    """Return a number from a row of statistics; NaN if it is missing."""
     value = row.get(metric)
     return math.nan if value is None else float(value)
 

@@ -197,5 +197,4 @@ def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dic
 
 
 def as_float(value: Any) -> float | None:
-    """Return a float; None for NaN."""
     return None if np.isnan(value) else float(value)

@@ -125,7 +125,6 @@ class LossTerms:
 
 
 def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return the terms that a loss has for some sequences."""
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)

@@ -118,7 +118,6 @@ def estimates(
 
 
 def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]], totals: Mapping[str, Array]) -> Rows:
-    """Return one row per update."""
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
     names = ["step", "iteration", "num_rows", "num_sequences", "num_tokens", *values]
     columns = [

@@ -153,7 +153,6 @@ class _Batch:
     """The sums of a batch of sequences."""
 
     keys: dict[str, np.ndarray]
-    """Name in _KEYS -> [R] keys."""
     is_whole_R: np.ndarray
     """bool: True if the logprobs of the row are comparable, which makes it one of the N rows."""
     num_tokens_R: np.ndarray

@@ -54,7 +54,6 @@ class Answer:
     severity: str
     """`good`, `notice`, `bad` or `open`."""
     short: str
-    """The answer in a few words."""
     figure: str = ""
     """The number on which the answer is based, with its unit; empty if there is none."""
     basis: str = ""
@@ -64,7 +63,6 @@ class Answer:
     question: str = ""
     """Code of the question that is answered, a key of QUESTIONS."""
     command: str = ""
-    """The command that prints the details of the answer."""
 
 
 def _unknown(detail: str, short: str = "unknown") -> Answer:
@@ -269,7 +267,6 @@ QUESTIONS = {
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:
-    """Answer every question for a run."""
     return tuple(
         replace(answer(subject), question=code, command=command(subject, verb))
         for code, (_, answer, verb) in QUESTIONS.items()

@@ -63,7 +63,6 @@ class Provenance:
     """The software, model and settings with which a run was recorded."""
 
     facts: tuple[tuple[str, str], ...]
-    """Facts about the trace, as (name, value)."""
     passes: tuple[str, ...]
     """Names of the columns of `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
@@ -71,7 +70,6 @@ class Provenance:
     fields: tuple[Field, ...]
     """Contract fields: those that differ between passes, then the others; each group is sorted by name."""
     settings: tuple[tuple[str, str], ...]
-    """Hyperparameters, as (name, value)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +82,11 @@ class Report(Result):
     subjects: tuple[Subject, ...]
     """The runs in the report: the first is analysed, the others are drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
-    """The verdict on each run."""
     run: tuple[LineChart, ...]
-    """Charts of the runs' series by step."""
     constants: dict[str, float]
     """Name of a series that is constant throughout the first run -> its value."""
     mismatch: tuple[Chart, ...]
-    """Charts of the mismatch in the first run."""
     provenance: tuple[Provenance, ...]
-    """One per run."""
     made_with: str = __version__
     """Version of tim-trace that made the report."""
 

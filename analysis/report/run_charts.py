@@ -96,7 +96,6 @@ def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
 
 
 def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
-    """Return the largest changes of the series."""
     moved = next((one for one in subject.dynamics.series if one.name == name), None) if subject.dynamics else None
     if moved is None:
         return ()

@@ -71,9 +71,7 @@ class Subject:
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
-    """Rows of the view `passes`."""
     settings: Mapping[str, Any]
-    """Hyperparameters, by name."""
     evaluation: Column | None
     """The logged evaluation that `attribute` used as the outcome; None if the outcome was the reward or there was none."""
     unanswered: Mapping[str, str]

@@ -92,7 +92,6 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
 
 
 def residuals(values: np.ndarray, places: list[int]) -> np.ndarray:
-    """Return the residuals of the line fitted to each segment."""
     ends = [0, *places, len(values)]
     return np.concatenate([without_line(values[a:b]) for a, b in pairwise(ends)])
 

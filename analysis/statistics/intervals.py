@@ -238,7 +238,6 @@ class _Resampling:
         return (float(low), float(high)) if open_ended or math.isfinite(high - low) else NoInterval.CARRIED
 
     def _read_by(self, statistic: Statistic) -> list[str]:
-        """Return the columns that a statistic reads."""
         seen = _Seen(self._totals | self._fixed(()))
         with np.errstate(all="ignore"):
             statistic(seen)

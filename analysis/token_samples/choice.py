@@ -42,7 +42,6 @@ class LookedAt:
     worst: frozenset[int]
     """Steps that contain the sequences with the largest |d|."""
     num_tokens: int
-    """Number of response tokens in `steps`."""
     num_steps: int
     """Number of steps in the whole run; `num_sequences` and `num_run_tokens` also count the whole run."""
     num_sequences: int
@@ -162,7 +161,6 @@ class Wanted:
     random: int = 16
     typical: int = 8
     per_step: int = 1
-    """Number of worst sequences shown per step."""
     max_steps: int = 200
     """Maximum number of steps for which the worst sequences of the step are shown."""
     max_tokens: int = 200_000

@@ -53,7 +53,6 @@ class TokenSample:
     ids: np.ndarray
     """[T] int32 token ids."""
     texts: list[str]
-    """Text of each token, [T]."""
     logprobs: Mapping[str, np.ndarray]
     """Pass -> [T] float32, nats, as recorded; NaN if missing."""
     state: Mapping[str, np.ndarray]

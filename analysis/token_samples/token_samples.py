@@ -61,10 +61,10 @@ def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Seq
         connection.unregister("excerpt_keys")
 
 
-_OWN = (
-    "step", "seq_id", "group_id", "policy_version", "prompt_ids", "response_ids", "response_mask", "num_prompt_tokens",
-    "reward", "advantage", "advantages", "finish_reason",
+_SCALARS = (
+    "step", "seq_id", "group_id", "policy_version", "num_prompt_tokens", "reward", "advantage", "finish_reason",
 )  # fmt: skip
+_OWN = (*_SCALARS, "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
@@ -105,15 +105,12 @@ class _Response:
         entropy_R = self.entropy.get(pair[1], self.entropy.get(pair[0]))
         ids = self.ids_R[shown].astype(np.int32)
         return TokenSample(
-            step=row["step"], seq_id=row["seq_id"], group_id=row["group_id"], why=why, num_tokens=len(self.ids_R),
-            first_token=first, reward=row["reward"], advantage=row["advantage"], policy_version=row["policy_version"],
-            finish_reason=row["finish_reason"], sum_d=float(np.nansum(d_R)) if len(size_R) else None,
-            mean_abs_d=float(size_R.mean()) if len(size_R) else None,
-            max_abs_d=float(size_R.max()) if len(size_R) else None, prompt=_prompt(row["prompt_ids"], text),
-            num_prompt_tokens=row["num_prompt_tokens"], ids=ids, texts=text.of(ids.tolist()),
+            why=why, num_tokens=len(self.ids_R), first_token=first, sum_d=float(np.nansum(d_R)) if len(size_R) else None,
+            mean_abs_d=float(size_R.mean()) if len(size_R) else None, max_abs_d=float(size_R.max()) if len(size_R) else None,
+            prompt=_prompt(row["prompt_ids"], text), ids=ids, texts=text.of(ids.tolist()),
             logprobs={name: values[shown].copy() for name, values in self.logprobs.items()},
             state={name: values[shown].copy() for name, values in self.state.items()}, mask=self.mask_R[shown].copy(),
-            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown),
+            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown), **{name: row[name] for name in _SCALARS},
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:

@@ -41,7 +41,6 @@ def passes_with(
 
 @cached
 def scored_passes(database: Database) -> list[str]:
-    """Return the names of the passes that have scores, sorted."""
     return [name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()]
 
 
@@ -72,5 +71,4 @@ def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
 
 
 def field_text(value: Any) -> str:
-    """Return the value of a contract field as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -35,7 +35,6 @@ def num_threads() -> int:
 
 
 def is_limited() -> bool:
-    """Return True if `limit_threads` has set a limit."""
     return bool(_most)
 
 
@@ -51,7 +50,6 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
 
 
 BATCH_ROWS = 1024
-"""Number of rows per batch given to a thread."""
 
 Explain = Callable[[Exception], TimTraceError]
 """Function that returns the error to raise for an error that DuckDB raised."""
@@ -185,7 +183,6 @@ class Result:
         return self._fetched("to_arrow_table")
 
     def to_arrow_reader(self, batch_size: int) -> Batches:
-        """Yield batches of rows as they are computed."""
         return Batches(self._fetched("to_arrow_reader", batch_size), self._connection)
 
     def _fetched(self, method: str, *arguments: Any) -> Any:

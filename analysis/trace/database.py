@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from threading import Event, Thread
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -147,7 +147,12 @@ class Database:
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
-                file.define(self)
+                if file.register is not None:
+                    file.register(self)
+                if file.define is None:
+                    self.connection.raw.execute(file.sql)
+                else:
+                    file.define(self)
 
     def reopened(self, source: Source | None = None) -> Database:
         """Open the same steps of all traces, or of one of them, again, so that sums stored in the meantime are used."""
@@ -234,31 +239,19 @@ def cached(
     return known
 
 
-def macro_file(
-    name: str, sql: str, register: Callable[[Database], object] | None = None, *, functions: tuple[str, ...] = (),
-    is_listed: bool = True,
-) -> MacroFile[Database]:  # fmt: skip
-    """Return an SQL macro file; `register` gives the connection its `functions` and tables beforehand."""
-    define = partial(_define, sql, register)
-    return MacroFile(name=name, sql=sql, define=define, functions=functions, is_listed=is_listed)
-
-
-def _define(sql: str, register: Callable[[Database], object] | None, database: Database) -> None:
-    if register is not None:
-        register(database)
-    database.connection.raw.execute(sql)
-
-
 def core_files() -> list[MacroFile[Database]]:
     """Return the macros over tables and sums, which every feature needs."""
     names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
-        *(macro_file(name, sql_file(name)) for name in names),
-        macro_file("statistics", sql_file("statistics").format(statistics_of_groups=grouped)),
-        macro_file("sums", sql_file("sums"), _register_sums, functions=(pair_sums.FUNCTION,)),
+        *(MacroFile[Database](name=name, sql=sql_file(name)) for name in names),
+        MacroFile(name="statistics", sql=sql_file("statistics").format(statistics_of_groups=grouped)),
+        MacroFile(
+            name="sums", sql=sql_file("sums"), functions=(pair_sums.FUNCTION,),
+            register=lambda database: pair_sums.register(database.connection.raw),
+        ),
         MacroFile(name="lookup", sql=sql_file("lookup"), define=lambda database: database.sums.define_lookup()),
-    ]
+    ]  # fmt: skip
 
 
 @cache
@@ -267,12 +260,7 @@ def core_catalogue() -> Catalogue[Database]:
     return Catalogue(core_files())
 
 
-def _register_sums(database: Database) -> None:
-    pair_sums.register(database.connection.raw)
-
-
 def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[Source]:
-    """Return the sources contained in the traces to open."""
     if isinstance(traces, Database):
         return traces.sources
     several = [traces] if isinstance(traces, (str, os.PathLike, Source)) else traces

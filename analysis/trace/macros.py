@@ -27,10 +27,12 @@ class MacroFile(Generic[Owner]):
     name: str
     sql: str
     """The SQL text; the names that the file defines and uses are found in it."""
-    define: Callable[[Owner], object]
-    """Function that defines the macros and views on the connection of a database."""
+    register: Callable[[Owner], object] | None = None
+    """Function that registers the `functions` on the connection of a database before the SQL is run."""
+    define: Callable[[Owner], object] | None = None
+    """Function that defines the macros in the place of the SQL as it is."""
     functions: tuple[str, ...] = ()
-    """Names of Python functions and tables that `define` also registers."""
+    """Names of the Python functions and tables that `register` or `define` registers."""
     is_listed: bool = True
     """True if queries that list macros include the macros of this file."""
 
@@ -84,7 +86,6 @@ def statistics_of_groups(rows: str) -> str:
 
 
 def words_of(query: str) -> frozenset[str]:
-    """Return the words of a query, in lower case."""
     return frozenset(_WORD.findall(query.lower()))
 
 

@@ -45,7 +45,6 @@ Sizes = list[tuple[str, int, np.ndarray]]
 """Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
 
 FUNCTION = "pair_sums_of"
-"""Name of the SQL function."""
 
 BATCH_ROWS = 256
 """Maximum number of long sequences per batch given to a thread; several batches wait in a queue."""
@@ -95,12 +94,12 @@ def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Ite
 
 
 def sizes_read(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[Sizes]:
-    """Yield |d| of the tokens returned by a `pair_lists` query."""
-    return connection.mapped_batches(pair_lists, _sizes_of_rows, _batch_rows(mean_tokens))
+    return connection.mapped_batches(
+        pair_lists, lambda rows: _sizes(rows, _finite_of_rows(rows)), _batch_rows(mean_tokens)
+    )
 
 
 def _batch_rows(mean_tokens: float) -> int:
-    """Return the number of sequences per batch, given their mean number of tokens."""
     return max(BATCH_ROWS, min(int(BATCH_TOKENS / max(mean_tokens, 1)), MAX_BATCH_ROWS))
 
 
@@ -234,10 +233,6 @@ def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
     tokens = _finite_of_rows(rows)
     columns = [*(rows.column(name) for name in KEYS), *_arrays(tokens)]
     return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), _sizes(rows, tokens)
-
-
-def _sizes_of_rows(rows: pa.RecordBatch) -> Sizes:
-    return _sizes(rows, _finite_of_rows(rows))
 
 
 def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:

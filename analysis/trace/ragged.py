@@ -187,9 +187,7 @@ def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray)
 
 
 ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
-"""SQL type -> Arrow type."""
 
 
 def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
-    """Return the Arrow fields of a struct, given field name -> SQL type."""
     return [pa.field(name, ARROW[kind]) for name, kind in types.items()]

@@ -35,7 +35,6 @@ class Source(Snapshot):
     """A snapshot of one trace, with the sums stored in it."""
 
     run: str
-    """Name of the run in the `run` column."""
     newest: dict[int, int] = field(default_factory=dict)
     """Step -> its newest training attempt; empty if the run never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
@@ -60,7 +59,6 @@ class Source(Snapshot):
 
     @property
     def passes(self) -> list[dict[str, Any]]:
-        """All contracts of all passes."""
         return [
             {
                 "run": self.run,
@@ -191,5 +189,4 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
 
 
 def sums_file(kind: str, footer_hash: str) -> str:
-    """Return the path of a file of sums in the trace."""
     return f"{SUMS}/{kind}-{footer_hash}.parquet"

@@ -62,11 +62,8 @@ class _ChunkSums:
     """Results computed from the tokens in a range of steps."""
 
     sums: pa.Table
-    """Per-sequence sums, ordered by step."""
     histograms: pa.Table
-    """Histograms of |d|, per step."""
     quantiles: list[Quantiles]
-    """Exact quantiles of |d|, per step."""
     sizes: list[np.ndarray]
     """Arrays of |d| of all tokens, if the quantiles of the whole run are computed from them; otherwise empty."""
 
@@ -387,7 +384,6 @@ def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> li
 
 
 def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
-    """Return the number of tokens of these steps to process at once."""
     return unit_tokens(database, CHUNK_TOKENS, sum(step.num_tokens for step in steps))
 
 
@@ -532,7 +528,6 @@ def _listed(runs: Iterable[str]) -> str:
 
 
 def _mean_tokens(unit: Unit) -> float:
-    """Return the mean number of tokens per sequence in a unit."""
     return sum(chunk.num_tokens for chunk in unit) / max(sum(chunk.num_sequences for chunk in unit), 1)
 
 

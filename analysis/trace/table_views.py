@@ -21,7 +21,6 @@ from .macros import quoted
 from .source import RUN_OF_FOLDER, Source, run_folder
 
 RunFile = tuple[str, str]
-"""A run, and the URL of one of its files."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 

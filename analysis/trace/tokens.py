@@ -29,7 +29,6 @@ class PassRows:
     optional: bool = False
     """True if sequences without scores of the pass are read as well, with an empty list of logprobs."""
     logprobs: bool = True
-    """True if the logprobs are read."""
 
 
 def token_query(
@@ -107,10 +106,8 @@ def _within(run: str | None, steps: Sequence[int] | None, keys: str) -> str:
 
 
 CHUNK_TOKENS = 32 << 20
-"""Maximum number of tokens joined at once."""
 
 CHUNK_STEPS = 1024
-"""Maximum number of steps joined at once."""
 
 
 @cached

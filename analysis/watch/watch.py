@@ -66,15 +66,16 @@ class Watcher:
                 return self._look()
             except TraceNotFound:
                 raise
-            except (OSError, DamagedTrace) as error:  # a file vanished between listing and reading
-                if attempt == _ATTEMPTS - 1 and isinstance(error, DamagedTrace):
+            except DamagedTrace:  # a file vanished between listing and reading
+                if attempt == _ATTEMPTS - 1:
                     raise
+            except OSError as error:
                 if attempt == _ATTEMPTS - 1:
                     raise DamagedTrace(
                         f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); check that the folder is not being moved or "
                         "deleted, and that you may read it"
                     ) from error
-                time.sleep(0.1 * attempt)
+            time.sleep(0.1 * attempt)
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:

@@ -53,7 +53,6 @@ class Watched(Result):
     damaged: tuple[str, ...] = ()
     """Descriptions of unreadable or missing data, which is excluded from all numbers; one sentence each."""
     num_steps: int = 0
-    """Number of steps that have sequences."""
     num_unread_steps: int = 0
     """Number of steps whose tokens have not been read yet; values over the whole run exclude these steps."""
     first_step: int | None = None
@@ -61,7 +60,6 @@ class Watched(Result):
     num_sequences: int = 0
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    """Number of response tokens in the run."""
     age_s: float | None = None
     """Time since data was last recorded, seconds; None if unknown."""
     steps_per_minute: float | None = None

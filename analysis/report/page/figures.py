@@ -73,7 +73,6 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
 
 
 def single(one: Chart) -> figure:
-    """Return a standalone figure."""
     if isinstance(one, Heatmap):
         return _heatmap(one)
     if isinstance(one, BarChart):

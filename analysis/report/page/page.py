@@ -83,7 +83,6 @@ def _embedded(plots: list[Any]) -> dict[str, Any]:
 
 
 def element_of(key: str) -> str:
-    """Return the id of a chart's HTML element."""
     return f"plot-{key}"
 
 

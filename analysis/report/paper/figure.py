@@ -84,7 +84,6 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
 
 
 def colour(place: int) -> str:
-    """Return the colour for the line or group with index `place`."""
     return COLOURS[place % len(COLOURS)]
 
 
