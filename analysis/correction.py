@@ -11,6 +11,7 @@ import duckdb
 import pyarrow as pa
 
 from .correction_zones import FUNCTION, Bounds, register
+from .trace.database import Database
 from .trace.macros import MacroFile, sql_file
 
 _INFINITY = math.inf
