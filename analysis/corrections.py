@@ -113,9 +113,8 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
     units = [(pair, chunk, bounds) for chunk in chunks]
     connection.execute("SET threads = 1")  # a single thread preserves row order
-    connection.execute(
-        f"CREATE OR REPLACE TEMP TABLE read_zones AS SELECT '' AS run, 0::BIGINT AS step, * FROM {_no_zones()} LIMIT 0"
-    )
+    columns = ", ".join(f"{name} {kind}" for name, kind in {"sequence": "BIGINT", **TYPES}.items())
+    connection.execute(f"CREATE OR REPLACE TEMP TABLE read_zones (run VARCHAR, step BIGINT, {columns})")
     num_sequences = 0
     with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:
         for chunk, rows in zip(chunks, spread(database, _of_chunk, units), strict=True):
@@ -134,11 +133,6 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
     finally:
         define(connection.raw, rules)
         connection.execute("DROP TABLE read_zones")
-
-
-def _no_zones() -> str:
-    columns = ", ".join(f"NULL::{kind} AS {name}" for name, kind in TYPES.items())
-    return f"(SELECT 0::BIGINT AS sequence, {columns})"
 
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:

@@ -86,14 +86,13 @@ def comparison_rows(found: Comparison) -> Rows:
     return Rows(
         ("kind", "name", "step", "a", "b", "sd", "detail"),
         [
-            (one.kind, one.name or None, one.step, one.a, one.b, one.size_in_sd, _detail(one))
+            (
+                one.kind, one.name or None, one.step, one.a, one.b, one.size_in_sd,
+                ", ".join(f"{name} {_value(value)}" for name, value in one.values.items()),
+            )
             for one in found.differences
         ],
-    )
-
-
-def _detail(one: RunDifference) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in one.values.items())
+    )  # fmt: skip
 
 
 def _shortened(rows: Rows) -> Rows:

@@ -10,8 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from ...schemas.errors import InvalidOption, NotInstalled
 from ...schemas.layout import HYPERPARAMETER, METRICS, SEQUENCES
 from ...schemas.results import Result
@@ -86,8 +84,9 @@ def export_run(
     num_sequences = num_values = texts = 0
     with explained(output), database.telling(progress):
         if to == PARQUET:
-            with whole_file(folder / files[0]) as path:
-                num_sequences = write_parquet(path, _counted(sequence_tables(database, names), database, progress))
+            ((total,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
+            with whole_file(folder / files[0]) as path, progress("exporting", total) as advance:
+                num_sequences = write_parquet(path, sequence_tables(database, names), advance)
             with whole_file(folder / files[1]) as path:
                 num_values = write_parquet(path, metric_batches(database))
         else:
@@ -108,15 +107,6 @@ def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int
             return write_events(path, figures)
     except ImportError as error:
         raise NotInstalled(f"export: needs {to}, which is not installed; pip install {to}") from error
-
-
-def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress) -> Iterator[pa.Table]:
-    """Yield the tables unchanged, and advance a progress bar by their sequences."""
-    ((total,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
-    with progress("exporting", total) as advance:
-        for table in tables:
-            yield table
-            advance(table.num_rows)
 
 
 def exported_text(exported: Exported) -> str:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import SEQUENCES_TABLE
+from ...tracer.progress import Advance
 from ..trace.columns import scored_passes
 from ..trace.database import Database
 from ..trace.macros import quoted
@@ -74,7 +75,7 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
     return f"SELECT {', '.join(columns)}, {d} AS d FROM {rows} ORDER BY s.step, s.seq_id"
 
 
-def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
+def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], advance: Advance = lambda number: None) -> int:
     """Write rows as Parquet, one row group per chunk; return the number of rows. The first chunk sets the schema."""
     first = next(rows)
     num_rows = 0
@@ -83,4 +84,5 @@ def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
             table = part if isinstance(part, pa.Table) else pa.Table.from_batches([part])
             writer.write_table(table)
             num_rows += table.num_rows
+            advance(table.num_rows)
     return num_rows

@@ -117,15 +117,10 @@ def macro_files() -> list[MacroFile[Database]]:
 
 
 def _define(name: str, database: Database) -> None:
-    module, connection = _module(name), database.connection.raw
+    """Define the macros of a framework, with its options inserted for {parameters} in macros and {options} in calls."""
+    module, connection, every = _module(name), database.connection.raw, list(_declared(name))
     if hasattr(module, "register"):
         module.register(connection)
-    connection.execute(_with_options(name))
-
-
-def _with_options(name: str) -> str:
-    """Return the SQL of a framework, with its options inserted for {parameters} in macros and {options} in calls."""
-    every = list(_declared(name))
     filled = {
         "parameters": ", ".join(f"{one.name} := {literal(one.default)}" for one in every),
         "options": ", ".join(f"{one.name}{_CASTS.get(one.type, '::DOUBLE[]')}" for one in every),
@@ -134,7 +129,7 @@ def _with_options(name: str) -> str:
     sql = macros(name)
     for placeholder, text in filled.items():
         sql = sql.replace(f"{{{placeholder}}}", text)
-    return sql
+    connection.execute(sql)
 
 
 @cache

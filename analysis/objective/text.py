@@ -39,7 +39,8 @@ def objective_json(found: Objective) -> dict[str, Any]:
 
 def _loss(found: Objective, width: int | None) -> str:
     loss = found.loss
-    bounds = {"ppo_clip": f" (clip -{loss.clip_low:g} +{loss.clip_high:g}{_hard(loss.clip_hard)})",
+    hard = "" if loss.clip_hard is None else f", never above {loss.clip_hard:g}"
+    bounds = {"ppo_clip": f" (clip -{loss.clip_low:g} +{loss.clip_high:g}{hard})",
               "cispo": f" (weight at most {loss.clip_high:g})",
               "sapo": f" (temperature {loss.sapo_temperature_pos:g} where A > 0, else {loss.sapo_temperature_neg:g})",
               "vespo": f" (k {loss.vespo_k_pos:g}, lambda {loss.vespo_lambda_pos:g} where A >= 0, else k {loss.vespo_k_neg:g}, "
@@ -54,10 +55,6 @@ def _loss(found: Objective, width: int | None) -> str:
         f"{found.num_groups:,} groups."
     )
     return wrapped(text, "", width)
-
-
-def _hard(bound: float | None) -> str:
-    return "" if bound is None else f", never above {bound:g}"
 
 
 def _bounds(found: Objective) -> str:

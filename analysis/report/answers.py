@@ -164,11 +164,15 @@ def objective_answer(subject: Subject) -> Answer:
     code = _effect(relative, push, size) if pushes or size >= SMALL else "negligible"
     if code in ("small_push", "small_push_large_noise", "large_push") and is_opposed(relative, unclipped):
         code = "opposed"
+    free = ""
+    if unclipped is not None and unclipped.value is not None:
+        interval = _interval(unclipped, found)
+        free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
         code=code,
         severity=BAD if size >= LARGE else NOTICE if pushes else GOOD,
         short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling{_free(found, unclipped)}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )
@@ -189,13 +193,6 @@ def _effect(relative: Estimate, push: float, size: float) -> str:
 
 def _straddles(estimate: Estimate) -> bool:
     return estimate.low is None or estimate.high is None or estimate.low <= 0 <= estimate.high
-
-
-def _free(found: Objective, unclipped: Estimate | None) -> str:
-    if unclipped is None or unclipped.value is None:
-        return ""
-    interval = _interval(unclipped, found)
-    return f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
 
 
 def _interval(estimate: Estimate, found: Objective) -> str:

@@ -68,7 +68,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance that was used.
 
     The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a
-    cut from a series without one makes the estimate too small, which `_margin` compensates.
+    cut from a series without one makes the estimate too small, which the factor 1.5 + 70 / n compensates.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
@@ -83,7 +83,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     variance = whole
     for _ in range(_ROUNDS):
         left = residuals(values, places)
-        variance = max(floor, min(whole, _margin(n) * long_run_variance(left, 2 * len(places) + 2)))
+        variance = max(floor, min(whole, (1.5 + 70.0 / n) * long_run_variance(left, 2 * len(places) + 2)))
         cuts = _cheapest(lines, variance, least)
         if not cuts or cuts == found:
             return cuts, variance
@@ -94,10 +94,6 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
 def residuals(values: np.ndarray, places: list[int]) -> np.ndarray:
     ends = [0, *places, len(values)]
     return np.concatenate([without_line(values[a:b]) for a, b in pairwise(ends)])
-
-
-def _margin(n: int) -> float:
-    return 1.5 + 70.0 / n
 
 
 def _best_single(lines: StretchSquares, least: int) -> int:

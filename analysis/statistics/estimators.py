@@ -65,10 +65,6 @@ def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: 
     return np.where(known, np.clip((num * xy - x * y) / size, -1.0, 1.0), np.nan)
 
 
-def _pearson(t: Totals) -> Array:
-    return pearson_of_totals(t["num_tokens"], t["off_a"], t["off_b"], t["off_aa"], t["off_bb"], t["off_ab"])
-
-
 FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "k1": lambda t: -t["sum_d"] / t["num_tokens"],
     "k2": lambda t: t["sum_d2"] / 2 / t["num_tokens"],
@@ -77,7 +73,9 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "rms_d": lambda t: np.sqrt(t["sum_d2"] / t["num_tokens"]),
     "share_outside": lambda t: t["num_outside"] / t["num_tokens"],
     "prob_diff_mean": lambda t: t["sum_prob_diff"] / t["num_tokens"],
-    "prob_pearson": _pearson,
+    "prob_pearson": lambda t: pearson_of_totals(
+        t["num_tokens"], t["off_a"], t["off_b"], t["off_aa"], t["off_bb"], t["off_ab"]
+    ),
     "log_ppl_abs_diff_sum": lambda t: t["abs_sum_d"] / t["num_sequences"],
     "log_ppl_abs_diff_mean": lambda t: t["abs_mean_d"] / t["num_sequences"],
     "ess_token": lambda t: t["weight"] ** 2 / (t["num_tokens"] * t["weight2"]),

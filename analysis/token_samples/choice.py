@@ -193,7 +193,18 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
     ):
         for row in rows:
             why.setdefault(int(row), []).append(reason)
-    return _within(gaps, why, wanted)
+    kept: dict[int, tuple[str, ...]] = {}
+    left_out: Counter[str] = Counter()
+    used = 0
+    for row, reasons in why.items():
+        shown = min(int(gaps.lengths[row]), wanted.max_sequence_tokens)
+        shown += min(int(gaps.prompt_lengths[row]), PROMPT_TOKENS)
+        if used + shown > wanted.max_tokens:
+            left_out[reasons[0]] += 1
+            continue
+        used += shown
+        kept[row] = tuple(reasons)
+    return Choice(why=kept, num_left_out=left_out)
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
@@ -221,21 +232,6 @@ def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wante
         if len(found) < wanted.per_step:
             found.append(int(row))
     return [row for step, rows in places.items() if step in shown for row in rows]
-
-
-def _within(gaps: SequenceMismatch, why: dict[int, list[str]], wanted: Wanted) -> Choice:
-    kept: dict[int, tuple[str, ...]] = {}
-    left_out: Counter[str] = Counter()
-    used = 0
-    for row, reasons in why.items():
-        shown = min(int(gaps.lengths[row]), wanted.max_sequence_tokens)
-        shown += min(int(gaps.prompt_lengths[row]), PROMPT_TOKENS)
-        if used + shown > wanted.max_tokens:
-            left_out[reasons[0]] += 1
-            continue
-        used += shown
-        kept[row] = tuple(reasons)
-    return Choice(why=kept, num_left_out=left_out)
 
 
 def choice_text(

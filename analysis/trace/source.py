@@ -71,13 +71,6 @@ class Source(Snapshot):
             for name, digest, contract in self.contracts
         ]
 
-    def files_by_columns(self, table: str) -> dict[tuple[str, ...], list[TableFile]]:
-        """Return the sealed files of a table, grouped by the columns that they lack."""
-        found: dict[tuple[str, ...], list[TableFile]] = {}
-        for entry in self.files[table]:
-            found.setdefault(entry.lacking, []).append(entry)
-        return found
-
 
 def run_folder(run: str) -> str:
     """Return a run's folder name; `_` precedes the name, because DuckDB reads some bare names as NULL."""

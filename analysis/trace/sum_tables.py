@@ -67,7 +67,7 @@ class SumTables:
         for spec in _IN_TABLES:
             connection.register(f"empty_{spec.name}", no_rows(spec.schema))
             connection.execute(
-                f"CREATE TABLE computed_{spec.name} AS SELECT NULL::VARCHAR AS run, {_names(spec)} FROM empty_{spec.name}"
+                f"CREATE TABLE computed_{spec.name} AS SELECT NULL::VARCHAR AS run, {', '.join(spec.schema.names)} FROM empty_{spec.name}"
             )
         self._define()
 
@@ -110,7 +110,7 @@ class SumTables:
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
         """Return a query for a pair's sums stored for some runs, whether the tables include them or not."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
-        return rows_of(files, _names(spec))
+        return rows_of(files, ", ".join(spec.schema.names))
 
     @contextmanager
     def writing(self, source: Source, spec: Table, pair: Pair) -> Iterator[Callable[[pa.Table], None]]:
@@ -152,7 +152,7 @@ class SumTables:
     def _define(self) -> None:
         """Define one view per kind of sums: computed sums, and stored sums of pairs without computed ones."""
         for spec in KINDS.values():
-            columns = _names(spec)
+            columns = ", ".join(spec.schema.names)
             files = [
                 file
                 for kind, pair, file in self._kept
@@ -174,10 +174,6 @@ class SumTables:
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
     """Return the schema for sums of all sealed rows of a trace, with metadata that names the sealed files used."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
-
-
-def _names(spec: Table) -> str:
-    return ", ".join(column.name for column in spec.columns)
 
 
 def _listed(pairs: Collection[Pair]) -> str:

@@ -37,7 +37,7 @@ from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .source import Pair, Source, Traces, sums_file
 from .spread import packed, spread, unit_tokens
-from .sum_tables import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
+from .sum_tables import IN_FILES, SUMS_OPTIONS, sums_schema
 
 Write = Callable[[pa.Table], None]
 
@@ -197,7 +197,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
         histograms = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in steps]
         yield _ChunkSums(
             sums=_of_steps(sums[chunk.run], chunk),
-            histograms=_with_pair(_histogram_rows(histograms), pair),
+            histograms=_histogram_rows(pair, histograms),
             quantiles=[
                 (chunk.run, step, len(abs_d_T), *quantiles(abs_d_T, bins, quantile_cont))
                 for step, abs_d_T, bins in histograms
@@ -244,13 +244,6 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
         database.connection.unregister("new_rows")
 
 
-def _with_pair(rows: pa.Table, pair: Pair) -> pa.Table:
-    for place, name in enumerate(pair):
-        column = pa.array([name]).take(pa.array(np.zeros(rows.num_rows, np.int8)))
-        rows = rows.add_column(place, ("pass_a", "pass_b")[place], column)
-    return rows
-
-
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
     """Replace approximate quantiles of runs with exact ones, which requires another reading of the tokens of these
     runs.
@@ -269,13 +262,15 @@ def make_exact(database: Database, pair: Pair, progress: Progress = no_progress)
     database.supersede(pair, runs=True)
 
 
-def _histogram_rows(steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
+def _histogram_rows(pair: Pair, steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
     schema = _without_pair(STEP_HISTOGRAMS)
     parts = [
         pa.table([np.full(len(bins.bins_B), step), bins.bins_B, bins.counts_B], schema=schema)
         for step, _, bins in steps
     ]
-    return pa.concat_tables(parts) if parts else schema.empty_table()
+    rows = pa.concat_tables(parts) if parts else schema.empty_table()
+    names = [pa.array([name]).take(pa.array(np.zeros(rows.num_rows, np.int8))) for name in pair]
+    return pa.table([*names, *rows.columns], names=STEP_HISTOGRAMS.schema.names)
 
 
 def _without_pair(spec: Table) -> pa.Schema:
@@ -318,22 +313,17 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
         if database.sums.is_computed(pair):
             for file in database.sums.files:
                 if file.pair == pair and file.run == source.run:
-                    _place(source, file)
+                    folder = Path(source.store.root)
+                    with unnamed_file(folder, SUMS) as temporary:
+                        shutil.copyfile(file.path, temporary)
+                        temporary.rename(folder / file.relative)
+                    _remove_outdated(source, pair, file.kind)
         for kind, of_runs in rows.items():
             write_sums(source, pair, KINDS[kind], of_runs[source.run])
         write_index(Path(source.store.root))
     except OSError:
         return False
     return True
-
-
-def _place(source: Source, file: ComputedFile) -> None:
-    """Move a file of sums written for a trace to its place in that trace."""
-    folder = Path(source.store.root)
-    with unnamed_file(folder, SUMS) as temporary:
-        shutil.copyfile(file.path, temporary)
-        temporary.rename(folder / file.relative)
-    _remove_outdated(source, pair=file.pair, kind=file.kind)
 
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 import pyarrow as pa
@@ -113,7 +114,10 @@ class TableViews:
         files: dict[tuple[str, ...], list[RunFile]] = {}
         others = []
         for index, source in enumerate(self._sources):
-            for lacking, entries in source.files_by_columns(spec.name).items():
+            by_lacking = defaultdict(list)
+            for entry in source.files[spec.name]:
+                by_lacking[entry.lacking].append(entry)
+            for lacking, entries in by_lacking.items():
                 named = [self.add_file(source, entry.relative, entry.file) for entry in entries]
                 if len(entries) > large_tables.MANY_FILES:
                     view = self._add_large(index, source, spec, entries, self._found(spec, lacking))
