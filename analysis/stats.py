@@ -85,7 +85,10 @@ def stats(
     routed = {*names} <= passes_with(database, "routing", of=names)
     if by == "layer":
         if not routed:
-            raise NothingToCompare(_why_not_routed(database, names))
+            raise NothingToCompare(
+                f"{', '.join(source.run for source in database.sources)}: {names[0]!r} and {names[1]!r} do not both have router "
+                "choices; record an MoE model with --routing, and replay it: every pass replayed with hf then has them"
+            )
         return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     with connected(database.ray):
         if ensure(database, names, of_run=by == "run", progress=progress):
@@ -167,11 +170,3 @@ def likeness(
         f"as {framework.name} {framework.version} defines them: {framework.source}",
         *framework.notes(open_database(traces, steps), parse_pair(pair)),
     ]
-
-
-def _why_not_routed(database: Database, pair: Pair) -> str:
-    where = ", ".join(source.run for source in database.sources)
-    return (
-        f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record an MoE model with "
-        "--routing, and replay it: every pass replayed with hf then has them"
-    )

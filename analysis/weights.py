@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..replay.backends import adapters
 from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
@@ -15,7 +15,7 @@ from ..schemas.weights import ITEM_BYTES, WeightVersion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, config_of, write_folder
-from ..tracer.weights.reader import SUPPLIES, Tensor, WeightReader
+from ..tracer.weights.reader import SUPPLIES, WeightReader
 from ..tracer.weights.source import open_weights
 from .engine_weights import engine_weights
 from .rows import Rows, to_text
@@ -92,7 +92,10 @@ def export(
     target = Path(folder)
     own = {name: adapters.exported_config(name, config) for name, config in (model.get("adapters") or {}).items()}
     below = adapters.below(tensors) if own else tensors
-    write_folder(target, below, _exported_config(config_of(model), below), tokenizer)
+    sizes = Counter[str]()
+    for tensor in below.values():
+        sizes[tensor.dtype] += tensor.bits.size
+    write_folder(target, below, config_of(model) | {"dtype": max(sizes, key=sizes.__getitem__)}, tokenizer)
     for name, config in own.items():
         write_folder(target / name, adapters.of_adapter(tensors, name), config, {}, prefix="adapter_")
     return target
@@ -111,13 +114,6 @@ def _open(
             hint = reader.told_checkpoints
         raise WeightsMissing(f"{trace}: has no weights; {hint}")
     return reader
-
-
-def _exported_config(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    sizes: dict[str, int] = {}
-    for tensor in tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bits.size
-    return config | {"dtype": max(sizes, key=lambda dtype: sizes[dtype])}
 
 
 def _by_version(reader: WeightReader) -> Rows:

@@ -103,7 +103,10 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     names = {"k1": ("mean_d",), "ess_token": ("ess",), "chi2_token": ("mean_d", "k3", "ess")}.get(metric, (metric,))
     if any(name not in series for name in names):
         return None
-    columns = [_with_infinities(series[name]) for name in names]
+    columns = [series[name].values for name in names]
+    if "k3" in names:  # the series omits an infinite k3: exp(d) overflows above 709 nats
+        place, k3 = names.index("k3"), series["k3"]
+        columns[place] = np.where(np.isin(k3.steps, k3.not_finite), np.inf, k3.values)
     known = np.logical_and.reduce([~np.isnan(values) for values in columns])
     if not known.any():
         return None
@@ -117,10 +120,3 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     else:
         found = values[0]
     return series[names[0]].steps[known], found
-
-
-def _with_infinities(series: Series) -> Array:
-    """Return [n] values; of k3, infinity where the series omits it: exp(d) overflows above 709 nats."""
-    if series.name != "k3":
-        return series.values
-    return np.where(np.isin(series.steps, series.not_finite), np.inf, series.values)

@@ -2,8 +2,8 @@
 
 The module defines the framework's class as FRAMEWORK, whose fields are its options (also on the command line), and optionally
 `register(connection)`, which registers functions used by the macros. The SQL file defines macros prefixed with the module's
-name; `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` return the numbers. The command line and the
-macros' parameters are derived from these two files. Tables of published levels, corrections and figures
+name; `<module>_numbers(a, b, by_step, {options})` returns the numbers by step or by run, or else `<module>_runs(a, b)` and
+`<module>_steps(a, b)` do. The command line and the macros' parameters are derived from these two files. Tables of published levels, corrections and figures
 (alarms/reading.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
 """
 
@@ -132,10 +132,21 @@ def _define(name: str, database: Database) -> None:
     connection.execute(sql)
 
 
+_BOTH = """
+CREATE OR REPLACE MACRO {prefix}_steps(a, b, {{parameters}}) AS TABLE
+    SELECT * FROM {prefix}_numbers(a, b, true, {{options}});
+
+CREATE OR REPLACE MACRO {prefix}_runs(a, b, {{parameters}}) AS TABLE
+    SELECT * EXCLUDE (step) FROM {prefix}_numbers(a, b, false, {{options}});
+"""
+
+
 @cache
 def macros(name: str) -> str:
-    """Return the SQL file of a framework unchanged, without replacing {parameters}, {options} and {columns}."""
-    return _files()[name].read_text(encoding="utf-8")
+    """Return the SQL of a framework, without replacing {parameters}, {options} and {columns}."""
+    file = _files()[name]
+    sql = file.read_text(encoding="utf-8")
+    return sql if f"MACRO {file.stem}_steps" in sql else sql + _BOTH.format(prefix=file.stem)
 
 
 @cache

@@ -73,7 +73,9 @@ def objective(
     by_update = summed(totals_of(sums, sums.update_N), sums.update_N, num_updates) | {"num_rows": sums.num_rows_U}
     of_steps = _steps(figures, sums.updates, by_update)
     counts = {key: int(columns[key].sum()) for key in _COUNTS}
-    notes = _notes(sides.loss, counts, sums, _num_sequences(database))
+    query = "SELECT count(*) FROM sequences WHERE num_response_tokens > 0"
+    ((num_recorded,),) = database.connection.execute(query).fetchall()
+    notes = _notes(sides.loss, counts, sums, num_recorded)
     return Objective(
         trace=name, steps_asked=database.steps, loss=sides.loss, loss_basis=basis, num_updates=num_updates,
         passes=(sides.train, sides.rollout, sides.current), num_rows=int(sums.num_rows_U.sum()), num_terms=counts.pop("terms_known"),
@@ -126,12 +128,6 @@ def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]],
         *([as_float(value) for value in column] for column in values.values()),
     ]
     return Rows(tuple(names), list(zip(*columns, strict=True)) if updates else [])
-
-
-def _num_sequences(database: Database) -> int:
-    query = "SELECT count(*) FROM sequences WHERE num_response_tokens > 0"
-    (row,) = database.connection.execute(query).fetchall()
-    return int(row[0])
 
 
 def _notes(loss: Loss, counts: Mapping[str, int], sums: SequenceSums, num_recorded: int) -> Iterator[Statement]:

@@ -48,17 +48,26 @@ def token_query(
     condition on the joined row.
     """
     within = _within(run, steps, keys)
-    columns = [*rows, *(_list(name, scored) for name, scored in passes.items() if scored.logprobs)]
+    given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
+    columns = [
+        *rows,
+        *(
+            f"{name}.logprobs AS {name}" if name in given else f"coalesce({name}.logprobs, []::FLOAT[]) AS {name}"
+            for name, scored in passes.items()
+            if scored.logprobs
+        ),
+    ]
     if entropy:
         columns.append(f"coalesce({', '.join(f'{name}.entropy' for name in entropy)}, []::FLOAT[]) AS entropy")
     columns += [
         "s.advantage" if name == "advantage" else f"coalesce(s.{_LISTS[name]}, {_EMPTY[name]}) AS {name}"
         for name in lists
     ]
-    tables = [
-        (name, f"(SELECT * FROM scores WHERE {within}{_of(scored)})", scored.optional)
-        for name, scored in passes.items()
-    ]
+    tables = []
+    for name, scored in passes.items():
+        iteration = "" if scored.iteration is None else f" AND iteration = {scored.iteration}"
+        terms = f'"pass" = {quoted(scored.name)}{iteration}' + (" AND logprobs IS NOT NULL" if scored.scored else "")
+        tables.append((name, f"(SELECT * FROM scores WHERE {within} AND {terms})", scored.optional))
     if of_sequences or lists:
         tables.insert(0, ("s", f"(SELECT * FROM sequences WHERE {within})", False))
     (base, table, _), *others = sorted(tables, key=lambda entry: entry[2])
@@ -83,17 +92,6 @@ def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, op
         {name: rows.column(name) for name in (*passes, *optional)}, optional=optional, mask=column("mask"),
         entropy=column("entropy"), advantage=column("advantage"), advantages=column("advantages"),
     )  # fmt: skip
-
-
-def _list(name: str, scored: PassRows) -> str:
-    is_given = scored.scored and not scored.optional
-    return f"{name}.logprobs AS {name}" if is_given else f"coalesce({name}.logprobs, []::FLOAT[]) AS {name}"
-
-
-def _of(scored: PassRows) -> str:
-    iteration = "" if scored.iteration is None else f" AND iteration = {scored.iteration}"
-    given = " AND logprobs IS NOT NULL" if scored.scored else ""
-    return f' AND "pass" = {quoted(scored.name)}{iteration}{given}'
 
 
 def _within(run: str | None, steps: Sequence[int] | None, keys: str) -> str:
