@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow.parquet import read_table
+
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, QueryFailed, TimTraceError
 from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
@@ -172,9 +176,6 @@ class _Verifier:
             if record is not None and whole != record.hash:
                 raise ValueError("its content differs from what its writer wrote")
             if not is_checked:
-                import pyarrow as pa
-                from pyarrow.parquet import read_table
-
                 read_table(pa.BufferReader(self.store.read_bytes(relative)))
             if record is not None and record.steps not in (None, found := _steps(file)):
                 raise ValueError(f"its rows cover steps {found}, but its writer recorded {record.steps}")
@@ -289,9 +290,5 @@ class _Verifier:
 
 
 def _steps(file: VerifiedFile) -> tuple[int, int]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    from pyarrow.parquet import read_table
-
     ends = pc.min_max(read_table(pa.PythonFile(FileCursor(file), mode="r"), columns=["step"])["step"])
     return ends["min"].as_py(), ends["max"].as_py()

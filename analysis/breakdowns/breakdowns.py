@@ -18,7 +18,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted, quoted_pair
 from ..trace.source import Pair
 from ..trace.table_views import step_condition
-from ..trace.tokens import notable_first, tokens_by_step
+from ..trace.tokens import evenly_spaced, tokens_by_step
 
 NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
@@ -166,20 +166,17 @@ def read_breakdowns(
     database: Database,
     pair: Pair = ("train", "rollout"),
     *,
-    run: str | None = None,
     notable: Sequence[int] = (),
     max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:
-    """Break down the mismatch over the tokens of a run; None if its passes share no finite token that counts.
+    """Break down the mismatch over the tokens of the first open run; None if its passes share no finite token that counts.
 
     Only the first use of each sequence is read (iteration 0). Up to `max_steps` steps are read: the `notable` ones and others
     evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, independent of the order
     of rows.
-
-    `run` defaults to the first open run.
     """
-    run = run or database.sources[0].run
+    run = database.sources[0].run
     tokens = tokens_by_step(database, run)
     steps, how = _steps(database, pair, run, notable, max_steps)
     if not steps:
@@ -236,7 +233,8 @@ def _steps(
     if len(known) <= max_steps:
         every = "the one step" if len(known) == 1 else f"all {len(known):,} steps"
         return tuple(known), f"{every} scored by both passes"
-    named, spread = notable_first(known, notable, max_steps)
+    named = [step for step in dict.fromkeys(notable) if step in set(known)][:max_steps]
+    spread = evenly_spaced([step for step in known if step not in set(named)], max_steps - len(named))
     parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
     how = f"{len(named) + len(spread):,} of the {len(known):,} steps scored by both passes, {' and '.join(parts)}"
     return tuple(sorted([*named, *spread])), how

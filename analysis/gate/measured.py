@@ -177,8 +177,7 @@ class Run:
             interval = jackknife(value, without_P, self._confidence)
             if _OF_SEQUENCE_WEIGHTS.search(metric) and isinstance(interval, tuple) and self._reach() > MOST_REACH:
                 interval = NoInterval.UNSEEN
-            how = _without(interval, num_groups) if isinstance(interval, NoInterval) else told
-            found.append(Measured(metric=metric, value=value, interval=interval, how=how))
+            found.append(_measured(metric, value, interval, told, num_groups))
         return found
 
     def _reach(self) -> float:
@@ -200,7 +199,7 @@ class Run:
         cuts = quantile_cuts(QUANTILES[name], num_above, num_tokens, columns.unit_N, self._confidence)
         num_groups = numbered(columns.unit_N)[1]
         if isinstance(cuts, NoInterval):
-            return Measured(metric=name, value=value, interval=cuts, how=_without(cuts, num_groups))
+            return _measured(name, value, cuts, "", num_groups)
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
         how = f"bootstrap-t over {num_groups:,} groups, on the share of tokens above it"
@@ -229,17 +228,14 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
         if _OF_SEQUENCE_WEIGHTS.search(name) and interval is not NoInterval.FEW and columns.reach() > MOST_REACH:
             interval = NoInterval.UNSEEN
         how = f"bootstrap-t over {num_groups:,} groups" + (_of_tails(TAILS[name]) if name in TAILS else "")
-        if isinstance(interval, NoInterval):
-            how = _without(interval, num_groups)
-        else:
+        if not isinstance(interval, NoInterval):
             low, high = _BOUNDS.get(name, (-math.inf, math.inf))
             interval = max(interval[0], low), min(interval[1], high)
-        found.append(Measured(metric=name, value=values[name], interval=interval, how=how))
+        found.append(_measured(name, values[name], interval, how, num_groups))
     for name in [name for name in values if name in LARGEST]:
         largest = largest_interval(columns.largest[LARGEST[name]], columns.unit_N, confidence)
         how = f"bootstrap over {num_groups:,} groups, on the maximum: ends at the value"
-        how = _without(largest, num_groups) if isinstance(largest, NoInterval) else how
-        found.append(Measured(metric=name, value=values[name], interval=largest, how=how))
+        found.append(_measured(name, values[name], largest, how, num_groups))
     return found
 
 
@@ -307,6 +303,8 @@ def _of_tails(level: float) -> str:
     )
 
 
-def _without(why: NoInterval, num_groups: int) -> str:
-    told = f"{num_groups:,} groups are {why}" if why is NoInterval.FEW else why
-    return f"no interval: {told}"
+def _measured(metric: str, value: float, interval: Interval | NoInterval, how: str, num_groups: int) -> Measured:
+    """Return a measured number; `how` its interval was computed gives way to the reason why there is none."""
+    if isinstance(interval, NoInterval):
+        how = f"no interval: {f'{num_groups:,} groups are ' if interval is NoInterval.FEW else ''}{interval}"
+    return Measured(metric=metric, value=value, interval=interval, how=how)

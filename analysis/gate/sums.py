@@ -46,11 +46,6 @@ class SequenceColumns:
     """[N] index of the group that each sequence belongs to."""
 
     @classmethod
-    def of_sums(cls, sums: dict[str, Array], unit_N: np.ndarray) -> SequenceColumns:
-        """Build the columns from [N] columns of schemas.sums."""
-        return cls(values=addable(sums), largest={name: sums[name] for name in LARGEST.values()}, unit_N=unit_N)
-
-    @classmethod
     def read(cls, database: Database, pair: Pair) -> SequenceColumns:
         """Read the columns of a pair of passes from a trace."""
         names = ("num_tokens", *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -61,7 +56,8 @@ class SequenceColumns:
         """
         found = database.connection.execute(query).fetchnumpy()
         sums = {name: np.asarray(found[name], dtype=np.float64) for name in names}
-        return cls.of_sums(sums, np.asarray(found["unit"]))
+        largest = {name: sums[name] for name in LARGEST.values()}
+        return cls(values=addable(sums), largest=largest, unit_N=np.asarray(found["unit"]))
 
     def __len__(self) -> int:
         return len(self.unit_N)

@@ -115,29 +115,20 @@ def report_text(made: Report) -> str:
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
     """Build a report from runs whose analyses were already computed."""
-    first = subjects[0]
+    verdicts = (
+        RunSummary(
+            headline=_headline(subject), answers=answers(subject), next=_next(subject), recorded=_recorded(subject.info),
+            not_recorded=_not_recorded(subject),
+        )
+        for subject in subjects
+    )  # fmt: skip
     return Report(
-        subjects=subjects,
-        verdicts=tuple(summarise(subject) for subject in subjects),
-        run=tuple(run_charts(subjects)),
-        constants=constants(first),
-        mismatch=tuple(mismatch_charts(first)),
-        provenance=tuple(provenance(subject) for subject in subjects),
-    )
+        subjects=subjects, verdicts=tuple(verdicts), run=tuple(run_charts(subjects)), constants=constants(subjects[0]),
+        mismatch=tuple(mismatch_charts(subjects[0])), provenance=tuple(provenance(subject) for subject in subjects),
+    )  # fmt: skip
 
 
 # --- the first screen ---------------------------------------------------------------------------------------------------
-
-
-def summarise(subject: Subject) -> RunSummary:
-    """Answer the questions for a run, and suggest the next commands."""
-    return RunSummary(
-        headline=_headline(subject),
-        answers=answers(subject),
-        next=_next(subject),
-        recorded=_recorded(subject.info),
-        not_recorded=_not_recorded(subject),
-    )
 
 
 def _headline(subject: Subject) -> str:
@@ -214,7 +205,8 @@ def provenance(subject: Subject) -> Provenance:
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
-    fields = [_field(name, contracts) for name in names]
+    values = {name: tuple(contract.get(name, "") for contract in contracts) for name in names}
+    fields = [Field(name=name, values=of, differs=len({*of} - {""}) > 1) for name, of in values.items()]
     return Provenance(
         facts=_facts(subject),
         passes=tuple(name for name, _, _ in columns),
@@ -237,12 +229,6 @@ def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
         column = f"{name} {seen[name]}" if num[name] > 1 else name
         found.append((column, str(row["contract"]), json.loads(row["contract_json"])))
     return found
-
-
-def _field(name: str, contracts: list[dict[str, str]]) -> Field:
-    values = tuple(contract.get(name, "") for contract in contracts)
-    said = {value for value in values if value}
-    return Field(name=name, values=values, differs=len(said) > 1)
 
 
 def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:

@@ -37,7 +37,7 @@ from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .source import Pair, Source, Traces, sums_file
 from .spread import packed, spread, unit_tokens
-from .sum_tables import IN_FILES, SUMS_OPTIONS, sums_schema
+from .sum_tables import SUMS_OPTIONS, sums_schema
 
 Write = Callable[[pa.Table], None]
 
@@ -292,18 +292,14 @@ def keep(database: Database, pair: Pair) -> bool:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
     kinds += OF_RUNS if database.sums.covers(pair, runs=True) else ()
-    rows = {spec.name: _computed_rows(database, spec, pair) for spec in kinds}
+    rows = {}
+    for spec in kinds:
+        query = f"""
+            SELECT run, {", ".join(spec.schema.names)} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL
+        """
+        found = database.connection.sql(query, params=[*pair]).to_arrow_table()
+        rows[spec.name] = _by_run(found, [source.run for source in database.sources])
     return all([_keep(database, pair, source, rows) for source in database.sources])
-
-
-def _computed_rows(database: Database, spec: Table, pair: Pair) -> dict[str, pa.Table]:
-    """Return run -> its computed rows in the table of one kind of sums."""
-    assert spec not in IN_FILES
-    rows = database.connection.sql(
-        f"SELECT run, {', '.join(spec.schema.names)} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL",
-        params=[*pair],
-    ).to_arrow_table()
-    return _by_run(rows, [source.run for source in database.sources])
 
 
 def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[str, pa.Table]]) -> bool:

@@ -178,15 +178,3 @@ def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) ->
             chosen.add(step)
             used += tokens[step]
     return chosen
-
-
-def notable_first(steps: Sequence[int], notable: Sequence[int], most: int) -> tuple[list[int], list[int]]:
-    """Return up to `most` steps, as two lists: the notable steps, and evenly spaced other steps.
-
-    >>> notable_first([1, 2, 3, 4, 5], [4, 9], 3)
-    ([4], [1, 5])
-    """
-    known = set(steps)
-    first = [step for step in dict.fromkeys(notable) if step in known][:most]
-    rest = [step for step in steps if step not in set(first)]
-    return first, evenly_spaced(rest, most - len(first))
