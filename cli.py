@@ -23,6 +23,8 @@ import click
 
 from . import __version__
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
+from .analysis.main_columns import MAIN_COLUMNS
+from .analysis.rows import Rows, printable, printable_lines, table, to_csv, to_json, to_text
 from .replay.arm_option import GRADIENT, ArmOption
 from .replay.arms import Arm, names_for
 from .schemas.errors import (
@@ -38,7 +40,6 @@ from .schemas.errors import (
 from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
-    from .analysis.rows import Rows
     from .replay.results import ReplayedSteps
     from .replay.sample import Sample
 
@@ -282,9 +283,6 @@ class _Form:
 
     def table(self, rows: Rows, name: str = "") -> None:
         """Print a table; `name` is that of its main columns."""
-        from .analysis.main_columns import MAIN_COLUMNS
-        from .analysis.rows import to_text
-
         self.answer(
             json=lambda: rows, text=lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())), rows=lambda: rows
         )
@@ -842,7 +840,6 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     """
     from .analysis import replay as score_again
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
-    from .analysis.rows import table
     from .tracer.scored_passes import replayed_pair
 
     with _library_output_held_back():
@@ -1184,10 +1181,9 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
     both sides of the bound, or where there is none.
     """
     from .analysis import gate as judge
-    from .analysis.rows import table as table_of
 
     found = judge(trace, fail_on=fail_on, progress=_progress, **options)
-    form.table(table_of(found.verdicts), "gate")
+    form.table(table(found.verdicts), "gate")
     for verdict in found.verdicts:
         if verdict.warns:
             _tell(f"warning: {verdict.condition}: {verdict.how}")
@@ -1201,37 +1197,27 @@ def _size(path: str) -> str:
 
 def _print_json(value: Any) -> None:
     """Print a result as a JSON object, with rows under `rows` and damaged parts of the traces under `damaged`."""
-    from .analysis.rows import to_json
-
     found = value if isinstance(value, dict) else {"rows": value}
     _print(to_json({"damaged": list(_damage_told)} | found))
 
 
 def _print_csv(rows: Rows) -> None:
-    from .analysis.rows import to_csv
-
     for line in to_csv(rows):
         _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
 
 
 def _tell(sentence: str) -> None:
-    from .analysis.rows import printable_lines
-
     with suppress(OSError):  # stderr may be on a full disk: the recorded command continues
         click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
 
 
 def _harmless(line: str) -> str:
     """Return a line of CSV unchanged for a file or pipe; for a terminal, with control characters escaped."""
-    from .analysis.rows import printable_lines
-
     return printable_lines(line) if sys.stdout.isatty() else line.encode(errors="backslashreplace").decode()
 
 
 def _say(text: str) -> None:
     """Print a text with control characters escaped."""
-    from .analysis.rows import printable_lines
-
     _print(printable_lines(text))
     if _left_out:
         _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column, --json and --csv every digit")
@@ -1243,8 +1229,6 @@ _MOST_TOLD = 4000
 
 
 def _one_line(sentence: str) -> str:
-    from .analysis.rows import printable
-
     return printable(sentence if len(sentence) <= _MOST_TOLD else f"{sentence[:_MOST_TOLD]} ...")
 
 
