@@ -59,8 +59,7 @@ def compact(
     `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A trace that is
     being recorded is not merged. Replays, distributions and weights keep separate files.
 
-    Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part of the trace is
-    missing.
+    Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part is missing.
     """
     file_bytes = parse_size(file_size, option="file_size")
     path = os.fspath(trace)

@@ -1,10 +1,8 @@
-"""Group tokens by zone: the interval, between neighbouring bounds of the rules, that contains a token's ratio. All corrections
-are computed from these groups.
+"""Group tokens by zone, the interval between the rules' bounds with their ratio; all corrections follow from the groups.
 
 A sequence's sums depend on no other sequence's tokens, so they are bitwise identical in any batch.
 
-Shapes: T concatenated tokens of several sequences; G groups, each with the tokens in one sequence that have the same advantage
-sign and zone.
+Shapes: T concatenated tokens of several sequences; G groups of a sequence's tokens with one advantage sign and zone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Published alert levels, and the evaluation of every alert rule at every step of a run.
 
-Published levels apply to a single training step, as frameworks log the figure, so one step beyond the level makes the
-alert fire.
+Published levels apply to a single training step, as frameworks log it: one step beyond the level makes the alert fire.
 
 Shapes: n steps with a value.
 """

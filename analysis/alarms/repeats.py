@@ -50,8 +50,7 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return the share of repeated responses over the last 20 steps whose reward differs from that of the earlier
-    identical response.
+    """Return the share of repeated responses over 20 steps whose reward differs from that of the identical one before.
 
     Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
     hash of prompt and response. Returns [n] shares. Each step uses only data up to and including that step; the share

@@ -1,5 +1,4 @@
-"""tim-trace's own four alert rules. At each step they use only data up to that step. Measured accuracy:
-docs/evidence/alerts.md.
+"""tim-trace's own four alert rules, which use only data up to each step. Accuracy: docs/evidence/alerts.md.
 
 Shapes: n values, one per step with a value.
 """

@@ -34,16 +34,14 @@ def compare(
 ) -> Comparison:
     """Say what differs first between two runs, and what else, by the step at which each difference begins.
 
-    Compares settings, sampling settings and contracts (most frequent per pass and step). Over the steps with sequences
-    in both runs it compares:
+    Compares settings, sampling settings and contracts (most frequent per pass and step), and over shared steps:
 
     - prompts, and responses to equal prompts;
     - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
     - rewards of equal responses, with a tolerance of 1e-6 of the largest;
     - advantages of equal responses if all rewards of their group are equal;
     - lags of policy versions;
-    - every series of `dynamics`. It differs from the first segment, between change points of the difference, whose mean
-    is beyond 4.5 standard errors.
+    - every series of `dynamics`, from the first segment between change points whose mean is beyond 4.5 standard errors.
 
     Sequences are paired within a step: equal ones first, then by equal prompt in the order of recording. `pair` names
     the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.

@@ -97,8 +97,7 @@ def _onset(gap_n: np.ndarray) -> int:
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean difference in standard deviations of a single step's difference; infinity without noise; None if
-    not significant.
+    """Return the mean difference in a step's standard deviations; infinity without noise; None if not significant.
 
     The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of few steps follows
     Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace,

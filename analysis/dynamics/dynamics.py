@@ -167,8 +167,7 @@ class Growth:
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
-    """Return the growth of the mismatch over the run and over its last third; arXiv 2510.18855 predicts a constant
-    factor.
+    """Return the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
 
     No line is fitted across a jump: with one, only the last third is fitted, and only from the last jump on.
     """

@@ -54,12 +54,10 @@ def masked_out(
     rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:
-    """Warn of NaN and infinities on masked tokens, for frameworks that multiply values by the mask; empty if there are
-    none.
+    """Warn of NaN and infinities on masked tokens, for frameworks that multiply by the mask; empty without any.
 
     NaN * 0 and inf * 0 are NaN, which makes the framework's sums NaN, whereas tim-trace leaves these tokens out. With
-    `rejects`, options of the framework may also mask tokens that are not finite. `effect` describes what happens to the
-    framework's numbers.
+    `rejects`, options may also mask tokens that are not finite. `effect` is that on the framework's numbers.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),

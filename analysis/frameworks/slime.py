@@ -34,8 +34,7 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, followed by the options of mis.py from slime's
-    examples.
+    """Options of slime's truncated importance sampling and averaging, then of mis.py from slime's examples.
 
     Defaults of the mis.py options are taken from the mis.yaml next to that file.
     """

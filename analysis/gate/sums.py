@@ -63,8 +63,7 @@ class SequenceColumns:
         return len(self.unit_N)
 
     def reach(self) -> float:
-        """Return the size of a sequence's log ratio, sqrt(sum of d^2) in nats, that a further sequence exceeds with a
-        probability of one in a thousand.
+        """Return the sqrt(sum of d^2), nats, that a further sequence exceeds with a probability of one in a thousand.
 
         It is extrapolated as for a lognormal size, because the sequences that dominate exp(sum of d) are rare. The quantile
         is Student's with groups - 1 degrees of freedom, so that few groups reach further.

@@ -157,8 +157,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
     """Return [N] columns whose totals determine the figures, over the whole run or in each group given by `place_N`.
 
-    Squares and products are centred on the median of the sequence means in each group, which avoids cancellation in the
-    totals.
+    Squares and products are centred on each group's median of sequence means, so that totals do not cancel.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N

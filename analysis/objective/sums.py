@@ -255,8 +255,7 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the [R] factor that the loss applies to each token's term or, with aggregation `sequence`, to each
-    sequence's term.
+    """Return the [R] factor of the loss on each token's term, or with aggregation `sequence` on each sequence's.
 
     An update in which some micro-batches were not recorded is treated as one batch.
     """

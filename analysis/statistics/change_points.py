@@ -27,8 +27,7 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Return an upper bound on the probability that, in pure noise, cutting a line in two gains `gain` long-run
-    variances.
+    """Return an upper bound on the probability that cutting pure noise gains `gain` long-run variances.
 
     0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
     all positions; the factor comes from simulations of white noise with 20 to 1,000 steps.

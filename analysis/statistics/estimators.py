@@ -23,8 +23,7 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
     """Convert [N] columns of schemas.sums to [N] columns whose totals FROM_SUMS takes.
 
     Sums of ratios are scaled by the largest ratio of all sequences and sums of probabilities centred on the median of
-    the sequences' means, to avoid cancellation in totals and resamples. Without probability columns in `sums`, the
-    derived columns are omitted.
+    the sequences' means, to avoid cancellation. Columns derived from probabilities are omitted without them.
     """
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}

@@ -92,8 +92,7 @@ def bootstrap(
     About the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees
     of freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals unchanged. With `open_ended` a bound may be infinite; otherwise the result is
-    CARRIED.
+    `constants` are added to the totals unchanged. Infinite bounds need `open_ended`; else the result is CARRIED.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -111,8 +110,7 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
     """Return an interval of the largest value, whose upper bound is the value itself.
 
-    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the largest value of the run, so the interval
-    does not predict a longer run.
+    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the run's largest value, so a longer run may.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:

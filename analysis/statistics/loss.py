@@ -126,8 +126,7 @@ def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by A >= 0 (arXiv
-    2602.10693).
+    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), both by A >= 0 (arXiv 2602.10693).
 
     The ratio is clamped to [1e-8, exp(20)].
 
@@ -157,8 +156,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return bool: True if a term has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the
-    bound.
+    """Return bool: True if a term has a gradient; a clipped one has none under ppo_clip, the bound's under cispo.
 
     `loss_has_gradient` is the same in SQL.
 

@@ -1,7 +1,6 @@
 """Choose the steps to search and the sequences to show, and describe the choice.
 
-All steps of a small run are searched, but only some steps of a larger run, to limit reading. Shapes: N sequences, ordered by
-step and name.
+All steps of a small run are searched, some of a larger one. Shapes: N sequences, ordered by step and name.
 """
 
 from __future__ import annotations

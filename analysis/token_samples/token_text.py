@@ -1,7 +1,6 @@
 """Decode token ids with the tokenizer in the trace, and show invisible characters.
 
-Only the tokenizer's vocabulary is read, as data. The tokenizer is never built, so untrusted regular expressions and
-normalizers never run.
+Only its vocabulary is read, as data. It is never built, so untrusted regular expressions never run.
 """
 
 from __future__ import annotations

@@ -159,8 +159,7 @@ class Database:
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences, given by run, step and seq_id, from the views. Sums computed from then on are not stored
-        in the traces.
+        """Exclude sequences, given by run, step and seq_id, from the views; later sums are not stored in the traces.
 
         A further call replaces the excluded sequences.
         """

@@ -1,10 +1,8 @@
-"""Compute the per-sequence sums that the statistics of a pair of passes need, i.e. the columns of schemas.sums, from
-tokens.
+"""Compute from tokens the per-sequence sums that a pair's statistics need: the columns of schemas.sums.
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one in the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). The sums of a sequence depend only on its own tokens, so they are bitwise the same in
-any batch.
+computing the sample variance). A sequence's sums depend on its own tokens alone, bitwise, in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
@@ -79,8 +77,7 @@ class FiniteTokens:
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Register the function `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per
-    sequence.
+    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per sequence.
 
     An empty mask counts every token. A token without a logprob in one of the passes is not counted at all.
     """
@@ -162,8 +159,7 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_PROBABILITIES -> [B] sums that determine the means, and sums of squares and products around the
-    means.
+    """Return name in OF_PROBABILITIES -> [B] sums for the means, and for squares and products around them.
 
     Probabilities are taken relative to the largest one in the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak),
     which keeps their differences precise for probabilities near 0 and near 1.

@@ -85,8 +85,7 @@ def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, optional: Collection[str] = (), entropy: Any = None,
     advantage: Any = None, advantages: Any = None,
 ) -> Tokens:  # fmt: skip
-    """Build tokens from Arrow lists, one list per sequence. A sequence has as many tokens as its shortest list of a
-    required pass.
+    """Build tokens from Arrow lists, one per sequence, which has as many as its shortest list of a required pass.
 
     `mask` contains lists of bool: the loss counts the tokens marked True, and every token of a sequence with an empty
     list. `optional` passes, `entropy` and `advantages` are NaN where their lists are too short. `advantage` is one

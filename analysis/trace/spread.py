@@ -31,8 +31,7 @@ def spread(
     Results are computed lazily. With a cluster (`database.ray`), units are processed in any order by actors that open
     the traces themselves. The function must be defined in a module, and its arguments and results must be picklable.
 
-    Raises InvalidOption if a trace is being recorded, as actors would not see the same rows, and what `run_units`
-    raises.
+    Raises InvalidOption if a trace is being recorded (actors would see other rows), and what `run_units` raises.
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))

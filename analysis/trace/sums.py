@@ -89,8 +89,7 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     """Ensure that the tables of sums contain every sequence of a pair, and return whether anything was computed.
 
     Only steps without stored sums have their tokens read, once each. `of_run` also requests quantiles over whole runs.
-    These are exact for up to EXACT_TOKENS tokens; if sums were stored for only some steps, exact quantiles require a
-    second reading of the tokens.
+    These are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
     """
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
@@ -245,8 +244,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate quantiles of runs with exact ones, which requires another reading of the tokens of these
-    runs.
+    """Replace approximate quantiles of runs with exact ones, which reads the tokens of these runs again.
 
     Exact quantiles are not stored in the trace, so default results do not depend on earlier requests.
     """

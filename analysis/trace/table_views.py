@@ -185,8 +185,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition on `step` that selects exactly these steps; it may be shorter if the `recorded` steps are
-    given.
+    """Return an SQL condition that selects exactly these steps; shorter if the `recorded` ones allow it.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'

@@ -44,8 +44,7 @@ def token_query(
 
     Only sequences with a score under every non-optional pass are read, optionally of one run and some steps; a range of
     steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences` requires it,
-    as the join takes a third of the time. `keys` is a condition on step and seq_id applied to every table; `where` is a
-    condition on the joined row.
+    as the join takes a third of the time. `keys` is a condition on every table, `where` one on the joined row.
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
@@ -152,8 +151,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps as evenly spaced pairs of neighbouring steps, so that each step can be compared with
-    the next.
+    """Return up to `most` steps as evenly spaced pairs of neighbours, so that each has one to compare with.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]

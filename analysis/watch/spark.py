@@ -20,8 +20,7 @@ _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:
-    """Draw all steps of a series in at most `width` characters, scaled to the range of the series. A series without values
-    gives an empty text.
+    """Draw all steps of a series in at most `width` characters, scaled to its range; empty without values.
 
     The smallest value maps to the lowest character and the largest to the highest; a constant series is drawn lowest. A
     character that covers several steps shows the worst for a mismatch (smallest ess, mean_d farthest from 0), the largest for

@@ -90,8 +90,7 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return the data of a figure as a table, one row per point, cell, bin, bar, mark or band. Columns that do not apply to a
-    row are NULL.
+    """Return a figure's data as a table, one row per point, cell, bin, bar, mark or band; NULL where a column does not apply.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
     column. Heatmap: `what` is cell (only those with tokens) or line. Bar chart: one row per bar.
