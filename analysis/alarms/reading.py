@@ -17,8 +17,22 @@ from ..facts.series import Series
 from ..statistics.estimators import Array
 from ..trace.database import Database
 from ..trace.source import Pair
-from . import rule
-from .figures import NOT_FINITE, UNEQUAL_REWARDS, Figure, figure, read_token_figures
+from .figures import (
+    GAP,
+    NORM,
+    NOT_FINITE,
+    RATE,
+    TIMES,
+    UNEQUAL,
+    UNEQUAL_REWARDS,
+    Figure,
+    figure,
+    gap_bends,
+    norm_jumps,
+    rate_jumps,
+    read_token_figures,
+    rewards_contradict,
+)  # fmt: skip
 from .repeats import Repeats
 
 OWN = "tim-trace"
@@ -196,11 +210,11 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[AlarmReading]:
     """Yield the readings of tim-trace's four own rules."""
     signs = (
-        (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "a mismatch of this size can bias the run", True),
-        (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times its earlier level",
+        (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
+        (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (rule.norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
-         f"> {rule.NORM:g} for {rule.TIMES} steps", "updates are abnormally large", False),
+        (norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
+         f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for fires, metric, definition, condition, summary, of_mismatch in signs:
         if (known := figure(metric, series, {})) is not None:
@@ -214,11 +228,11 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
     steps, unequal = repeats.unequal()
     if len(steps) and "reward" in series:
         alarm = Alarm(
-            who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {rule.UNEQUAL:g}",
+            who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
             definition="share of repeated responses with a different reward than before, over 20 steps",
             summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
-        yield _reading(alarm, steps, rule.rewards_contradict(unequal), unequal)
+        yield _reading(alarm, steps, rewards_contradict(unequal), unequal)
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:

@@ -19,9 +19,15 @@ from ..trace.database import Database
 from ..trace.pairs import parse_pair, tell_sampled
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
-from .comparison import KINDS, Comparison, RunDifference
+from .comparison import (
+    KINDS,
+    Comparison,
+    RunDifference,
+    contract_differences,
+    sampling_differences,
+    setting_differences,
+)
 from .series import logprob_differences, sequence_differences, series_differences
-from .settings import contract_differences, sampling_differences, setting_differences
 
 
 def compare(

@@ -15,9 +15,8 @@ from ..report.targets import explained, local
 from ..rows import printable, table, to_text
 from ..statistics.intervals import Interval, NoInterval, ends
 from ..views import open_database
-from .condition import CANNOT_TELL, CHECK, FAILED, PASSED, Condition, Gated, Verdict, parse_condition
+from .condition import CANNOT_TELL, CHECK, FAILED, PASSED, Condition, Gated, Verdict, is_count, parse_condition
 from .measured import Measured, Run
-from .sums import is_count
 
 
 def gate(

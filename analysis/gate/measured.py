@@ -35,8 +35,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted_pair
 from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..trace.ragged import array_of
-from .condition import OWN, Condition, metric_named
-from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, is_count, left_out
+from .condition import COUNTS, LARGEST, OWN, QUANTILES, Condition, SequenceColumns, is_count, left_out, metric_named
 
 TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,

@@ -26,8 +26,7 @@ from ..info import TraceInfo, info
 from ..objective.objective import objective
 from ..objective.verdict import Objective
 from ..rows import Rows
-from ..token_samples.token_sample import TokenSamples
-from ..token_samples.token_samples import read_token_samples
+from ..token_samples.token_samples import TokenSamples, read_token_samples
 from ..trace.columns import scored_passes
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters

@@ -16,7 +16,9 @@ from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
-from .token_sample import RANDOM, TYPICAL, WORST, WORST_OF_STEP
+
+WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of step"
+"""Codes for the reasons why a sequence was chosen."""
 
 PROMPT_TOKENS = 400
 """Maximum number of prompt tokens shown, taken from the end of the prompt."""

@@ -17,8 +17,7 @@ from ..alarms.text import fired, value_text
 from ..facts.series import Series
 from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
 from ..rows import printable
-from .spark import ASCII, BLOCKS, spark
-from .watched import COLUMNS, WAITING, Watched, value_at
+from .watched import ASCII, BLOCKS, COLUMNS, WAITING, Watched, spark, value_at
 
 _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}

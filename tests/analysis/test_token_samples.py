@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from tim_trace.analysis.token_samples import choice
 from tim_trace.analysis.token_samples.choice import PROMPT_TOKENS, Wanted
-from tim_trace.analysis.token_samples.token_sample import FINITE, INFINITE, NAN, NOT_RECORDED
-from tim_trace.analysis.token_samples.token_samples import read_token_samples
+from tim_trace.analysis.token_samples.token_samples import FINITE, INFINITE, NAN, NOT_RECORDED, read_token_samples
 from tim_trace.analysis.token_samples.token_text import read_token_text
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.trace.sums import ensure

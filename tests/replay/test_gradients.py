@@ -12,7 +12,7 @@ from builders import as_first_format, make_trace
 from click.testing import CliRunner
 from runs import train
 from tim_trace import cli
-from tim_trace.analysis.gradient_text import gradient_sentence, gradient_text
+from tim_trace.analysis.replay_text import gradient_sentence, gradient_text
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends.transformers import TransformersScorer
 from tim_trace.replay.gradients.engine import gradient

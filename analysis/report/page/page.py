@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ...dynamics.text import summary_sentences
-from ...token_samples.token_sample import TokenSample
+from ...token_samples.token_samples import TokenSample
 from ..answers import QUESTIONS
 from ..chart import COLOURS, LineChart
 from ..contents import Report
