@@ -134,17 +134,17 @@ TIMES = 3
 """Number of consecutive steps for which the mismatch or the gradient norm must exceed its level."""
 
 
-def gap_bends(mean_abs_d: Array) -> Array:
+def gap_bends(mean_abs_d: Array) -> np.ndarray:
     """Return [n] bool: True if mean |d| has exceeded GAP, which can bias a run, for three consecutive steps."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
-def rewards_contradict(unequal: Array) -> Array:
+def rewards_contradict(unequal: Array) -> np.ndarray:
     """Return [n] bool: True if over 5 % of repeated responses got a different reward; see `unequal_rewards`."""
     return np.asarray(unequal > UNEQUAL)
 
 
-def rate_jumps(learning_rate: Array) -> Array:
+def rate_jumps(learning_rate: Array) -> np.ndarray:
     """Return [n] bool: True if the learning rate exceeds RATE times its previous peak, i.e. the largest median over
     five consecutive earlier steps."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
@@ -157,7 +157,7 @@ def norm_jumps(grad_norm: Array) -> Array:
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
 
 
-def sustained(flags: Array, times: int) -> Array:
+def sustained(flags: np.ndarray, times: int) -> np.ndarray:
     """Return [n] bool: True if a flag and those before it, `times` in all, are true."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
