@@ -14,14 +14,17 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import wraps
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO, get_args
 
 import click
 
-from . import __version__
+from . import __version__, analysis
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
+from .analysis.main_columns import MAIN_COLUMNS
+from .analysis.rows import Rows, printable, printable_lines, table, to_csv, to_json, to_text
 from .replay.arm_option import GRADIENT, ArmOption
 from .replay.arms import Arm, names_for
 from .schemas.errors import (
@@ -37,7 +40,6 @@ from .schemas.errors import (
 from .schemas.passes import ROLLOUT
 
 if TYPE_CHECKING:
-    from .analysis.rows import Rows
     from .replay.results import ReplayedSteps
     from .replay.sample import Sample
 
@@ -123,8 +125,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Release objects held by an error's stack frames, since a DuckDB connection still open at interpreter exit prints an
-    error."""
+    """Release objects held by an error's frames: a DuckDB connection open at exit prints an error."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -262,11 +263,26 @@ class _Form:
         else:
             _say(text(self.width))
 
+    def result(
+        self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
+    ) -> None:
+        """Print a result by NAME_text, NAME_rows and NAME_json of the module that `_text` names, with further arguments;
+        without NAME_json, its JSON is its fields and NAME_sentence."""
+        module, _, function = found._text.partition(":")
+        name, renderers = function.removesuffix("_text"), vars(import_module(module))
+
+        def json() -> Any:
+            if render := renderers.get(f"{name}_json"):
+                return render(found)
+            return asdict(found) | {"sentence": renderers[f"{name}_sentence"](found)}
+
+        self.answer(
+            json=json, text=lambda width: renderers[function](found, width, **text or {}),
+            rows=lambda: renderers[f"{name}_rows"](found, **rows or {}),
+        )  # fmt: skip
+
     def table(self, rows: Rows, name: str = "") -> None:
         """Print a table; `name` is that of its main columns."""
-        from .analysis.main_columns import MAIN_COLUMNS
-        from .analysis.rows import to_text
-
         self.answer(
             json=lambda: rows, text=lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())), rows=lambda: rows
         )
@@ -419,8 +435,6 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
     folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run this
     on each with the same folder.
     """
-    from .analysis import record as run
-
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None
 
@@ -438,7 +452,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
                 write_index(recording.folder)
             pair = comparable_pair(recording.folder)
 
-    recording = run(
+    recording = analysis.record(
         command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
     )
     _tell(_recorded(output, recording, pair))
@@ -480,12 +494,11 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
     prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
     PATH is a file or a folder; for parquet also a pattern or a URL (s3://bucket/dump).
     """
-    from .analysis import import_dump
     from .analysis.trace.sums import summarize
     from .tracer.importers.neutral import parse_map
     from .tracer.scored_passes import comparable_pair
 
-    imported = import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
+    imported = analysis.import_dump(format, path, output=output, map=parse_map(map), progress=_progress, **options)
     summarize(imported.folder, progress=_progress)
     _tell(_brought_in(output, imported, comparable_pair(imported.folder)))
 
@@ -496,12 +509,9 @@ def import_(format: str, path: str, output: str, map: Sequence[str], **options: 
 @_prints(csv=False)
 def info(traces: Sequence[str], form: _Form) -> None:
     """Summarize a trace: contents, writers, and missing or damaged data."""
-    from dataclasses import asdict
-
-    from .analysis import info as look
     from .analysis.info_text import info_text
 
-    found = [look(trace) for trace in traces]
+    found = [analysis.info(trace) for trace in traces]
     tell_damage(sentence for trace in found for sentence in trace.damaged)
     form.answer(
         json=lambda: [asdict(trace) for trace in found] if len(found) > 1 else asdict(found[0]),
@@ -518,12 +528,9 @@ def verify(trace: str, form: _Form) -> None:
 
     The exit code is 2 if something is damaged or missing. Other commands verify only what they read.
     """
-    from dataclasses import asdict
-
-    from .analysis import verify as read_all
     from .analysis.verify import verification_text
 
-    found = read_all(trace, progress=_progress)
+    found = analysis.verify(trace, progress=_progress)
     form.answer(
         json=lambda: asdict(found) | {"folders": found.folders, "is_whole": found.is_whole},
         text=lambda width: verification_text(found, width),
@@ -553,10 +560,9 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
     It can be interrupted at any time: the trace stays complete, and the next call continues.
     """
-    from .analysis import compact as run
     from .analysis.compact import compaction_text
 
-    found = run(trace, progress=_progress, **options)
+    found = analysis.compact(trace, progress=_progress, **options)
     form.answer(
         json=lambda: {"trace": found.trace, "tables": found.tables},
         text=lambda width: compaction_text(found, width),
@@ -598,7 +604,6 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 
     The head of each query documents units, source of the formula and interpretation: print it with --sql.
     """
-    from .analysis import query
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.pairs import parse_pair
 
@@ -609,7 +614,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     elif not traces:
         raise click.UsageError(f"query {name}: give a trace, or print the query with --sql")
     else:
-        form.table(query(name, list(traces), pair=pair))
+        form.table(analysis.query(name, list(traces), pair=pair))
 
 
 @_example(
@@ -637,13 +642,11 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
     Writes into a finished, local trace that can be written: sums/ and index/ keep the sums of each sequence, so that the next call
     need not read tokens.
     """
-    from .analysis import stats as compare
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database
 
     database = open_database(list(traces), steps, ray=ray)
-    with _library_output_held_back() if ray else nullcontext():
-        rows = compare(database, like=like, progress=_progress, **options)
+    rows = _asked(analysis.stats, database, held_back=ray, like=like, **options)
     form.table(rows, "" if like else "stats")
     for sentence in approximate(rows):
         _tell(sentence)
@@ -659,18 +662,15 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing.")
 @click.option("-v", "--verbose", is_flag=True, help="Evidence, published figures, alarms and replays as tables.")
 @_prints(csv=False, wide=False)
-def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **options: str) -> None:
+def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
 
     Begin here. It runs attribute and check, names what each side computed in, holds the trace's own figures against published
     ones and against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay
     would settle the rest. The exit code is 1 when the comparison is not valid.
     """
-    from .analysis import diagnose as look
-    from .analysis.diagnosis.text import diagnosis_json, diagnosis_text
-
-    found = look(trace, control=control, progress=_progress, **options)
-    form.answer(json=lambda: diagnosis_json(found), text=lambda width: diagnosis_text(found, width, verbose=verbose))
+    found = _asked(analysis.diagnose, trace, **options)
+    form.result(found, text={"verbose": verbose})
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -690,12 +690,8 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,
     the share of tokens it affects and the command that would confirm it. The most probable comes first.
     """
-    from .analysis import check as look
-    from .analysis.check.text import checked_json, checked_text
-
-    with _library_output_held_back() if options["ray"] else nullcontext():
-        found = look(trace, progress=_progress, **options)
-    form.answer(json=lambda: checked_json(found), text=lambda width: checked_text(found, width))
+    found = _asked(analysis.check, trace, held_back=options["ray"], **options)
+    form.result(found)
     if not found.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -714,15 +710,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
     equal rewards; lags of policy versions; and every series of dynamics, from the step at which the runs lie apart beyond
     what they scatter, with the size in standard deviations.
     """
-    from .analysis import compare as hold_against
-    from .analysis.comparison.text import comparison_json, comparison_rows, comparison_text
-
-    found = hold_against(a, b, progress=_progress, **options)
-    form.answer(
-        json=lambda: comparison_json(found),
-        text=lambda width: comparison_text(found, width),
-        rows=lambda: comparison_rows(found),
-    )
+    form.result(_asked(analysis.compare, a, b, **options))
 
 
 @_example("tim-trace corrections runs/demo --by length")
@@ -752,11 +740,7 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
     the source's bounds are on (verl's k1 bounds are on the inverse ratio), and what is kept in terms of rho = exp(d).
     """
-    from .analysis import corrections as would_have
-
-    with _library_output_held_back() if options["ray"] else nullcontext():
-        rows = would_have(list(traces), progress=_progress, **options)
-    form.table(rows, "corrections")
+    form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
 
 @_example("tim-trace objective runs/demo\ntim-trace objective runs/demo --loss reinforce,correction=none --by step")
@@ -779,16 +763,8 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
     read from the trace; --loss takes the place of what it says.
     """
-    from .analysis import objective as bend
-    from .analysis.objective.text import objective_json, objective_rows, objective_text
-
-    with _library_output_held_back() if options["ray"] else nullcontext():
-        found = bend(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: objective_json(found),
-        text=lambda width: objective_text(found, width, by),
-        rows=lambda: objective_rows(found, by),
-    )
+    found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
+    form.result(found, text={"by": by}, rows={"by": by})
 
 
 @_example("tim-trace dynamics runs/demo")
@@ -797,21 +773,13 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_pair
 @_steps
 @_prints()
-def dynamics(trace: str, pair: str, steps: str, form: _Form) -> None:
+def dynamics(trace: str, form: _Form, **options: str) -> None:
     """Say how a run changed: when each series changed, and which changed first.
 
     Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
     which each jumps or breaks its slope, with intervals; and how fast k3 compounds.
     """
-    from .analysis import dynamics as look
-    from .analysis.dynamics.text import dynamics_json, dynamics_text, series_rows
-
-    found = look(trace, pair=pair, steps=steps, progress=_progress)
-    form.answer(
-        json=lambda: dynamics_json(found),
-        text=lambda width: dynamics_text(found, width),
-        rows=lambda: series_rows(found),
-    )
+    form.result(_asked(analysis.dynamics, trace, **options))
 
 
 @_example(
@@ -845,13 +813,10 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
     Without a change, steps are replayed as recorded. That is done first in any case: it gives back the recorded bits,
     or says what differs here. Steps that an arm has already are not done again.
     """
-    from .analysis import replay as score_again
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
-    from .analysis.rows import table
     from .tracer.scored_passes import replayed_pair
 
-    with _library_output_held_back():
-        results = score_again(trace, progress=_progress, **options)
+    results = _asked(analysis.replay, trace, held_back=True, **options)
     if options["dry_run"]:
         form.table(plan_rows(results.plan), "replay_plan")
         _tell(estimate_sentence(results.plan))
@@ -877,18 +842,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
-    from dataclasses import asdict
-
-    from .analysis import triangulate as who
-    from .analysis.triangulate_text import sentence, triangulation_rows, triangulation_text
-
-    with _library_output_held_back():
-        found = who(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": sentence(found)},
-        text=lambda width: triangulation_text(found, width),
-        rows=lambda: triangulation_rows(found, by),
-    )
+    form.result(_asked(analysis.triangulate, trace, held_back=True, **options), rows={"by": by})
 
 
 @_example(
@@ -924,18 +878,8 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 
     bias is the length of the difference to the gradient as recorded, variance that of the mean over micro-batches.
     """
-    from dataclasses import asdict
-
-    from .analysis import gradient as take
-    from .analysis.gradient_text import gradient_rows, gradient_sentence, gradient_text
-
-    with _library_output_held_back():
-        found = take(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": gradient_sentence(found)},
-        text=lambda width: gradient_text(found, by, width),
-        rows=lambda: gradient_rows(found, by),
-    )
+    found = _asked(analysis.gradient, trace, held_back=True, **options)
+    form.result(found, text={"by": by}, rows={"by": by})
 
 
 @_example("tim-trace locate runs/demo --steps 10 --against attention=eager")
@@ -973,19 +917,10 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator.
     Exit code 1: rounding does not explain everything.
     """
-    from dataclasses import asdict
+    from .analysis.locate_text import next_command
 
-    from .analysis import locate as find
-    from .analysis.locate_text import location_text, next_command, sentence
-    from .analysis.location import location_rows
-
-    with _library_output_held_back():
-        found = find(trace, progress=_progress, **options)
-    form.answer(
-        json=lambda: asdict(found) | {"sentence": sentence(found)},
-        text=lambda width: location_text(found, width),
-        rows=lambda: location_rows(found, by),
-    )
+    found = _asked(analysis.locate, trace, held_back=True, **options)
+    form.result(found, rows={"by": by})
     if found.kept is not None:
         _tell(f'stored as {found.kept}: tim-trace sql {shlex.quote(trace)} "FROM operators"')
     if found.not_kept is not None:
@@ -1027,10 +962,7 @@ def weights(
 
     --attach reads a folder written by save_pretrained, including the model's config and tokenizer.
     """
-    from .analysis import attach, export
-    from .analysis import weights as versions
-    from .analysis.engine_weights_text import engine_weights_text
-    from .analysis.weights import OK
+    from .analysis.weights import OK, engine_weights_text
 
     if attached is None and (tokenizer is not None or force):
         raise click.UsageError("--tokenizer and --force go with --attach")
@@ -1040,16 +972,16 @@ def weights(
         raise click.UsageError("--attach and --export exclude each other; choose one")
     if attached is not None:
         with _library_output_held_back():
-            found = attach(trace, *attached, tokenizer=tokenizer, force=force)
+            found = analysis.attach(trace, *attached, tokenizer=tokenizer, force=force)
         _tell(_attached(trace, found))
         return
     if exported is not None:
         with _library_output_held_back():
-            folder = export(trace, *exported, weights_from=weights_from)
+            folder = analysis.export(trace, *exported, weights_from=weights_from)
         _tell(f"wrote version {exported[0]} to {folder}")
         return
-    with _library_output_held_back():
-        rows = versions(trace, by=by, engine=engine, verify=verify, weights_from=weights_from, progress=_progress)
+    options = {"by": by, "engine": engine, "verify": verify, "weights_from": weights_from}
+    rows = _asked(analysis.weights, trace, held_back=True, **options)
     if engine:
         of = "module" if by == "module" else "tensor"
         form.answer(
@@ -1072,18 +1004,16 @@ def weights(
 @_pair
 @_steps
 @_prints(csv=False, wide=False)
-def attribute(trace: str, control: str | None, pair: str, steps: str, form: _Form) -> None:
+def attribute(trace: str, form: _Form, **options: Any) -> None:
     """Say whether a run collapsed or declines, where that begins, what changed first, and what caused it.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
     probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is
     an intervention.
     """
-
-    from .analysis import attribute as who
     from .analysis.attribution.text import attribution_json, attribution_text
 
-    found = who(trace, control=control, pair=pair, steps=steps, progress=_progress)
+    found = _asked(analysis.attribute, trace, **options)
     form.answer(json=lambda: attribution_json(found), text=lambda width: attribution_text(found))
 
 
@@ -1114,12 +1044,10 @@ def report(
     The first RUN is reported; series of the others are drawn over its own. The page needs no network: verdict, series,
     mismatch, tokens and provenance are inside, with the query behind each figure.
     """
-    from .analysis import report as put_together
-
     paths = (output, png, svg, pdf)
     if not any(paths):
         raise click.UsageError("name what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
-    made = put_together(list(traces), output=output, png=png, svg=svg, pdf=pdf, progress=_progress, **options)
+    made = _asked(analysis.report, list(traces), output=output, png=png, svg=svg, pdf=pdf, **options)
     _say(_one_line(made.verdicts[0].headline))
     for path in paths:
         if path is not None:
@@ -1144,12 +1072,11 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     step at which it first fired: published levels under their own definitions, and this project's own rule
     (docs/evidence/alerts.md). Alerts are no verdict; diagnose gives one. Nothing is written to the trace.
     """
-    from .analysis import watch as look
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.watched import latest_rows, watched_json
 
     is_one = once or form.as_json or form.as_csv or not can_redraw()
-    views = look(trace, once=is_one, progress=_progress, **options)
+    views = _asked(analysis.watch, trace, once=is_one, **options)
     if form.as_json or form.as_csv:
         view = next(views)
         form.answer(json=lambda: watched_json(view), text=str, rows=lambda: latest_rows(view))
@@ -1176,9 +1103,7 @@ def export_(trace: str, **options: Any) -> None:
     parquet: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
     reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
     """
-    from .analysis import export_run
-
-    _tell(str(export_run(trace, progress=_progress, **options)))
+    _tell(str(_asked(analysis.export_run, trace, **options)))
 
 
 @_example("tim-trace gate runs/demo --fail-on 'tim.k3>1e-3' --fail-on 'verl.k3_kl>1e-3'")
@@ -1211,16 +1136,19 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
     --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
     both sides of the bound, or where there is none.
     """
-    from .analysis import gate as judge
-    from .analysis.rows import table as table_of
-
-    found = judge(trace, fail_on=fail_on, progress=_progress, **options)
-    form.table(table_of(found.verdicts), "gate")
+    found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
+    form.table(table(found.verdicts), "gate")
     for verdict in found.verdicts:
         if verdict.warns:
             _tell(f"warning: {verdict.condition}: {verdict.how}")
     if found.fails:
         raise click.exceptions.Exit(1)
+
+
+def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
+    """Call a verb with a progress bar and, with `held_back`, without the output of libraries."""
+    with _library_output_held_back() if held_back else nullcontext():
+        return verb(*arguments, progress=_progress, **options)
 
 
 def _size(path: str) -> str:
@@ -1229,37 +1157,27 @@ def _size(path: str) -> str:
 
 def _print_json(value: Any) -> None:
     """Print a result as a JSON object, with rows under `rows` and damaged parts of the traces under `damaged`."""
-    from .analysis.rows import to_json
-
     found = value if isinstance(value, dict) else {"rows": value}
     _print(to_json({"damaged": list(_damage_told)} | found))
 
 
 def _print_csv(rows: Rows) -> None:
-    from .analysis.rows import to_csv
-
     for line in to_csv(rows):
         _print(_harmless(line), color=True)  # otherwise click strips escape codes from recorded text
 
 
 def _tell(sentence: str) -> None:
-    from .analysis.rows import printable_lines
-
     with suppress(OSError):  # stderr may be on a full disk: the recorded command continues
         click.echo(f"tim-trace: {printable_lines(sentence)}", file=_stderr())
 
 
 def _harmless(line: str) -> str:
     """Return a line of CSV unchanged for a file or pipe; for a terminal, with control characters escaped."""
-    from .analysis.rows import printable_lines
-
     return printable_lines(line) if sys.stdout.isatty() else line.encode(errors="backslashreplace").decode()
 
 
 def _say(text: str) -> None:
     """Print a text with control characters escaped."""
-    from .analysis.rows import printable_lines
-
     _print(printable_lines(text))
     if _left_out:
         _tell(f"{' '.join(dict.fromkeys(_left_out))} --wide shows every column, --json and --csv every digit")
@@ -1271,14 +1189,11 @@ _MOST_TOLD = 4000
 
 
 def _one_line(sentence: str) -> str:
-    from .analysis.rows import printable
-
     return printable(sentence if len(sentence) <= _MOST_TOLD else f"{sentence[:_MOST_TOLD]} ...")
 
 
 def _told(error: TimTraceError, text: str) -> str:
-    """Return an error as one line of text. DuckDB's query errors keep their line breaks, with lines after the first
-    indented."""
+    """Return an error as one line; DuckDB's query errors keep their line breaks, indented."""
     first, *others = text[: 4 * _MOST_TOLD].split("\n") if isinstance(error, InvalidQuery) else [text]
     return "\n  ".join([_one_line(first), *map(_one_line, others)])
 

@@ -35,10 +35,8 @@ class Compaction(Result):
     _text = "tim_trace.analysis.compact:compaction_text"
 
     trace: str
-    """Folder or URL of the compacted trace."""
     tables: Rows
-    """One row per table: files and bytes before and after, and the number of files left unchanged because they hold replays or are
-    already large."""
+    """One row per table: files and bytes before and after, and files left as they are: replays, and files already large."""
 
     @property
     def has_changed(self) -> bool:
@@ -60,8 +58,7 @@ def compact(
     `force` replaces a trace there. If the process dies, the trace stays complete and the next call continues. A trace that is
     being recorded is not merged. Replays, distributions and weights keep separate files.
 
-    Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part of the trace is
-    missing.
+    Raises InvalidOption, TraceNotFound, NewerTrace, TraceExists, StorageError, and DamagedTrace if a part is missing.
     """
     file_bytes = parse_size(file_size, option="file_size")
     path = os.fspath(trace)
@@ -109,7 +106,6 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 
 
 def compaction_text(found: Compaction, width: int | None = None) -> str:
-    """Render a compaction."""
     if not found.has_changed:
         return f"{found.trace}: nothing to merge: few files"
     return to_text(found.tables, width)

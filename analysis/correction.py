@@ -63,17 +63,16 @@ def published(
     geometric: tuple[float, float] = (0.999, 1.002),
     veto: float = 1e-4,
 ) -> list[Correction]:
-    """Return the published corrections, by default with their published thresholds. Presets from verl always use verl's
-    thresholds."""
+    """Return the published corrections, by default with published thresholds; verl's presets always use verl's."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
         Correction(name="none", rule="w = 1", bound_on="", kept="all"),
         Correction(name="token-is", rule="w = rho_t", bound_on="", kept="all", level="token"),
         Correction(name="sequence-is", rule="w = rho_seq", bound_on="", kept="all", level="sequence"),
-        _token_tis("token-tis", token, ratio),
+        _tis("token-tis", "token", token, ratio),
         _masked("token-mis", "rho_t", f"rho_t <= {token:g}", ratio, level="token", high=token),
-        _sequence_tis("sequence-tis", sequence, ratio),
+        _tis("sequence-tis", "sequence", sequence, ratio),
         _masked("sequence-mis", "rho_seq", f"rho_seq <= {sequence:g}", ratio, level="sequence", high=sequence),
         _icepop("icepop", low, high, ratio),
         _masked("geometric", "1", _between("rho_geo", *geometric), ratio, **_mean_bounds(*geometric)),
@@ -114,13 +113,10 @@ def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correcti
         connection.execute(f"CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE {zones}")
 
 
-def _define_published(database: Database) -> None:
-    define(database.connection.raw, published())
-
-
-MACROS = MacroFile(
-    name="corrections", sql=sql_file("corrections"), define=_define_published, functions=("correction_rules", FUNCTION)
-)
+MACROS = MacroFile[Database](
+    name="corrections", sql=sql_file("corrections"), functions=("correction_rules", FUNCTION),
+    define=lambda database: define(database.connection.raw, published()),
+)  # fmt: skip
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
@@ -131,8 +127,7 @@ def token_bounds(rules: Iterable[Correction]) -> Bounds:
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return an SQL expression for one number that encodes how many of the rules' bounds each statistic of a sequence
-    exceeds."""
+    """Return an SQL expression for one number: how many of the rules' bounds each statistic of a sequence exceeds."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -155,17 +150,11 @@ def _passed(value: str, lows: list[float], highs: list[float]) -> str:
     return " + ".join(passed) or "0"
 
 
-def _token_tis(name: str, threshold: float, ratio: str) -> Correction:
+def _tis(name: str, level: str, threshold: float, ratio: str) -> Correction:
+    rho = "rho_t" if level == "token" else "rho_seq"
     return Correction(
-        name=name, rule=f"w = min(rho_t, {threshold:g})", bound_on=ratio, kept="all",
-        level="token", high=threshold, truncates=True,
-    )  # fmt: skip
-
-
-def _sequence_tis(name: str, threshold: float, ratio: str) -> Correction:
-    return Correction(
-        name=name, rule=f"w = min(rho_seq, {threshold:g})", bound_on=ratio, kept="all",
-        level="sequence", high=threshold, truncates=True,
+        name=name, rule=f"w = min({rho}, {threshold:g})", bound_on=ratio, kept="all", level=level, high=threshold,
+        truncates=True,
     )  # fmt: skip
 
 
@@ -213,8 +202,8 @@ def _presets_of_verl(a: str, b: str) -> list[Correction]:
         )
 
     return [
-        _token_tis("verl/token-is", 2.0, ratio),
-        _sequence_tis("verl/seq-is", 2.0, ratio),
+        _tis("verl/token-is", "token", 2.0, ratio),
+        _tis("verl/seq-is", "sequence", 2.0, ratio),
         _icepop("verl/token-icepop", 0.5, 5.0, ratio),
         preset("seq-is-rs", "rs", "-seq-tis"),
         *(preset(f"{kind}{weight}", kind, weight) for kind in ("geo-rs", "k3-rs") for weight in weights),

@@ -1,10 +1,8 @@
-"""Group tokens by zone: the interval, between neighbouring bounds of the rules, that contains a token's ratio. All corrections
-are computed from these groups.
+"""Group tokens by zone, the interval between the rules' bounds with their ratio; all corrections follow from the groups.
 
 A sequence's sums depend on no other sequence's tokens, so they are bitwise identical in any batch.
 
-Shapes: T concatenated tokens of several sequences; G groups, each with the tokens in one sequence that have the same advantage
-sign and zone.
+Shapes: T concatenated tokens of several sequences; G groups of a sequence's tokens with one advantage sign and zone.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from .trace.pair_sums import expm1_minus
 from .trace.ragged import Tokens, blocks, struct_fields, tokens_of
 
 FUNCTION = "correction_zones_of"
-"""Name of the SQL function that returns the groups."""
 
 KEYS = ("step", "seq_id", "iteration_a", "iteration_b")
 TYPES = {
@@ -95,8 +92,7 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return the index within the block of each group's sequence, [G], and a mapping from column name in TYPES to values, [G],
-    with NaN for NULL."""
+    """Return the index in the block of each group's sequence, [G], and column in TYPES -> [G] values, NaN for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T

@@ -88,13 +88,9 @@ def _rules(
     if not veto >= 0:
         raise InvalidOption(f"got {veto}; give a ratio of at least 0, e.g. 1e-4", option="veto")
     return published(
-        *names,
-        token_threshold=token_threshold,
-        sequence_threshold=sequence_threshold,
-        icepop=_bounds("icepop", icepop),
-        geometric=_bounds("geometric", geometric),
-        veto=veto,
-    )
+        *names, token_threshold=token_threshold, sequence_threshold=sequence_threshold, icepop=_bounds("icepop", icepop),
+        geometric=_bounds("geometric", geometric), veto=veto,
+    )  # fmt: skip
 
 
 def _bounds(option: str, text: str) -> tuple[float, float]:
@@ -117,9 +113,8 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
     chunks = [chunk for source in database.sources for chunk in run_chunks(database, source.run)]
     units = [(pair, chunk, bounds) for chunk in chunks]
     connection.execute("SET threads = 1")  # a single thread preserves row order
-    connection.execute(
-        f"CREATE OR REPLACE TEMP TABLE read_zones AS SELECT '' AS run, 0::BIGINT AS step, * FROM {_no_zones()} LIMIT 0"
-    )
+    columns = ", ".join(f"{name} {kind}" for name, kind in {"sequence": "BIGINT", **TYPES}.items())
+    connection.execute(f"CREATE OR REPLACE TEMP TABLE read_zones (run VARCHAR, step BIGINT, {columns})")
     num_sequences = 0
     with progress("reading tokens", sum(chunk.num_tokens for chunk in chunks)) as advance:
         for chunk, rows in zip(chunks, spread(database, _of_chunk, units), strict=True):
@@ -138,11 +133,6 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
     finally:
         define(connection.raw, rules)
         connection.execute("DROP TABLE read_zones")
-
-
-def _no_zones() -> str:
-    columns = ", ".join(f"NULL::{kind} AS {name}" for name, kind in TYPES.items())
-    return f"(SELECT 0::BIGINT AS sequence, {columns})"
 
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
@@ -164,18 +154,12 @@ def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[
 def _warn_of_advantages(database: Database) -> None:
     """Warn that columns are NULL or partial if advantages are missing."""
     query = "SELECT count(*), count(*) FILTER (advantage IS NULL AND advantages IS NULL) FROM sequences"
-    (counts,) = database.connection.execute(query).fetchall()
-    num_sequences, lacking = counts
-    if lacking == num_sequences:
-        warnings.warn(
+    ((num_sequences, lacking),) = database.connection.execute(query).fetchall()
+    if lacking:
+        told = (
             "no advantages recorded: columns by the sign of the advantage are NULL; record "
-            "them with Recorder.add_sequences(advantage=...) or import them",
-            TimTraceWarning,
-            stacklevel=3,
+            "them with Recorder.add_sequences(advantage=...) or import them"
+            if lacking == num_sequences
+            else f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of columns by its sign"
         )
-    elif lacking:
-        warnings.warn(
-            f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of columns by its sign",
-            TimTraceWarning,
-            stacklevel=3,
-        )
+        warnings.warn(told, TimTraceWarning, stacklevel=3)

@@ -218,31 +218,17 @@ class _Engine:
                 agreeing.add(tensor)
             else:
                 has = self._has[tensor]
-                holds = had[tensor].get(has)
+                holds, is_loaded = had[tensor].get(has), self._given.get(tensor, has) == has
+                # An engine that received nothing holds its initial weights, which may be dummies.
+                causes = _causes(holds, has == unmerged, cast, is_new=has == given) if self._was_given else (STALE,)
                 differences.append(
-                    EngineTensor(
-                        tensor=tensor,
-                        # An engine that received nothing holds its initial weights, which may be dummies.
-                        causes=_causes(holds, has == unmerged, cast, is_new=has == given)
-                        if self._was_given
-                        else (STALE,),
-                        holds_version=holds,
-                        cast=cast,
-                        is_loaded=self._given.get(tensor, has) == has,
-                    )
+                    EngineTensor(tensor=tensor, causes=causes, holds_version=holds, cast=cast, is_loaded=is_loaded)
                 )
         return EngineVersion(
-            version=version,
-            writer=writer,
-            step=step,
-            given=dict(self._given_at),
-            agreeing=frozenset(agreeing),
-            num_agreeing=num_plain + len(agreeing),
-            differences=tuple(differences),
-            num_unknown=num_unknown,
-            num_updated=num_plain_updated + len(agreeing & set(updated)),
-            was_given=self._was_given,
-        )
+            version=version, writer=writer, step=step, given=dict(self._given_at), agreeing=frozenset(agreeing),
+            num_agreeing=num_plain + len(agreeing), differences=tuple(differences), num_unknown=num_unknown,
+            num_updated=num_plain_updated + len(agreeing & set(updated)), was_given=self._was_given,
+        )  # fmt: skip
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:

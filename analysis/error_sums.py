@@ -25,74 +25,41 @@ ROLLOUT are sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SideSums:
-    """Sums over the error of the trainer or of the engine."""
-
-    error: float
-    abs_error: float
-    square: float
-
-    @classmethod
-    def of(cls, error_N: np.ndarray) -> SideSums:
-        return cls(
-            error=float(error_N.sum()), abs_error=float(np.abs(error_N).sum()), square=float((error_N * error_N).sum())
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
     """Sums over the tokens in some steps."""
 
-    num_sequences: int
-    num_tokens: int
     groups: dict[str, np.ndarray]
     """Column (see GAP) -> sums per group, [G]; groups are in order of first appearance."""
-    sides: dict[str, SideSums]
-    square_d: float
-    spacing: float
-    """Sum over tokens of the spacing between float32 values at the replay's logprob, nats."""
+    totals: dict[str, float]
+    """Name -> sum: num_sequences, num_tokens; square_d; spacing, that of float32 values at the replay's logprob, nats; and for
+    TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over the tokens in one step, of which there must be at least one. Columns are those of the query in
-        `triangulate`."""
-        error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
+        """Sum over the tokens in one step, at least one; columns are those of the query in `_tokens`."""
+        errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
         d = tokens["train"] - tokens["rollout"]
-        squares = d * d, error_t * error_t, error_r * error_r
-        common = error_t * error_r
+        squares = {side: error_N * error_N for side, error_N in errors.items()}
+        common, square_d = errors[TRAIN] * errors[ROLLOUT], d * d
+        parts = {side: square_N - common for side, square_N in squares.items()}
+        parts |= {GAP: square_d, REMOVED: square_d - squares[ROLLOUT]}
         groups_N, _ = numbered(tokens["unit"])
-        parts = {
-            TRAIN: squares[1] - common,
-            ROLLOUT: squares[2] - common,
-            GAP: squares[0],
-            REMOVED: squares[0] - squares[2],
+        totals = {
+            "num_sequences": 1 + int((tokens["sequence"][1:] != tokens["sequence"][:-1]).sum()),
+            "num_tokens": len(d),
+            "square_d": float(square_d.sum()),
+            "spacing": float(np.abs(np.spacing(tokens["replayed"].astype(np.float32))).sum(dtype=np.float64)),
         }
-        return cls(
-            num_sequences=1 + int((tokens["sequence"][1:] != tokens["sequence"][:-1]).sum()),
-            num_tokens=len(d),
-            groups={name: np.bincount(groups_N, part).astype(np.float64) for name, part in parts.items()},
-            sides={TRAIN: SideSums.of(error_t), ROLLOUT: SideSums.of(error_r)},
-            square_d=float(squares[0].sum()),
-            spacing=float(np.abs(np.spacing(tokens["replayed"].astype(np.float32))).sum(dtype=np.float64)),
-        )  # fmt: skip
+        for side, error_N in errors.items():
+            sums = {"error": error_N, "abs_error": np.abs(error_N), "square": squares[side]}
+            totals |= {f"{side} {name}": float(values_N.sum()) for name, values_N in sums.items()}
+        groups = {name: np.bincount(groups_N, part).astype(np.float64) for name, part in parts.items()}
+        return cls(groups=groups, totals=totals)
 
 
 def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
     """Add the sums of one or more steps, in order."""
-    names = parts[0].groups
     return ErrorSums(
-        num_sequences=sum(part.num_sequences for part in parts),
-        num_tokens=sum(part.num_tokens for part in parts),
-        groups={name: np.concatenate([part.groups[name] for part in parts]) for name in names},
-        sides={name: _joined_side([part.sides[name] for part in parts]) for name in (TRAIN, ROLLOUT)},
-        square_d=fsum(part.square_d for part in parts),
-        spacing=fsum(part.spacing for part in parts),
-    )
-
-
-def _joined_side(parts: Sequence[SideSums]) -> SideSums:
-    return SideSums(
-        error=fsum(part.error for part in parts),
-        abs_error=fsum(part.abs_error for part in parts),
-        square=fsum(part.square for part in parts),
+        groups={name: np.concatenate([part.groups[name] for part in parts]) for name in parts[0].groups},
+        totals={name: fsum(part.totals[name] for part in parts) for name in parts[0].totals},
     )

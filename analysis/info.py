@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
@@ -37,8 +38,7 @@ class WriterInfo:
     attempt: int | None
     """Training attempt to which the writer belongs; None outside of training, or if not recorded."""
     known_by: str
-    """Evidence for `state`: the writer `closed`, its `process` is alive or not, its machine `restarted`, or the `age` of its
-    last sign of life."""
+    """Evidence for `state`: the writer `closed`, its `process`, its machine `restarted`, or the `age` of its last sign of life."""
     silent_s: float | None
     """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int
@@ -59,7 +59,6 @@ class PassInfo:
     engine: str | None
     num_contracts: int
     num_captured: int
-    """Rows of scores that have captured distributions."""
     num_routed: int
     """Number of score rows that have router choices."""
     note: str | None
@@ -121,7 +120,6 @@ class TraceInfo(Result):
     num_bytes: dict[str, int]
     """Folder -> bytes; `dense` has the captured distributions."""
     num_captured: int
-    """Rows of scores that have captured distributions."""
     num_located: int = 0
     """Number of stored `locate` results."""
     attempts: tuple[AttemptInfo, ...] = field(default=())
@@ -168,11 +166,11 @@ def info(trace: str | Database) -> TraceInfo:
         num_bytes=_bytes(source),
         num_located=len(result_ids(source.store)),
         attempts=attempts(database),
-        has_checksums=not source.snapshot.unchecked,
+        has_checksums=not source.unchecked,
         judged=tuple(_judged(source)),
         missing=(*_missing(database, source, writers), *_replay_lacks(source, counts), *_not_recorded(source)),
         damaged=tuple(source.damaged),
-        ignored=tuple(source.snapshot.ignored),
+        ignored=tuple(source.ignored),
         **{name: getattr(source.manifest, name) for name in _OF_MANIFEST},
         **counts,
     )
@@ -277,10 +275,10 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
         elif writer.state == STOPPED:
             found.append(f"writer {writer.writer} stopped recording early: {writer.error}")
     for state in source.writers:
-        if state.is_launcher and state.state == OPEN and not source.snapshot.liveness[state.writer].is_alive:
+        if state.is_launcher and state.state == OPEN and not source.liveness[state.writer].is_alive:
             found.append("`tim-trace record` exited before its command, so the exit code of the command is unknown")
-    if source.snapshot.torn_bytes and source.is_live:
-        found.append(f"{source.snapshot.torn_bytes} bytes are being appended right now")
+    if source.torn_bytes and source.is_live:
+        found.append(f"{source.torn_bytes} bytes are being appended right now")
     return found
 
 
@@ -306,32 +304,29 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
     """Yield (pass, number of sequences without scores from the pass, first step, last step), for every pass except replays."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
-    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in names}
-    for steps in ranges if names else ():
-        values = {"names": names, "first": steps.start, "last": steps.stop - 1}
-        for name, *row in database.connection.execute(_UNSCORED, values).fetchall():
-            found[name].append((row[0], row[1], row[2]))
-    for name, rows in found.items():
-        if rows:
-            yield name, sum(row[0] for row in rows), min(row[1] for row in rows), max(row[2] for row in rows)
+    rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
+    for name in names:
+        if found := [row for row in rows if row[0] == name]:
+            _, counts, firsts, lasts = zip(*found, strict=True)
+            yield name, sum(counts), min(firsts), max(lasts)
 
 
 def _twice(database: Database, ranges: Sequence[range]) -> tuple[int, int, str]:
     """Return the number of duplicate sequence names, and the step and name of the first."""
-    found = [
-        row
-        for steps in ranges
-        for row in database.connection.execute(_TWICE, {"first": steps.start, "last": steps.stop - 1}).fetchall()
-        if row[0]
-    ]
+    found = [row for row in _of_ranges(database, _TWICE, ranges) if row[0]]
     return (sum(row[0] for row in found), *found[0][1:]) if found else (0, 0, "")
+
+
+def _of_ranges(database: Database, query: str, ranges: Sequence[range], **values: Any) -> list[tuple[Any, ...]]:
+    asked = [values | {"first": steps.start, "last": steps.stop - 1} for steps in ranges]
+    return [row for each in asked for row in database.connection.execute(query, each).fetchall()]
 
 
 def _judged(source: Source) -> list[str]:
     """Return why open writers whose process is not visible from here count as live or ended."""
     found = []
     for state in source.writers:
-        judged = source.snapshot.liveness[state.writer]
+        judged = source.liveness[state.writer]
         who = f"writer {state.writer} (process {state.pid} on {state.host or 'an unknown host'})"
         if judged.how == RESTARTED:
             found.append(f"{who} has ended: this machine was restarted since its last sign of life")
@@ -349,9 +344,8 @@ def _judged(source: Source) -> list[str]:
 
 
 def _not_recorded(source: Source) -> list[str]:
-    return list(
-        dict.fromkeys(f"not recorded: {sentence}" for state in source.writers for sentence in state.not_recorded)
-    )
+    lacks = dict.fromkeys(sentence for state in source.writers for sentence in state.not_recorded)
+    return [f"not recorded: {sentence}" for sentence in lacks]
 
 
 def attempts(database: Database) -> tuple[AttemptInfo, ...]:
@@ -383,22 +377,12 @@ def steps_text(runs: Sequence[tuple[int, int]]) -> str:
 
 
 def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:
-    found = source.snapshot.liveness[state.writer]
+    found = source.liveness[state.writer]
     kind = {CLOSED: FINISHED, FAILED: STOPPED}.get(state.state, LIVE if found.is_alive else KILLED)
     return WriterInfo(
-        writer=state.writer,
-        state=kind,
-        host=state.host,
-        pid=state.pid,
-        rank=state.rank,
-        attempt=state.attempt,
-        known_by=found.how,
-        silent_s=found.silent_s,
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        waited_s=state.waited_s,
-        error=state.error,
-    )
+        state=kind, known_by=found.how, silent_s=found.silent_s, num_sequences=num_sequences, num_tokens=num_tokens,
+        **{name: getattr(state, name) for name in ("writer", "host", "pid", "rank", "attempt", "waited_s", "error")},
+    )  # fmt: skip
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,6 @@ _STATES = {
 
 
 def info_text(info: TraceInfo, width: int | None = None) -> str:
-    """Render a summary of a trace."""
     info = shown(info)
     facts = _facts(info)
     name_width = max(len(name) for name, value in facts.items() if value)

@@ -12,7 +12,7 @@ from ..replay.locate.engine import locate as locate_operators
 from ..schemas.checksums import short_hash
 from ..schemas.contract import canonical_json
 from ..tracer.located.result_files import write_result
-from ..tracer.located.results import Located, LocateQuestion
+from ..tracer.located.results import LocateQuestion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store, first_line
 from .location import Location, location
@@ -55,29 +55,23 @@ def locate(
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """
-    found = locate_operators(
-        trace, steps=steps, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
-        model_factory=model_factory, against_factory=against_factory, weights_from=weights_from, progress=progress,
-    )  # fmt: skip
+    asked: dict[str, Any] = {
+        "arm": arm, "against": against, "sequences": sequences, "layers": layers, "operators": operators, "patch": patch,
+        "model_factory": model_factory, "against_factory": against_factory,
+    }  # fmt: skip
+    found = locate_operators(trace, steps=steps, weights_from=weights_from, progress=progress, **asked)
     if not keep:
         return location(found)
-    question = LocateQuestion(
-        step=found.step, arm=arm, against=against, sequences=sequences, layers=layers, operators=operators, patch=patch,
-        model_factory=model_factory, against_factory=against_factory,
-        weights_from=None if weights_from is None else os.fspath(weights_from),
-    )  # fmt: skip
-    kept, not_kept = _keep(Store(trace), question, found)
-    return location(found, kept=kept, not_kept=not_kept)
-
-
-def _keep(store: Store, question: LocateQuestion, found: Located) -> tuple[str | None, str | None]:
-    """Store a result; return its path, or the reason why it could not be stored."""
+    store = Store(trace)
     if not store.is_local:
-        return None, "the trace is not a local folder"
+        return location(found, not_kept="the trace is not a local folder")
+    question = LocateQuestion(
+        step=found.step, weights_from=None if weights_from is None else os.fspath(weights_from), **asked
+    )
     try:
-        return write_result(store, question_id(question), question, found), None
+        return location(found, kept=write_result(store, question_id(question), question, found))
     except OSError as error:
-        return None, error.strerror or first_line(error)
+        return location(found, not_kept=error.strerror or first_line(error))
 
 
 def question_id(question: LocateQuestion) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..tracer.located.results import ROUTES, Divergence, WeightDifference
-from .location import Location, OperatorShare, PatchShare, location_rows
+from .location import Location, PatchShare, location_rows
 from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text
 
@@ -61,7 +61,7 @@ def location_text(found: Location, width: int | None = None) -> str:
                 "the rest is judged without them; run code that computes them one by one, such as transformers', to judge them too",
             )
         )
-    parts = [sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
+    parts = [location_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
     parts += [_weights(each) for each in found.weights[:_MOST_ROWS]]
     for by, name, value in (("kind", "locate_kinds", "carried"), ("patch", "locate_patches", "removed")):
         if rows := _largest(location_rows(found, by), value):
@@ -77,7 +77,7 @@ def _largest(rows: Rows, value: str) -> Rows | None:
     return Rows(rows.columns, [tuple(row.values()) for row in kept]) if kept else None
 
 
-def sentence(found: Location) -> str:
+def location_sentence(found: Location) -> str:
     """Return one or two sentences that state where the executions diverge, including the limits of the statement."""
     return _answer(found) + (f" Limited to {found.only}." if found.only else "")
 
@@ -92,14 +92,18 @@ def _answer(found: Location) -> str:
     best = max(_single(found), key=lambda each: each.removed, default=None)
     if best is not None and best.removed > _REMOVES:
         return f"{said} {_removes(best)}"
-    return said if top is None else f"{said} {_carries(top)}"
+    if top is None:
+        return said
+    carried = f"{top.carried:.0%}{_interval(top.carried_low, top.carried_high)}"
+    return f"{said} {top.kind} in {top.side} accounts for {carried} of the mismatch (mean square of d), more than any other."
 
 
 def next_command(found: Location) -> str:
-    """Return the command to run next on this trace."""
     if found.first is not None and found.first.why == "weights":
         return "tim-trace weights RUN --engine"
-    if found.first is None and _hides(found):
+    # vLLM does not run in float64, so its rounding can hide a bug in its code.
+    hides = any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
+    if found.first is None and hides:
         return f"tim-trace locate RUN --steps {found.step} --arm dtype=fp32 --against engine=vllm,dtype=fp32"
     best = max(_single(found), key=lambda each: each.removed, default=None)
     kind = max(found.kinds, key=lambda each: each.carried).kind if found.kinds else ""
@@ -108,11 +112,6 @@ def next_command(found: Location) -> str:
     elif best is not None and best.removed > _REMOVES:
         kind = best.patch
     return f"tim-trace replay RUN --steps {found.step} {_TRIES.get(kind, '--dtype fp32')}"
-
-
-def _hides(found: Location) -> bool:
-    """Return True if vLLM's rounding can hide a bug in its code; it does not run in float64."""
-    return any(each.dtype in ("bfloat16", "float16") for each in found.operators if each.side in found.engines)
 
 
 def _single(found: Location) -> list[PatchShare]:
@@ -134,11 +133,6 @@ def _removes(best: PatchShare) -> str:
 
 def _interval(low: float | None, high: float | None) -> str:
     return "" if low is None or high is None else f" (95% CI {low:.0%} to {high:.0%})"
-
-
-def _carries(top: OperatorShare) -> str:
-    interval = _interval(top.carried_low, top.carried_high)
-    return f"{top.kind} in {top.side} accounts for {top.carried:.0%}{interval} of the mismatch (mean square of d), more than any other."
 
 
 def _first(first: Divergence, found: Location) -> str:

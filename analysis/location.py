@@ -1,21 +1,28 @@
-"""The result of `locate`: where two executions diverge, with shares of the mismatch and their intervals.
+"""The result of `locate`: where two executions diverge, with shares of the mismatch and their intervals; results stored in
+a trace, and the rows of the SQL views `operators` and `patches`.
 
 Shapes: S sequences in the selected step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
+from ..schemas.errors import tell_damage
+from ..schemas.located import OPERATORS, PATCHES
 from ..schemas.results import Result
+from ..schemas.tables import Table
+from ..tracer.located.result_files import KeptResult, read_results
 from ..tracer.located.results import Divergence, Located, OperatorError, Router, WeightDifference
 from .rows import Rows, table
 from .statistics.estimators import Array
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends
+from .trace.database import Database, cached
 
 _CONFIDENCE = 0.95
 
@@ -74,8 +81,7 @@ class Location(Result):
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share of mean d^2 that the own errors of all operators account for together: 1 if the model is linear in the errors;
-    None without a mismatch."""
+    """Share of mean d^2 from all operators' own errors: 1 if the model is linear in them; None without a mismatch."""
     first: Divergence | None
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
@@ -118,15 +124,19 @@ def location(found: Located, *, kept: str | None = None, not_kept: str | None = 
             removed_high=high,
         ))  # fmt: skip
     return Location(
-        run=found.run, step=found.step, policy_version=found.policy_version, device=found.device, a=found.a, b=found.b,
-        only=found.only, chosen=found.chosen, num_sequences=len(found.sequences), num_groups=len(set(group_S.tolist())),
-        no_interval=no_interval.value if no_interval is NoInterval.FEW else None, num_tokens=found.num_tokens,
-        mean_abs_d=found.mean_abs_d, max_abs_d=found.max_abs_d, gap_rms=(total / max(found.num_tokens, 1)) ** 0.5,
-        explained=sum(each.carried for each in kinds) if total else None, first=found.first, weights=found.weights,
-        routers=found.routers, kinds=kinds, layers=tuple(_carried(found, share, lambda each: (each.side, "", each.layer))),
-        patches=tuple(patches), operators=found.operators, unseen=found.unseen, unjudged=found.unjudged,
-        engines=found.engines, kept=kept, not_kept=not_kept,
+        num_sequences=len(found.sequences), num_groups=len(set(group_S.tolist())), kinds=kinds, patches=tuple(patches),
+        no_interval=no_interval.value if no_interval is NoInterval.FEW else None,
+        gap_rms=(total / max(found.num_tokens, 1)) ** 0.5, explained=sum(each.carried for each in kinds) if total else None,
+        layers=tuple(_carried(found, share, lambda each: (each.side, "", each.layer))), kept=kept, not_kept=not_kept,
+        **{name: getattr(found, name) for name in _AS_FOUND},
     )  # fmt: skip
+
+
+_AS_FOUND = (
+    "run", "step", "policy_version", "device", "a", "b", "only", "chosen", "num_tokens", "mean_abs_d", "max_abs_d", "first",
+    "weights", "routers", "operators", "unseen", "unjudged", "engines",
+)  # fmt: skip
+"""Fields that are taken from `Located` as they are."""
 
 
 def _carried(
@@ -165,3 +175,76 @@ def location_rows(found: Location, by: str = "kind") -> Rows:
         "kind": found.kinds, "operator": found.operators, "layer": found.layers, "patch": found.patches,
     }  # fmt: skip
     return table(tables[by]).without({"kind": ("layer",), "layer": ("kind",)}.get(by, ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocatedResult:
+    """One stored result."""
+
+    run: str
+    id: str
+    location: Location
+    shares: Mapping[tuple[str, str], float]
+    """(side, operator) -> share of the mean square mismatch; operators without a gradient are missing."""
+
+
+@cached
+def read_located(database: Database) -> tuple[LocatedResult, ...]:
+    """Return the stored results for a database's steps, newest last; warn about unreadable ones."""
+    found = []
+    for source in database.sources:
+        results, damaged = read_results(source.store)
+        tell_damage(f"{sentence}; this locate result is left out" for sentence in damaged)
+        steps = database.kept_steps.get(source.run)
+        found += [_result(source.run, each) for each in results if steps is None or each.header.question.step in steps]
+    return tuple(found)
+
+
+def newest(database: Database) -> LocatedResult | None:
+    """Return the newest stored result; None if none can be read."""
+    return next(reversed(read_located(database)), None)
+
+
+def _result(run: str, kept: KeptResult) -> LocatedResult:
+    total = sum(each.sum_square for each in kept.header.sequences)
+    shares = {key: sum(own.values()) / total for key, own in kept.found.products.items()} if total else {}
+    return LocatedResult(run=run, id=kept.header.id, location=location(kept.found, kept=kept.relative), shares=shares)
+
+
+def view_rows(database: Database) -> dict[str, pa.Table]:
+    """Return the rows for both views: one row per result and operator, and one row per result and patch."""
+    results = read_located(database)
+    return {
+        name: pa.Table.from_pylist(list(rows(results)), _schema(spec, more))
+        for name, rows, spec, more in (
+            (OPERATORS.name, _operator_rows, OPERATORS, ("carried",)),
+            (PATCHES.name, _patch_rows, PATCHES, ("removed", "removed_low", "removed_high")),
+        )
+    }
+
+
+def _schema(spec: Table, shares: Iterable[str]) -> pa.Schema:
+    """Return the columns that identify the result, the table's columns other than lists, and the shares."""
+    texts = [pa.field(name, pa.string()) for name in ("run", "result")]
+    named = [*texts, pa.field("step", pa.int64()), pa.field("a", pa.string()), pa.field("b", pa.string())]
+    kept = [pa.field(each.name, each.type) for each in spec.schema if not pa.types.is_list(each.type)]
+    return pa.schema([*named, *kept, *(pa.field(name, pa.float64()) for name in shares)])
+
+
+def _operator_rows(results: Iterable[LocatedResult]) -> Iterator[dict[str, Any]]:
+    for result in results:
+        for each in result.location.operators:
+            row = asdict(each)
+            share = result.shares.get((each.side, each.operator))
+            yield _named(result) | {"forward_order": row.pop("order"), "carried": share} | row
+
+
+def _patch_rows(results: Iterable[LocatedResult]) -> Iterator[dict[str, Any]]:
+    for result in results:
+        for each in result.location.patches:
+            yield _named(result) | asdict(each)
+
+
+def _named(result: LocatedResult) -> dict[str, Any]:
+    found = result.location
+    return {"run": result.run, "result": result.id, "step": found.step, "a": found.a, "b": found.b}

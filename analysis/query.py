@@ -15,7 +15,6 @@ from ..schemas.errors import InvalidQuery, TimTraceError, option
 from ..tracer.trace_files import PROTOCOL
 from .rows import Rows, printable_lines
 from .trace.connection import NOT_OF_FILES, ended_by_ctrl_c
-from .trace.database import Database
 from .trace.macros import words_of
 from .trace.source import Traces
 from .views import open_database
@@ -47,7 +46,12 @@ class Session:
         self._database = open_database(traces)
         self._unsafe = unsafe
         if not unsafe:
-            _confine(self._database)
+            # The connection reaches the traces' own files only, and no variable of this process.
+            for setting in (
+                f"allowed_directories = ['{PROTOCOL}://']", "python_enable_replacements = false",
+                "enable_external_access = false", "lock_configuration = true",
+            ):  # fmt: skip
+                self._database.connection.execute(f"SET {setting}")
 
     def ask(self, query: str) -> Rows:
         """Run a query and return its rows; with several statements, return the rows from the last one."""
@@ -91,15 +95,6 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
     elif kind in _READING:
         return
     raise InvalidQuery(f"sql: {kind.name} does more than read; allow it with {option('unsafe')}")
-
-
-def _confine(database: Database) -> None:
-    """Restrict the connection to the traces' own files, without access to this process's variables."""
-    connection = database.connection
-    connection.execute(f"SET allowed_directories = ['{PROTOCOL}://']")
-    connection.execute("SET python_enable_replacements = false")
-    connection.execute("SET enable_external_access = false")
-    connection.execute("SET lock_configuration = true")
 
 
 def _explained(message: str) -> str:

@@ -1,12 +1,19 @@
-"""Render `tim-trace replay`: plan and results."""
+"""Render `tim-trace replay`, its plan, `tim-trace triangulate` and `tim-trace gradient`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..replay.backends.trusted import WHY
 from ..replay.results import ReplayedStep, ReplayPlan, by_arm
-from .rows import Rows, table, to_text
+from ..schemas.passes import TRAIN
+from .main_columns import MAIN_COLUMNS
+from .rows import Rows, shown, table, to_text
+
+if TYPE_CHECKING:
+    from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient
+    from .triangulate import Triangulation
 
 
 def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
@@ -15,7 +22,6 @@ def plan_text(plan: ReplayPlan, width: int | None = None) -> str:
 
 
 def plan_rows(plan: ReplayPlan) -> Rows:
-    """Return a plan as a table."""
     names, rows = plan._table()
     return Rows(tuple(names), [tuple(row) for row in rows])
 
@@ -48,3 +54,130 @@ def not_held_reason(code: str) -> str:
 def replay_text(found: Sequence[ReplayedStep], width: int | None = None) -> str:
     """Render replays: one row per arm."""
     return to_text(table(by_arm(found)), width)
+
+
+def triangulation_text(found: Triangulation, width: int | None = None) -> str:
+    """Render how the mismatch splits between trainer and engine."""
+    found = shown(found)
+    why = "" if found.not_held is None else f", because {not_held_reason(found.not_held)}"
+    steps = f"{len(found.steps)} ({found.steps[0]} to {found.steps[-1]})"
+    facts = [
+        ("reference", found.reference),
+        (
+            "identity",
+            "held: bitwise equal to the recording" if found.identity_held else f"NOT HELD{why}: see tim-trace replay",
+        ),
+        ("steps", steps),
+        ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
+        ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
+        ("correlation", f"{found.correlation:.3g} of the two errors"),
+        ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
+    ]
+    parts = [
+        triangulation_sentence(found),
+        "\n".join(f"{name:<11}  {value}" for name, value in facts),
+        to_text(triangulation_rows(found), width),
+    ]
+    if len(found.arms):
+        parts.append(to_text(found.arms, width))
+    return "\n\n".join(parts)
+
+
+def triangulation_sentence(found: Triangulation) -> str:
+    """Return one sentence that states how the mismatch splits between trainer and engine."""
+    if found.gap_rms == 0.0:
+        return "No mismatch: trainer and engine give every token the same logprob."
+    larger = max(found.sides, key=lambda side: side.share)
+    if larger.share < 0.6:
+        trainer, engine = (f"{side.share:.0%}" for side in found.sides)
+        return f"Both sides account for the mismatch: the trainer for {trainer} of its mean square, the engine for {engine}."
+    who = "trainer" if larger.name == TRAIN else "engine"
+    if larger.share_low is None or larger.share_high is None:
+        interval = f"no interval: {found.no_interval}"
+    else:
+        interval = f"95% CI over {found.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
+    return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean square of d; {interval})."
+
+
+def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
+    sides = table(found.sides)
+    return found.arms if by == "arm" else Rows(("side", *sides.columns[1:]), sides.rows)
+
+
+_FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
+
+
+def gradient_text(found: GradientReport, width: int | None = None, by: str = "step") -> str:
+    """Render gradients, one row per step and arm, per step, arm and module, or per arm over all steps."""
+    found = shown(found)
+    rows = gradient_rows(found, by)
+    loss = found.loss
+    corrected = "" if loss.correction == "none" else f", correction {loss.correction}"
+    facts = f"loss {loss.kind} of {loss.level} ratios over {loss.denominator}, {loss.aggregation}{corrected}"
+    return "\n\n".join([gradient_sentence(found), facts, to_text(rows, width, MAIN_COLUMNS["gradient"]), *found.notes])
+
+
+def gradient_sentence(found: GradientReport) -> str:
+    """Return a sentence that states whether the recorded gradient norms were reproduced."""
+    logged = [step for step in found.steps if step.reproduced is not None]
+    wrong = [step for step in logged if not step.reproduced]
+    if not logged:
+        return (
+            "No gradient norm was logged for these steps, so the gradients cannot be checked against the recorded ones."
+        )
+    if not wrong:
+        steps = f"all {len(logged)} steps" if len(logged) > 1 else "the step"
+        return f"The recorded gradient norm was reproduced to the last digit in {steps} that logged one."
+    first = wrong[0]
+    why = f" ({'; '.join(first.notes)})" if first.notes else ""
+    return (
+        f"The recorded gradient norm was reproduced in {len(logged) - len(wrong)} of {len(logged)} steps; step {first.step} gives "
+        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Distances to a gradient that was not reproduced mean less."
+    )
+
+
+def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
+    """Return one row per step and arm, per step, arm and module, or per arm over all steps."""
+    return {"step": _by_step, "module": _by_module, "arm": _by_arm}[by](found.steps)
+
+
+def _by_step(steps: Sequence[GradientStep]) -> Rows:
+    columns = (
+        "step", "arm", "version", "grad_norm", "logged_norm", "cosine", "norm_ratio", "bias", "variance",
+    )  # fmt: skip
+    rows = [
+        (step.step, step.arm, step.policy_version, step.grad_norm, step.logged_norm, *_figures(step.whole)[1:])
+        for step in steps
+    ]
+    return Rows(columns, rows)
+
+
+def _by_module(steps: Sequence[GradientStep]) -> Rows:
+    return Rows(
+        ("step", "arm", "version", "module", "num_parameters", *_FIGURES),
+        [
+            (step.step, step.arm, step.policy_version, part.module, part.num_parameters, *_figures(part))
+            for step in steps
+            for part in step.modules
+        ],
+    )
+
+
+def _by_arm(steps: Sequence[GradientStep]) -> Rows:
+    rows = []
+    for name in dict.fromkeys(step.arm for step in steps):
+        own = [step.whole for step in steps if step.arm == name]
+        cosines = [whole.cosine for whole in own if whole.cosine is not None]
+        ratios = [whole.norm_ratio for whole in own if whole.norm_ratio is not None]
+        shares = [whole.bias / whole.norm * whole.norm_ratio for whole in own if whole.norm and whole.norm_ratio]
+        rows.append((name, len(own), _mean(cosines), min(cosines, default=None), _mean(ratios), _mean(shares)))
+    columns = ("arm", "num_steps", "mean_cosine", "min_cosine", "mean_norm_ratio", "mean_bias_share")
+    return Rows(columns, rows)
+
+
+def _figures(part: ModuleGradient) -> tuple[float | None, ...]:
+    return tuple(getattr(part, name) for name in _FIGURES)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -15,8 +15,8 @@ import pyarrow as pa
 from ..schemas.errors import InvalidQuery
 from ..tracer.routing import NOT_ROUTED, Routing, read_routing
 from ..tracer.store import Store
-from .trace.database import Database, macro_file
-from .trace.macros import sql_file, struct_sql
+from .trace.database import Database
+from .trace.macros import MacroFile, sql_file, struct_sql
 from .trace.ragged import struct_fields
 from .trace.source import Source
 
@@ -119,11 +119,10 @@ def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -
     define(FUNCTIONS[1], _COUNTS, by_token)
 
 
-def _register(database: Database) -> None:
-    register(database.connection.raw, database.sources)
-
-
-MACROS = macro_file("routing", sql_file("routing"), _register, functions=FUNCTIONS)
+MACROS = MacroFile[Database](
+    name="routing", sql=sql_file("routing"), functions=FUNCTIONS,
+    register=lambda database: register(database.connection.raw, database.sources),
+)  # fmt: skip
 
 
 def _compared(stores: dict[str, Store], run: Any, a: Any, b: Any, num_tokens: Any) -> list[Agreement]:

@@ -15,7 +15,6 @@ class Statement:
     code: str
     """Stable code from the catalogue in the text module of its package."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Placeholder of the sentence -> number or text."""
 
 
 def sentences(statements: Iterable[Statement], catalogue: Mapping[str, str]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..schemas.errors import InvalidOption, NothingToCompare, option
@@ -13,10 +12,12 @@ from .distributions.function import has_captured, summary
 from .frameworks.framework import Framework, read_once
 from .frameworks.registry import framework_of, refuse_options
 from .rows import Rows
+from .trace.columns import passes_with
 from .trace.database import Database
 from .trace.macros import quoted_pair
 from .trace.pairs import parse_pair, tell_sampled, why_nothing
-from .trace.source import Pair, Source, Traces, find_sums
+from .trace.source import Pair, Traces, find_sums
+from .trace.spread import packed
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
 from .views import open_database
 
@@ -81,10 +82,13 @@ def stats(
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
         database = database.reopened()
     tell_sampled(database, names)
-    routed = _is_routed(database, names)
+    routed = {*names} <= passes_with(database, "routing", of=names)
     if by == "layer":
         if not routed:
-            raise NothingToCompare(_why_not_routed(database, names))
+            raise NothingToCompare(
+                f"{', '.join(source.run for source in database.sources)}: {names[0]!r} and {names[1]!r} do not both have router "
+                "choices; record an MoE model with --routing, and replay it: every pass replayed with hf then has them"
+            )
         return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     with connected(database.ray):
         if ensure(database, names, of_run=by == "run", progress=progress):
@@ -101,7 +105,8 @@ def stats(
     result = database.ask(query)
     if not any(row["num_tokens"] or row["num_nan"] or row["num_inf"] for row in result.dicts()):
         raise NothingToCompare(why_nothing(database, names))
-    return result.joined(summary(database, names, by), KEYS) if has_captured(database, names) else result
+    is_captured = {*names} <= passes_with(database, "dense", of=names) and has_captured(database, names)
+    return result.joined(summary(database, names, by), KEYS) if is_captured else result
 
 
 def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
@@ -113,7 +118,8 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
     if len(lacking) <= _FEW or database.ray is not None:
         return False
     with progress("summing runs", len(lacking)) as advance:
-        for sources in _batches(lacking):
+        sizes = {source.run: (sum(writer.num_tokens for writer in source.writers), 1) for source in lacking}
+        for sources in packed(lacking, lambda source: sizes[source.run], (CHUNK_TOKENS, _TOGETHER)):
             summarize(sources, pair=pair)
             for source in sources:
                 find_sums(source)
@@ -121,23 +127,7 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
     return True
 
 
-def _batches(sources: Sequence[Source]) -> Iterator[list[Source]]:
-    """Yield batches of neighbouring traces to process together; a large trace is a batch of its own."""
-    batch: list[Source] = []
-    num_tokens = 0
-    for source in sources:
-        of_source = sum(writer.num_tokens for writer in source.writers)
-        num_tokens += of_source
-        if batch and (num_tokens > CHUNK_TOKENS or len(batch) == _TOGETHER):
-            yield batch
-            batch, num_tokens = [], of_source
-        batch.append(source)
-    if batch:
-        yield batch
-
-
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
-    """Return a framework's numbers."""
     if by not in LIKE:
         raise InvalidOption(
             f"like {framework.name}: no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
@@ -180,17 +170,3 @@ def likeness(
         f"as {framework.name} {framework.version} defines them: {framework.source}",
         *framework.notes(open_database(traces, steps), parse_pair(pair)),
     ]
-
-
-def _is_routed(database: Database, pair: Pair) -> bool:
-    """Return True if both passes have router choices for some sequence."""
-    query = 'SELECT DISTINCT "pass" FROM scores WHERE routing IS NOT NULL'
-    return {*pair} <= {name for (name,) in database.connection.execute(query).fetchall()}
-
-
-def _why_not_routed(database: Database, pair: Pair) -> str:
-    where = ", ".join(source.run for source in database.sources)
-    return (
-        f"{where}: {pair[0]!r} and {pair[1]!r} do not both have router choices; record an MoE model with "
-        "--routing, and replay it: every pass replayed with hf then has them"
-    )

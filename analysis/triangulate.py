@@ -41,7 +41,6 @@ from .views import open_database
 
 _CONFIDENCE = 0.95
 _TOKENS = 2 << 20
-"""Maximum number of tokens read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +65,10 @@ class SideErrors:
 class Triangulation(Result):
     """Errors of trainer and engine, and how much of the mismatch each single change removes."""
 
-    _text = "tim_trace.analysis.triangulate_text:triangulation_text"
+    _text = "tim_trace.analysis.replay_text:triangulation_text"
 
     run: str
     reference: str
-    """Name of the pass used as the reference."""
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
@@ -88,8 +86,7 @@ class Triangulation(Result):
     identity_held: bool
     """True if the replayed steps reproduced the recorded bits."""
     not_held: str | None
-    """Code for why the replayed steps did not reproduce the recorded bits, as in `ReplayedStep`; None if they did, or if the
-    replay already existed."""
+    """Why the replayed steps did not reproduce the recorded bits, a code of `ReplayedStep`; None if they did or existed."""
     arms: Rows
     """One row per arm: its mismatch with the rollout when it replaces the trainer, and the share of mean d^2 this removes."""
 
@@ -149,26 +146,14 @@ def _replay_missing(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Unit:
-    """A group of steps whose tokens are read together."""
-
-    names: list[str]
-    """Names of the replayed passes."""
-    steps: list[int]
-    asks_identity: bool
-    """True if tokens whose replay as recorded gave other bits are counted."""
-
-
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return a mapping from pass to sums and, if requested, the number of tokens for which replaying as recorded gave other
-    bits."""
+    """Return pass -> sums and, if requested, the number of tokens to which a replay as recorded gave other bits."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
-        _Unit(names=names, steps=[step for step in part if step in tokens], asks_identity=asks_identity)
+        (names, [step for step in part if step in tokens], asks_identity)
         for part in step_ranges(tokens, unit_tokens(database, _TOKENS, total))
     ]
     found: dict[str, list[ErrorSums]] = {name: [] for name in names}
@@ -178,17 +163,20 @@ def _errors(
             for name, parts in of_steps.items():
                 found[name] += parts
             num_different += different
-            advance(sum(tokens[step] for step in unit.steps))
+            advance(sum(tokens[step] for step in unit[1]))
     for name, parts in found.items():
         if not parts:
             raise NothingToCompare(f"no token of these steps has a logprob in train, rollout and {name}")
     return {name: joined(parts) for name, parts in found.items()}, num_different
 
 
-def _measure(database: Database, unit: _Unit) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield the sums of each step of a unit, and the number of tokens whose bits differ."""
-    found = {name: list(_of_steps(_tokens(database, name, unit.steps))) for name in unit.names}
-    yield found, _num_different(database, unit.steps) if unit.asks_identity else 0
+def _measure(
+    database: Database, unit: tuple[list[str], list[int], bool]
+) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
+    """Yield pass -> the sums of each of some steps and, if requested, the number of tokens whose bits differ."""
+    names, steps, asks_identity = unit
+    found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
+    yield found, _num_different(database, steps) if asks_identity else 0
 
 
 def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
@@ -230,12 +218,12 @@ def _measured(
         run=run.store.name,
         reference=reference,
         steps=tuple(steps),
-        num_sequences=own.num_sequences,
+        num_sequences=int(own.totals["num_sequences"]),
         num_groups=len(own.groups[GAP]),
         no_interval=next((str(interval) for _, interval in found.values() if isinstance(interval, NoInterval)), None),
-        num_tokens=own.num_tokens,
-        gap_rms=sqrt(own.square_d / own.num_tokens),
-        resolution=own.spacing / own.num_tokens / 4,
+        num_tokens=int(own.totals["num_tokens"]),
+        gap_rms=sqrt(own.totals["square_d"] / own.totals["num_tokens"]),
+        resolution=own.totals["spacing"] / own.totals["num_tokens"] / 4,
         sides=tuple(_side(name, own, *found[name]) for name in (TRAIN, ROLLOUT)),
         correlation=_correlation(own),
         identity_held=held,
@@ -249,19 +237,21 @@ def _measured(
 
 def _side(name: str, sums: ErrorSums, share: float, interval: Interval | NoInterval) -> SideErrors:
     low, high = ends(interval) or (None, None)
-    own, num = sums.sides[name], sums.num_tokens
+    mean, mean_abs, square = (
+        sums.totals[f"{name} {part}"] / sums.totals["num_tokens"] for part in ("error", "abs_error", "square")
+    )
     return SideErrors(
-        name=name, mean=own.error / num, mean_abs=own.abs_error / num, rms=sqrt(own.square / num),
-        share=share, share_low=low, share_high=high,
-    )  # fmt: skip
+        name=name, mean=mean, mean_abs=mean_abs, rms=sqrt(square), share=share, share_low=low, share_high=high
+    )
 
 
 def _correlation(sums: ErrorSums) -> float:
     """Return Pearson's correlation of the two errors; NaN if one is constant."""
-    trainer, engine, num = sums.sides[TRAIN], sums.sides[ROLLOUT], sums.num_tokens
-    common = trainer.square - fsum(sums.groups[TRAIN]) - trainer.error * engine.error / num
-    spreads = [side.square - side.error * side.error / num for side in (trainer, engine)]
-    if any(spread <= 1e-12 * side.square for spread, side in zip(spreads, (trainer, engine), strict=True)):
+    error, square = ([sums.totals[f"{side} {name}"] for side in (TRAIN, ROLLOUT)] for name in ("error", "square"))
+    num = sums.totals["num_tokens"]
+    common = square[0] - fsum(sums.groups[TRAIN]) - error[0] * error[1] / num
+    spreads = [of_square - of_error * of_error / num for of_square, of_error in zip(square, error, strict=True)]
+    if any(spread <= 1e-12 * of_square for spread, of_square in zip(spreads, square, strict=True)):
         return nan
     return max(min(common / sqrt(spreads[0] * spreads[1]), 1.0), -1.0)
 
@@ -269,8 +259,8 @@ def _correlation(sums: ErrorSums) -> float:
 def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
     """Return the row of an arm; its mismatch is the engine's error against the arm's replay."""
     ((share, interval),) = shares(sums.groups, (REMOVED,)).values()
-    left = sums.sides[ROLLOUT].square
-    return name, sqrt(left / sums.num_tokens), share, *(ends(interval) or (None, None))
+    left = sums.totals[f"{ROLLOUT} square"] / sums.totals["num_tokens"]
+    return name, sqrt(left), share, *(ends(interval) or (None, None))
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow.parquet import read_table
+
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, QueryFailed, TimTraceError
 from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEIGHTS, Segment
@@ -66,8 +70,8 @@ def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -
         trace=os.fspath(trace),
         folders=Rows(COLUMNS, [(name, *counts) for name, counts in found.counts.items() if counts[0]]),
         damaged=tuple(dict.fromkeys((*source.damaged, *found.damaged))),
-        ignored=(*source.snapshot.ignored, *found.ignored),
-        unchecked_writers=tuple(source.snapshot.unchecked),
+        ignored=(*source.ignored, *found.ignored),
+        unchecked_writers=tuple(source.unchecked),
     )
 
 
@@ -99,13 +103,13 @@ class _Verifier:
     """Reads a trace folder by folder."""
 
     def __init__(self, source: Source):
-        self.source, self.snapshot, self.store = source, source.snapshot, source.store
+        self.source, self.store = source, source.store
         folders = (*TABLES, PASSES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE)
         self.counts = {name: [0] * (len(COLUMNS) - 1) for name in folders}
         """Folder -> values of COLUMNS after the first."""
         self.damaged: list[str] = []
         self.ignored: list[str] = []
-        self._records = self.snapshot.accounted
+        self._records = self.source.accounted
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +129,7 @@ class _Verifier:
     def parts(self) -> Iterator[_Part | str]:
         """Yield the parts to read, except the results of `locate`; for an unreadable part, a sentence on the damage."""
         for table in TABLES:
-            for entry in self.snapshot.files[table]:
+            for entry in self.source.files[table]:
                 yield self._file(table, entry.relative, entry.file)
         sums = {file.relative: file for pairs in self.source.sums.values() for file in pairs.values()}
         for file in sums.values():
@@ -172,9 +176,6 @@ class _Verifier:
             if record is not None and whole != record.hash:
                 raise ValueError("its content differs from what its writer wrote")
             if not is_checked:
-                import pyarrow as pa
-                from pyarrow.parquet import read_table
-
                 read_table(pa.BufferReader(self.store.read_bytes(relative)))
             if record is not None and record.steps not in (None, found := _steps(file)):
                 raise ValueError(f"its rows cover steps {found}, but its writer recorded {record.steps}")
@@ -235,7 +236,7 @@ class _Verifier:
             raise DamagedTrace(
                 f"{where}: {content.damage}; no result includes the records after it; restore the file from a copy"
             )
-        found = self.snapshot.liveness.get(segment.writer)
+        found = self.source.liveness.get(segment.writer)
         if content.torn_bytes and not (found is not None and found.is_alive):
             raise DamagedTrace(torn_record(where, content.torn_bytes))
 
@@ -289,10 +290,5 @@ class _Verifier:
 
 
 def _steps(file: VerifiedFile) -> tuple[int, int]:
-    """Return the first and last step of a file's rows."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-    from pyarrow.parquet import read_table
-
     ends = pc.min_max(read_table(pa.PythonFile(FileCursor(file), mode="r"), columns=["step"])["step"])
     return ends["min"].as_py(), ends["max"].as_py()

@@ -11,8 +11,8 @@ from ..schemas.steps import ALL_STEPS
 from . import correction, routing
 from .distributions import function
 from .frameworks import registry
-from .trace.database import Database, core_files, macro_file
-from .trace.macros import LISTING, Catalogue
+from .trace.database import Database, core_files
+from .trace.macros import LISTING, Catalogue, MacroFile
 from .trace.source import Source, Traces
 
 _CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
@@ -24,11 +24,11 @@ _LOCATED = """
 
 @cache
 def catalogue() -> Catalogue[Database]:
-    """Return the SQL macros of all features."""
     return Catalogue(
         [
             *core_files(), correction.MACROS, function.MACROS, routing.MACROS,
-            macro_file("changes", _CHANGES, _register_changes), macro_file("located", _LOCATED, _register_located),
+            MacroFile(name="changes", sql=_CHANGES, register=_register_changes),
+            MacroFile(name="located", sql=_LOCATED, register=_register_located),
             *registry.macro_files(),
         ]
     )  # fmt: skip
@@ -37,8 +37,7 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database of some steps. An open database is returned as it is, unless other steps or another
-    cluster are requested.
+    """Open traces as a database of some steps; one that is open is returned, unless steps or cluster differ.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """
@@ -76,7 +75,7 @@ def _register_changes(database: Database) -> None:
 
 
 def _register_located(database: Database) -> None:
-    from .located import view_rows
+    from .location import view_rows
 
     for name, rows in view_rows(database).items():
         database.connection.register(f"located_{name}", rows)

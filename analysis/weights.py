@@ -1,11 +1,11 @@
-"""List and export the recorded weights: versions, sizes, and shares of changed elements."""
+"""List and export the recorded weights: versions, sizes, and shares of changed elements; render the engine's."""
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..replay.backends import adapters
 from ..schemas.errors import InvalidOption, TimTraceError, WeightsMissing, option, tell_damage
@@ -15,9 +15,9 @@ from ..schemas.weights import ITEM_BYTES, WeightVersion
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store
 from ..tracer.weights.checkpoints import CheckpointReader, config_of, open_weights, write_folder
-from ..tracer.weights.reader import SUPPLIES, Tensor, WeightReader
+from ..tracer.weights.reader import SUPPLIES, WeightReader
 from .engine_weights import engine_weights
-from .rows import Rows
+from .rows import Rows, to_text
 
 OK = "ok"
 VERSION_COLUMNS = ("version", "kind", "writers", "num_elements", "num_bytes", "stored_bytes", "share_changed", "chain")
@@ -91,7 +91,10 @@ def export(
     target = Path(folder)
     own = {name: adapters.exported_config(name, config) for name, config in (model.get("adapters") or {}).items()}
     below = adapters.below(tensors) if own else tensors
-    write_folder(target, below, _exported_config(config_of(model), below), tokenizer)
+    sizes = Counter[str]()
+    for tensor in below.values():
+        sizes[tensor.dtype] += tensor.bits.size
+    write_folder(target, below, config_of(model) | {"dtype": max(sizes, key=sizes.__getitem__)}, tokenizer)
     for name, config in own.items():
         write_folder(target / name, adapters.of_adapter(tensors, name), config, {}, prefix="adapter_")
     return target
@@ -110,13 +113,6 @@ def _open(
             hint = reader.told_checkpoints
         raise WeightsMissing(f"{trace}: has no weights; {hint}")
     return reader
-
-
-def _exported_config(config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
-    sizes: dict[str, int] = {}
-    for tensor in tensors.values():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.bits.size
-    return config | {"dtype": max(sizes, key=lambda dtype: sizes[dtype])}
 
 
 def _by_version(reader: WeightReader) -> Rows:
@@ -192,3 +188,22 @@ def _verified(rows: Rows, reader: WeightReader | CheckpointReader, progress: Pro
                 tell_damage([str(error)])
             advance(1)
     return Rows((*rows.columns, "verified"), found)
+
+
+def engine_weights_text(rows: Rows, by: str = "tensor", width: int | None = None, *, verbose: bool = False) -> str:
+    """Render rows of `engine_weights`; rows that agree at every version are only counted, unless `verbose`."""
+    agreeing = [row for row in rows.dicts() if row["agrees"] and not row["num_differ"]]
+    counted = len(agreeing) and not verbose
+    blocks = [_agreement(agreeing, len(rows), by)] if counted else []
+    if not counted or len(agreeing) < len(rows):
+        place = {name: rows.columns.index(name) for name in ("agrees", "num_differ")}
+        left = [row for row in rows.rows if verbose or not row[place["agrees"]] or row[place["num_differ"]]]
+        blocks.append(to_text(Rows(rows.columns, left), width))
+    return "\n\n".join(blocks)
+
+
+def _agreement(agreeing: list[dict[str, int]], of: int, by: str) -> str:
+    versions = sorted({row["num_versions"] for row in agreeing})
+    at = f"{versions[0]:,}" if len(versions) == 1 else f"{versions[0]:,} to {versions[-1]:,}"
+    num = f"All {of:,}" if len(agreeing) == of else f"{len(agreeing):,} of {of:,}"
+    return f"{num} engine {by}s equal the trainer's bit for bit at all {at} versions (--verbose lists them)."

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 
 import numpy as np
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
-from tim_trace.analysis.dynamics.motion import growths
+from tim_trace.analysis.dynamics.dynamics import growths
 from tim_trace.analysis.error_sums import GAP
 from tim_trace.analysis.facts.changes import LEAST_SD, change_points
 from tim_trace.analysis.facts.fall import Outcome, find_fall
 from tim_trace.analysis.facts.series import Series
+from tim_trace.analysis.gate.condition import LARGEST, SequenceColumns
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
-from tim_trace.analysis.gate.sums import LARGEST, SequenceColumns
 from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals_of, values_of
 from tim_trace.analysis.objective.objective import estimates
 from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH

@@ -1,10 +1,12 @@
-"""The values that alert rules are evaluated on, by step.
+"""The values that alert rules are evaluated on, by step, and tim-trace's own four rules. At each step these use only data up
+to that step; accuracy: docs/evidence/alerts.md.
 
 Shapes: n steps with a value; T tokens of a batch, N sequences.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 import numpy as np
@@ -48,8 +50,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] arrays per sequence: step, number of finite tokens, number of other tokens, and the sums of the two
-    metrics in OF_TOKENS."""
+    """Return [N] arrays: step, number of finite tokens, number of others, sums of the two metrics in OF_TOKENS."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -104,7 +105,10 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     names = {"k1": ("mean_d",), "ess_token": ("ess",), "chi2_token": ("mean_d", "k3", "ess")}.get(metric, (metric,))
     if any(name not in series for name in names):
         return None
-    columns = [_with_infinities(series[name]) for name in names]
+    columns = [series[name].values for name in names]
+    if "k3" in names:  # the series omits an infinite k3: exp(d) overflows above 709 nats
+        place, k3 = names.index("k3"), series["k3"]
+        columns[place] = np.where(np.isin(k3.steps, k3.not_finite), np.inf, k3.values)
     known = np.logical_and.reduce([~np.isnan(values) for values in columns])
     if not known.any():
         return None
@@ -120,9 +124,59 @@ def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Fi
     return series[names[0]].steps[known], found
 
 
-def _with_infinities(series: Series) -> Array:
-    """Return [n] values of k3, set to infinity at steps where the series omits an infinite value, because exp(d)
-    overflows above 709 nats."""
-    if series.name != "k3":
-        return series.values
-    return np.where(np.isin(series.steps, series.not_finite), np.inf, series.values)
+GAP = 0.06
+"""Mean |d| of a step, in nats, above which the mismatch is large enough to bias a run."""
+UNEQUAL = 0.05
+"""Share of repeated responses with a different reward above which the rewards are reported as contradictory."""
+RATE = 3.0
+NORM = 4.0
+TIMES = 3
+"""Number of consecutive steps for which the mismatch or the gradient norm must exceed its level."""
+
+
+def gap_bends(mean_abs_d: Array) -> np.ndarray:
+    """Return [n] bool: True if mean |d| has exceeded GAP, which can bias a run, for three consecutive steps."""
+    return sustained(mean_abs_d > GAP, TIMES)
+
+
+def rewards_contradict(unequal: Array) -> np.ndarray:
+    """Return [n] bool: True if over 5 % of repeated responses got a different reward; see `unequal_rewards`."""
+    return np.asarray(unequal > UNEQUAL)
+
+
+def rate_jumps(learning_rate: Array) -> np.ndarray:
+    """Return [n] bool: True if the learning rate exceeds RATE times its previous peak, i.e. the largest median over
+    five consecutive earlier steps."""
+    return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
+
+
+def norm_jumps(grad_norm: Array) -> Array:
+    """Return [n] bool: True if, for three consecutive steps, the gradient norm has exceeded NORM times its median over
+    the 20 steps that ended 5 steps earlier."""
+    values = logarithm(grad_norm)
+    return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
+
+
+def sustained(flags: np.ndarray, times: int) -> np.ndarray:
+    """Return [n] bool: True if a flag and those before it, `times` in all, are true."""
+    found = np.zeros(len(flags), bool)
+    if len(flags) >= times:
+        found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)
+    return found
+
+
+def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
+    """Return the [n] median of `window` values, ending `gap` values before each value; NaN with fewer or no finite ones."""
+    found = np.full(len(values), np.nan)
+    if len(values) > window + gap:
+        past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a window without a value is NaN
+            found[window + gap :] = np.nanmedian(np.where(np.isfinite(past), past, np.nan), axis=1)
+    return found
+
+
+def logarithm(values: Array) -> Array:
+    """Return [n] natural logarithms; NaN for values without a logarithm."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(values > 0, np.log(values), np.nan)

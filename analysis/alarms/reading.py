@@ -1,7 +1,6 @@
-"""Evaluate every alert rule at every step of a run.
+"""Published alert levels, and the evaluation of every alert rule at every step of a run.
 
-Published levels apply to a single training step, as frameworks log the figure, so one step beyond the level makes the
-alert fire.
+Published levels apply to a single training step, as frameworks log it: one step beyond the level makes the alert fire.
 
 Shapes: n steps with a value.
 """
@@ -18,13 +17,121 @@ from ..facts.series import Series
 from ..statistics.estimators import Array
 from ..trace.database import Database
 from ..trace.source import Pair
-from . import rule
-from .figures import NOT_FINITE, UNEQUAL_REWARDS, Figure, figure, read_token_figures
-from .published import ALARMS, Alarm
+from .figures import (
+    GAP,
+    NORM,
+    NOT_FINITE,
+    RATE,
+    TIMES,
+    UNEQUAL,
+    UNEQUAL_REWARDS,
+    Figure,
+    figure,
+    gap_bends,
+    norm_jumps,
+    rate_jumps,
+    read_token_figures,
+    rewards_contradict,
+)  # fmt: skip
 from .repeats import Repeats
 
 OWN = "tim-trace"
 _MEASURED = "docs/evidence/alerts.md"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A level that was published for one metric, or one of tim-trace's own rules."""
+
+    who: str
+    """Who published the level; `tim-trace` for its own rules."""
+    metric: str
+    """Name of the per-step figure that the level applies to; see alarms.figures."""
+    definition: str
+    level: float | None
+    """The level, in units of the metric; None if the text in `rule` says when the alert fires."""
+    rule: str = ""
+    above: bool = True
+    """True if the alert fires above the level, False if it fires below."""
+    of_size: bool = False
+    """True if the metric's absolute value is compared with the level."""
+    summary: str
+    """What the source says about a run beyond the level."""
+    source: str
+    of_mismatch: bool = True
+    """True if the alert concerns the size of the mismatch, False if it concerns rewards or the optimizer."""
+
+    @property
+    def condition(self) -> str:
+        """The condition under which the alert fires, e.g. `> 0.001`."""
+        return self.rule if self.level is None else f"{'>' if self.above else '<'} {self.level:g}"
+
+    @property
+    def gate(self) -> str | None:
+        """The same level as a condition of `gate`, e.g. `tim.k3>0.001 any step`; None for a rule without a level."""
+        metric = f"|{self.metric}|" if self.of_size else self.metric
+        return None if self.level is None else f"tim.{metric}{self.condition.replace(' ', '')} any step"
+
+
+ALARMS = (
+    Alarm(
+        who="verl", metric="prob_diff_mean", definition="training/rollout_probs_diff_mean: mean |exp(train) - exp(rollout)|",
+        level=0.01, summary="a problem (below 0.005 is normal)", source="verl FAQ",
+    ),
+    Alarm(
+        who="verl", metric="k1", definition="|rollout_corr/kl|: mean(rollout - train)", level=0.1, of_size=True,
+        summary="far off-policy", source="verl docs, rollout correction",
+    ),
+    Alarm(
+        who="verl", metric="chi2_token", definition="rollout_corr/chi2_token: mean exp(2 d) - 1", level=1.0,
+        summary="far off-policy", source="verl docs, rollout correction",
+    ),
+    Alarm(
+        who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2), w = exp(d) untruncated", level=0.3, above=False,
+        summary="few tokens carry most of the weight", source="verl docs, rollout correction",
+    ),
+    Alarm(
+        who="NeMo-RL", metric="mean_exp_abs_d", definition="token_mult_prob_error: mean exp(|d|)", level=1.05,
+        summary="the sample is plotted; 1.00 to 1.05 is fine", source="NeMo-RL docs, GRPO",
+    ),
+    Alarm(
+        who="NeMo-RL", metric="k3", definition="gen_kl_error: mean(exp(d) - 1 - d)", level=1e-3,
+        summary="above the acceptable range", source="NeMo-RL docs, GRPO",
+    ),
+    Alarm(
+        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); called KL on their page", level=1.0,
+        summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
+    ),
+    Alarm(
+        who="Miles", metric="mean_abs_d", definition="mean |d|", level=0.8, summary="chat templates differ",
+        source="Miles docs, debug",
+    ),
+    Alarm(
+        who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
+        summary="its own CI fails", source="prime-rl CI",
+    ),
+    Alarm(
+        who="Tinker", metric="k3", definition="KL between sampler and trainer (k3 taken)", level=0.01,
+        summary="investigate", source="tinker-feedback#22",
+    ),
+    Alarm(
+        who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=1e-3,
+        summary="above their low group", source="richardli.xyz/rl-collapse",
+    ),
+    Alarm(
+        who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=2e-2,
+        summary="their high group, whose runs collapsed", source="richardli.xyz/rl-collapse",
+    ),
+    Alarm(
+        who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
+        summary="an MoE run collapsed above it", source="Ling team, IcePop; arXiv 2510.18855",
+    ),
+    Alarm(
+        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="its CI fails (a 4B model)",
+        source="slime, Miles CI",
+    ),
+)  # fmt: skip
+"""Alert levels as published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +144,13 @@ class AlarmReading:
     is_raised: bool
     """True if the alert fires at any step."""
     worst_step: int | None
-    """The step whose value is furthest beyond the level, or nearest to it if no value is beyond; None if no step has a
-    value."""
+    """The step with the value furthest beyond the level, else nearest to it; None if no step has a value."""
     first_step: int | None = None
     """The first step at which the alert fires; None if it never fires."""
     first_value: float | None = None
     last_step: int | None = None
     """The last step at which the alert fires; None if it never fires."""
     num_steps: int = 0
-    """Number of steps at which the alert fires."""
     still: bool = False
     """True if the alert fires at the last step with a value."""
 
@@ -65,8 +170,7 @@ class AlarmReadings:
 
 
 def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure]) -> AlarmReadings:
-    """Evaluate every rule at every step: published levels, tim-trace's own rules, and checks for values that are not
-    finite."""
+    """Evaluate every rule at every step: published levels, tim-trace's own rules, and values that are not finite."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -106,11 +210,11 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[AlarmReading]:
     """Yield the readings of tim-trace's four own rules."""
     signs = (
-        (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "a mismatch of this size can bias the run", True),
-        (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times its earlier level",
+        (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
+        (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (rule.norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
-         f"> {rule.NORM:g} for {rule.TIMES} steps", "updates are abnormally large", False),
+        (norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
+         f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for fires, metric, definition, condition, summary, of_mismatch in signs:
         if (known := figure(metric, series, {})) is not None:
@@ -124,11 +228,11 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
     steps, unequal = repeats.unequal()
     if len(steps) and "reward" in series:
         alarm = Alarm(
-            who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {rule.UNEQUAL:g}",
+            who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
             definition="share of repeated responses with a different reward than before, over 20 steps",
             summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
-        yield _reading(alarm, steps, rule.rewards_contradict(unequal), unequal)
+        yield _reading(alarm, steps, rewards_contradict(unequal), unequal)
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:

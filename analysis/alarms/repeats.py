@@ -39,8 +39,7 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps with responses, and the share of unequal rewards at each of these steps; see
-        `unequal_rewards`."""
+        """Return the steps with responses, and the share of unequal rewards at each; see `unequal_rewards`."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)
@@ -51,8 +50,7 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return the share of repeated responses over the last 20 steps whose reward differs from that of the earlier
-    identical response.
+    """Return the share of repeated responses over 20 steps whose reward differs from that of the identical one before.
 
     Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
     hash of prompt and response. Returns [n] shares. Each step uses only data up to and including that step; the share

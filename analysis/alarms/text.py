@@ -23,8 +23,7 @@ def fired(num_raised: int, num_judged: int) -> str:
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
     """Render a reading's value, by `number`, with its step. The reading must have a value."""
     assert reading.own is not None
-    where = "over all steps" if reading.worst_step is None else f"at {taken_over(reading)}"
-    return f"{number(reading.own)} {where}"
+    return f"{number(reading.own)} at {taken_over(reading)}"
 
 
 def since(reading: AlarmReading) -> str:
@@ -47,8 +46,7 @@ def alarm_sentence(reading: AlarmReading) -> str:
 
 
 def reading_json(reading: AlarmReading) -> dict[str, Any]:
-    """Return a JSON object with the value of a reading, its step, the steps at which the rule fires, and the condition
-    of `gate` that fails then."""
+    """Return a reading as JSON: its value and steps, and the condition of `gate` that fails when the alert fires."""
     return {
         "gate": reading.alarm.gate, "own": reading.own, "over": taken_over(reading), "worst_step": reading.worst_step, "is_raised": reading.is_raised,
         "sounds": reading.is_raised, "first_step": reading.first_step, "first_value": reading.first_value,

@@ -18,7 +18,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted, quoted_pair
 from ..trace.source import Pair
 from ..trace.table_views import step_condition
-from ..trace.tokens import notable_first, tokens_by_step
+from ..trace.tokens import evenly_spaced, tokens_by_step
 
 NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
@@ -38,60 +38,56 @@ WHERE {compared}
 GROUP BY x, y
 ORDER BY x, y"""
 
-_POSITION = """\
--- Mismatch by position in the response, one row per power of two; nats.
-SELECT CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END AS first_position,
+_PROFILE = """\
+-- Mismatch by {title}; nats.
+SELECT {value} AS {name},
        count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
-FROM pair({pair})
+FROM {rows}
 WHERE {compared}
-GROUP BY first_position
-ORDER BY first_position"""
+GROUP BY {name}
+ORDER BY {name}"""
 
-_LENGTH = """\
--- Mismatch by length of the response, one row per power of two; nats.
-SELECT (2 ** floor(log2(num_response_tokens)))::BIGINT AS shortest,
-       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
-FROM pair({pair})
-JOIN (SELECT run, step, seq_id, num_response_tokens FROM sequences) USING (run, step, seq_id)
-WHERE {compared}
-GROUP BY shortest
-ORDER BY shortest"""
-
-_ENTROPY = """\
--- Mismatch by entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up; nats.
-SELECT {bin} / {per_nat:.1f} AS entropy_from,
-       count(*) AS num_tokens, avg(abs(d)) AS mean_abs_d, sqrt(avg(d * d)) AS rms_d
-FROM pair_entropies({pair})
-WHERE {compared} AND isfinite(entropy)
-GROUP BY entropy_from
-ORDER BY entropy_from"""
+_LENGTHS = "(SELECT run, step, seq_id, num_response_tokens FROM sequences) USING (run, step, seq_id)"
 
 
 class Queries:
     """The queries for a pair of passes, restricted to tokens for which every condition in `within` holds."""
 
     def __init__(self, pair: Pair, within: Sequence[str]):
-        compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
-        self._common = {"pair": quoted_pair(pair), "compared": compared}
+        self._compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
+        self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
         """Return the query for the number of tokens, the 99.9 % quantile of |d|, and the envelope."""
-        return _ENDS.format(**self._common)
+        return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
         """Return the query for the number of tokens by bin of probability and bin of d, from -reach to reach."""
         return _DENSITY.format(
-            num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach,
+            num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
-            y=_bin("d", reach, NUM_DIFFERENCES / (2 * reach), NUM_DIFFERENCES), **self._common,
+            y=_bin("d", reach, NUM_DIFFERENCES / (2 * reach), NUM_DIFFERENCES),
         )  # fmt: skip
 
     def profile(self, axis: str) -> str:
         """Return the query for the mismatch by position, length or entropy: start of a bin, number of tokens, mean |d|, rms d."""
-        entropy = _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
-        return {"position": _POSITION, "length": _LENGTH, "entropy": _ENTROPY}[axis].format(
-            bin=entropy, per_nat=ENTROPIES_PER_NAT, last=(MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT, **self._common
-        )
+        pair, entropy = f"pair({self._pair})", _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
+        last = (MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT
+        title, name, value, rows, compared = {
+            "position": (
+                "position in the response, one row per power of two", "first_position",
+                "CASE WHEN position = 0 THEN 0 ELSE (2 ** floor(log2(position)))::BIGINT END", pair, self._compared,
+            ),
+            "length": (
+                "length of the response, one row per power of two", "shortest",
+                "(2 ** floor(log2(num_response_tokens)))::BIGINT", f"{pair}\nJOIN {_LENGTHS}", self._compared,
+            ),
+            "entropy": (
+                f"entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up", "entropy_from",
+                f"{entropy} / {ENTROPIES_PER_NAT:.1f}", f"pair_entropies({self._pair})", f"{self._compared} AND isfinite(entropy)",
+            ),
+        }[axis]  # fmt: skip
+        return _PROFILE.format(title=title, name=name, value=value, rows=rows, compared=compared)
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
@@ -101,8 +97,7 @@ def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
 
 
 def _literal(number: float) -> str:
-    """Return a number as SQL text that is read as the same DOUBLE; without an exponent it would be read as a
-    DECIMAL."""
+    """Return a number as SQL text that is read as the same DOUBLE, not as a DECIMAL."""
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
 
 
@@ -171,20 +166,17 @@ def read_breakdowns(
     database: Database,
     pair: Pair = ("train", "rollout"),
     *,
-    run: str | None = None,
     notable: Sequence[int] = (),
     max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:
-    """Break down the mismatch over the tokens of a run; None if its passes share no finite token that counts.
+    """Break down the mismatch over the tokens of the first open run; None if its passes share no finite token that counts.
 
     Only the first use of each sequence is read (iteration 0). Up to `max_steps` steps are read: the `notable` ones and others
     evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, independent of the order
     of rows.
-
-    `run` defaults to the first open run.
     """
-    run = run or database.sources[0].run
+    run = database.sources[0].run
     tokens = tokens_by_step(database, run)
     steps, how = _steps(database, pair, run, notable, max_steps)
     if not steps:
@@ -241,7 +233,8 @@ def _steps(
     if len(known) <= max_steps:
         every = "the one step" if len(known) == 1 else f"all {len(known):,} steps"
         return tuple(known), f"{every} scored by both passes"
-    named, spread = notable_first(known, notable, max_steps)
+    named = [step for step in dict.fromkeys(notable) if step in set(known)][:max_steps]
+    spread = evenly_spaced([step for step in known if step not in set(named)], max_steps - len(named))
     parts = [f"{len(named):,} notable ones"] * bool(named) + [f"{len(spread):,} evenly spread"] * bool(spread)
     how = f"{len(named) + len(spread):,} of the {len(known):,} steps scored by both passes, {' and '.join(parts)}"
     return tuple(sorted([*named, *spread])), how

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..statistics.correlations import pearson
+from ..statistics.moments import pearson
 from .pair_data import PairData, once
 from .rounding import allowed_noise, logit_error, token_scale
 

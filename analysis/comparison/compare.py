@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import numpy as np
 
@@ -13,16 +13,21 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..facts.read_series import read_series
 from ..facts.rollouts import read_rollouts
-from ..facts.series import Series
 from ..statement import Statement
 from ..trace.columns import passes_with
 from ..trace.database import Database
 from ..trace.pairs import parse_pair, tell_sampled
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
-from .comparison import KINDS, Comparison, RunDifference
+from .comparison import (
+    KINDS,
+    Comparison,
+    RunDifference,
+    contract_differences,
+    sampling_differences,
+    setting_differences,
+)
 from .series import logprob_differences, sequence_differences, series_differences
-from .settings import contract_differences, sampling_differences, setting_differences
 
 
 def compare(
@@ -35,16 +40,14 @@ def compare(
 ) -> Comparison:
     """Say what differs first between two runs, and what else, by the step at which each difference begins.
 
-    Compares settings, sampling settings and contracts (most frequent per pass and step). Over the steps with sequences
-    in both runs it compares:
+    Compares settings, sampling settings and contracts (most frequent per pass and step), and over shared steps:
 
     - prompts, and responses to equal prompts;
     - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
     - rewards of equal responses, with a tolerance of 1e-6 of the largest;
     - advantages of equal responses if all rewards of their group are equal;
     - lags of policy versions;
-    - every series of `dynamics`. It differs from the first segment, between change points of the difference, whose mean
-    is beyond 4.5 standard errors.
+    - every series of `dynamics`, from the first segment between change points whose mean is beyond 4.5 standard errors.
 
     Sequences are paired within a step: equal ones first, then by equal prompt in the order of recording. `pair` names
     the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
@@ -58,7 +61,8 @@ def compare(
     with progress("comparing runs", 4) as advance:
         series_a, series_b = (read_series(database, pair=names) for database in (of_a, of_b))
         shared = sorted(tokens_by_step(of_a).keys() & tokens_by_step(of_b).keys())
-        if not shared and not _share_steps(series_a, series_b):
+        of_series = [{int(step) for one in series.values() for step in one.steps} for series in (series_a, series_b)]
+        if not shared and not of_series[0] & of_series[1]:
             raise NothingToCompare(
                 f"{of_a.given[0]} and {of_b.given[0]}: no step in common; compare runs that recorded the same steps"
             )
@@ -73,31 +77,18 @@ def compare(
             found += sequence_differences(rollouts_a, rollouts_b, shared)
             found += logprob_differences(of_a, of_b, shared, _passes(of_a, of_b))
         advance(1)
-        same: list[str] = []
-        within: list[str] = []
+        same, within = list[str](), list[str]()
         found += series_differences(series_a, series_b, same, within)
         advance(1)
     return Comparison(
-        a=of_a.given[0],
-        b=of_b.given[0],
-        pair=pair,
-        steps=steps,
-        num_steps=len(shared),
-        differences=tuple(sorted(found, key=_order)),
-        same=tuple(same),
-        within_scatter=tuple(within),
+        a=of_a.given[0], b=of_b.given[0], pair=pair, steps=steps, num_steps=len(shared), same=tuple(same),
+        differences=tuple(sorted(found, key=_order)), within_scatter=tuple(within),
         note_codes=tuple(_notes(series_a.keys(), series_b.keys(), shared)),
-    )
-
-
-def _share_steps(a: Mapping[str, Series], b: Mapping[str, Series]) -> bool:
-    of_a, of_b = ({int(step) for one in series.values() for step in one.steps} for series in (a, b))
-    return bool(of_a & of_b)
+    )  # fmt: skip
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:
-    """Return the sort key for a difference: step, then kind in causal order, then for series the size, with noise-free
-    series first."""
+    """Return the sort key: step, kind in causal order, and for series the size, with noise-free series first."""
     size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
     return one.step, KINDS.index(one.kind), size, one.name
 

@@ -1,13 +1,20 @@
-"""Result of a comparison of two runs."""
+"""Result of a comparison of two runs, and the differences between their settings, sampling settings and contracts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from ...schemas.layout import HYPERPARAMETER
+from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
+from ...schemas.tables import SAMPLING
 from ..statement import Measured, Statement
+from ..trace.columns import field_text, flat_contract
+from ..trace.database import Database
 
 KINDS = (
     "steps", "setting", "sampling", "contract", "prompts", "responses", "logprobs", "rewards", "advantages", "lag", "series",
@@ -20,13 +27,10 @@ class RunDifference:
     """One difference between two runs."""
 
     kind: str
-    """Kind of the difference, one of KINDS."""
     name: str
-    """Name of the setting, contract field (as `pass.field`), pass or series that differs; empty if the kind needs no
-    name."""
+    """Name of the setting, contract field (`pass.field`), pass or series; empty if the kind needs no name."""
     step: int
-    """First step at which the two runs differ; for a series, the start of the first segment that differs by more than
-    noise."""
+    """First step at which the runs differ; for a series, start of the first segment that differs beyond noise."""
     a: Measured | None
     """Value in run A at `step`; for a series, its median from `step` to the next change; None if missing."""
     b: Measured | None
@@ -48,7 +52,6 @@ class Comparison(Result):
     pair: str
     """Names of the passes whose mismatch is compared, as a:b."""
     steps: str = ALL_STEPS
-    """The `steps` option as given."""
     num_steps: int
     """Number of steps with sequences in both runs."""
     differences: tuple[RunDifference, ...]
@@ -64,3 +67,96 @@ class Comparison(Result):
     def first(self) -> RunDifference | None:
         """Earliest difference; None if the runs do not differ."""
         return self.differences[0] if self.differences else None
+
+
+_SETTINGS = """
+SELECT name, step, value, text FROM metrics WHERE starts_with(name, $prefix) ORDER BY step, logged_at
+"""
+
+_SAMPLING = f"""
+SELECT step, {", ".join(f"list_sort(list(DISTINCT {name})) AS {name}" for name in SAMPLING)}
+FROM sequences GROUP BY step ORDER BY step
+"""
+
+_CONTRACTS = """
+SELECT step, "pass", mode(contract) AS contract FROM scores
+WHERE contract IS NOT NULL AND iteration = 0 GROUP BY step, "pass" ORDER BY step
+"""
+
+_Timeline = dict[str, dict[int, Any]]
+"""Name -> step -> value, valid until the next listed step."""
+
+
+def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
+    """Yield the hyperparameters that differ, each with the first step at which it differs."""
+    of_a, of_b = _settings(a), _settings(b)
+    for name in sorted(of_a.keys() | of_b.keys()):
+        changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
+        for step in changes:
+            one, two = (_held(timeline.get(name, {}), step) for timeline in (of_a, of_b))
+            if one != two:
+                yield RunDifference(kind="setting", name=name, step=step, a=one, b=two)
+                break
+
+
+def _settings(database: Database) -> _Timeline:
+    found: _Timeline = {}
+    for name, step, value, text in database.connection.execute(_SETTINGS, {"prefix": HYPERPARAMETER}).fetchall():
+        found.setdefault(name.removeprefix(HYPERPARAMETER), {})[step] = text if value is None else value
+    return found
+
+
+def _held(values: Mapping[int, Any], step: int) -> Any:
+    """Return the value in effect at a step; None before the first recorded value."""
+    known = [start for start in values if start <= step]
+    return values[max(known)] if known else None
+
+
+def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
+    """Yield the sampling settings that differ, each with the first step at which it differs."""
+    of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
+    for name in SAMPLING:
+        for step in steps:
+            one, two = of_a[step][name], of_b[step][name]
+            if one != two:
+                yield RunDifference(kind="sampling", name=name, step=step, a=_listed(one), b=_listed(two))
+                break
+
+
+def _listed(values: list[Any] | None) -> Measured | None:
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else ", ".join(f"{value:g}" for value in values)
+
+
+def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
+    """Yield the contract fields that differ, by pass, with the first step at which the commonest contracts differ."""
+    of_a, of_b = _contracts(a), _contracts(b)
+    names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
+    for name in names:
+        seen: set[str] = set()
+        for step in steps:
+            one, two = of_a.get(step, {}).get(name), of_b.get(step, {}).get(name)
+            if one == two or ((one is None or two is None) and "" in seen):
+                continue
+            if one is None or two is None:
+                seen.add("")
+                yield RunDifference(kind="contract", name=name, step=step, a=one and "recorded", b=two and "recorded")
+                continue
+            fields_a, fields_b = (flat_contract(json.loads(text)) for text in (one, two))
+            for path in sorted((fields_a.keys() | fields_b.keys()) - seen):
+                if fields_a.get(path) != fields_b.get(path):
+                    seen.add(path)
+                    yield RunDifference(
+                        kind="contract", name=f"{name}.{path}", step=step, a=fields_a.get(path), b=fields_b.get(path)
+                    )
+
+
+def _contracts(database: Database) -> dict[int, dict[str, str]]:
+    """Return step -> pass -> most frequent contract of the pass, as JSON."""
+    texts = dict(database.connection.execute("SELECT contract, contract_json FROM passes").fetchall())
+    found: dict[int, dict[str, str]] = {}
+    for step, name, contract in database.connection.execute(_CONTRACTS).fetchall():
+        if not name.startswith(REPLAY_PREFIX):
+            found.setdefault(step, {})[name] = texts.get(contract) or field_text({"contract": contract})
+    return found

@@ -47,11 +47,13 @@ def series_differences(
             same.append(name)
             continue
         first = int(np.argmax(unequal))
-        found = _lag(one, two, first) if name in LAGS else _apart(one, two, first)
-        if found is None:
-            within.append(name)
-        else:
+        if name in LAGS:
+            at_first = [float(run.values[first]) for run in (one, two)]
+            yield RunDifference(kind="lag", name=name, step=int(one.steps[first]), a=at_first[0], b=at_first[1])
+        elif (found := _apart(one, two, first)) is not None:
             yield found
+        else:
+            within.append(name)
 
 
 def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
@@ -61,8 +63,7 @@ def _on_shared_steps(a: Series, b: Series) -> tuple[Series, Series]:
 
 
 def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
-    """Yield a difference if a step recorded in both runs has NaN or infinity in only one of them; the first such step
-    is reported."""
+    """Yield the first step recorded in both runs that has NaN or infinity in only one of them."""
     shared = np.intersect1d(a.steps, b.steps)
     alone = np.intersect1d(np.setxor1d(a.not_finite, b.not_finite), shared)
     if len(alone):
@@ -71,15 +72,8 @@ def _not_finite(a: Series, b: Series) -> Iterator[RunDifference]:
         yield RunDifference(kind="series", name=a.name, step=step, a=one, b=two, values={"num_steps": len(alone)})
 
 
-def _lag(a: Series, b: Series, first: int) -> RunDifference:
-    return RunDifference(
-        kind="lag", name=a.name, step=int(a.steps[first]), a=float(a.values[first]), b=float(b.values[first])
-    )
-
-
 def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
-    """Return the first segment, starting from index `first`, in which the mean difference is significant; None if there
-    is none."""
+    """Return the first segment from index `first` whose mean difference is significant; None if there is none."""
     joint = replace(a, values=np.concatenate([a.values, b.values])).scaled
     gap_n, steps = (joint[: len(a.steps)] - joint[len(a.steps) :])[first:], a.steps[first:]
     difference = Series(a.name, steps, gap_n, LINEAR, a.kind)
@@ -97,15 +91,13 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the index at which a non-zero level begins, by a least-squares fit of 0 before the index and a constant
-    from it on."""
+    """Return the index at which a non-zero level begins: least squares of 0 before it and a constant from it on."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean difference in standard deviations of a single step's difference; infinity without noise; None if
-    not significant.
+    """Return the mean difference in a step's standard deviations; infinity without noise; None if not significant.
 
     The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of few steps follows
     Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace,
@@ -168,8 +160,7 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """Return [K] bool: True for pairs in whose group every sequence, in both runs, has a partner with an equal response
-    and reward."""
+    """Return [K] bool: True for pairs in whose group every sequence of both runs has an equal response and reward."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):

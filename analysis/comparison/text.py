@@ -33,7 +33,6 @@ NOTES: Mapping[str, str] = {
     "only_a": "series only in A: {series}",
     "only_b": "series only in B: {series}",
 }
-"""Note code -> sentence."""
 
 _LONGEST = 13
 """Maximum number of characters in a text cell if the table must fit a given width."""
@@ -84,18 +83,16 @@ def comparison_text(found: Comparison, width: int | None = None) -> str:
 
 
 def comparison_rows(found: Comparison) -> Rows:
-    """Return one row per difference."""
     return Rows(
         ("kind", "name", "step", "a", "b", "sd", "detail"),
         [
-            (one.kind, one.name or None, one.step, one.a, one.b, one.size_in_sd, _detail(one))
+            (
+                one.kind, one.name or None, one.step, one.a, one.b, one.size_in_sd,
+                ", ".join(f"{name} {_value(value)}" for name, value in one.values.items()),
+            )
             for one in found.differences
         ],
-    )
-
-
-def _detail(one: RunDifference) -> str:
-    return ", ".join(f"{name} {_value(value)}" for name, value in one.values.items())
+    )  # fmt: skip
 
 
 def _shortened(rows: Rows) -> Rows:

@@ -25,8 +25,7 @@ from ..check.pair_data import PairData
 from ..check.result import CheckResult
 from ..check.rounding import Precision, dtype_of, precisions
 from ..facts.recorded import RecordedChange, read_recorded
-from ..located import newest
-from ..location import Location
+from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, addable
 from ..trace.database import Database
 from ..trace.pairs import parse_pair

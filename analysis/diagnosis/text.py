@@ -15,7 +15,7 @@ from ..check.text import checked_json, checked_text, wrapped
 from ..facts.change_text import change_sentence, interval_text
 from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange
-from ..locate_text import sentence as located_sentence
+from ..locate_text import location_sentence
 from ..rows import Rows, shown, to_text
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 
@@ -118,7 +118,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         rows.append(("replays", effect_text(settled)))
     if found.located is not None:
         where = found.located
-        rows.append(("where", f"{located_sentence(where)} (a: {where.a}, b: {where.b}, step {where.step})"))
+        rows.append(("where", f"{location_sentence(where)} (a: {where.a}, b: {where.b}, step {where.step})"))
     lines = [_labelled(name, text, width) for name, text in rows]
     of_suspects = [each.next for each in asked if each.next and (each.code == attribution.cause or each.for_it)]
     advice = [*found.next, *of_suspects[:1]]
@@ -149,7 +149,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     """Return a diagnosis as JSON: codes, all numbers, and the sentences rendered from them."""
     result = asdict(found) | {"story": story(found), "attribution": attribution_json(found.attribution)}
     if found.located is not None:
-        result["located"]["sentence"] = located_sentence(found.located)
+        result["located"]["sentence"] = location_sentence(found.located)
     for replay, effect in zip(result["replays"], found.replays, strict=True):
         replay |= {"code": effect.code, "sentence": effect_text(effect)}
     result["alarms"] = [

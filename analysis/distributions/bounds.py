@@ -90,8 +90,7 @@ def tv(p: Array, q: Array) -> Array:
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return the bounds of all measures for rows in which at least one side is top-K; measures that cannot be bounded
-    are absent."""
+    """Return the bounds of all measures for rows with at least one top-K side; unbounded measures are absent."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)

@@ -1,6 +1,8 @@
 """Compare the captured distributions of two passes token by token: the Python part of the macro `pair_distributions`.
 
-Shapes: C tokens in a chunk.
+Captured hidden states give logits through the head weights of the policy version that scored them.
+
+Shapes: C tokens in a chunk, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -8,21 +10,24 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-from ...schemas.errors import DamagedTrace, TimTraceError
+from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing
 from ...tracer.dense import HIDDEN, LOGITS, LOGPROBS, TAIL, TOKEN_IDS
-from ...tracer.dense_group import DenseGroup, open_dense
+from ...tracer.dense_group import DenseGroup, open_dense, widen
+from ...tracer.journal import BFLOAT16
+from ...tracer.store import Store
+from ...tracer.weights.reader import Tensor
+from ...tracer.weights.source import open_weights
 from ..trace.ragged import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly
 from .divergence import MEASURES, Full, compare_full
-from .head_logits import Heads
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
@@ -61,8 +66,7 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions that the logprobs of the pass come from, with logits divided by the contract's
-        temperature."""
+        """Return the distributions behind the pass's logprobs, with logits divided by the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -188,3 +192,103 @@ def _spans(rows: np.ndarray) -> Iterator[tuple[int, int]]:
     cuts = np.flatnonzero(np.diff(rows) != 1) + 1
     for part in np.split(rows, cuts):
         yield int(part[0]), int(part[-1]) + 1
+
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Weights of an output head, rounded as in the pass, and the operations that follow the matrix product."""
+
+    weight_VH: Array
+    bias_V: Array | None
+    dtype: str
+    """torch's name for the dtype of the projection."""
+    scale: float | None
+    softcap: float | None
+    logits_dtype: str | None
+
+    def logits(self, hidden_CH: Array) -> Array:
+        """Return [C, V] logits before temperature.
+
+        Products are accumulated in float32 (float64 for a float64 pass) and rounded to the dtype of the pass wherever
+        the pass rounded. Only the order of sums may differ from that of its kernel, which can change the last bit.
+        """
+        logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
+        if self.bias_V is not None:
+            logits_CV = logits_CV + self.bias_V
+        logits_CV = rounded(logits_CV, self.dtype)
+        if self.scale is not None:
+            logits_CV = rounded(logits_CV * self.scale, self.dtype)
+        if self.softcap is not None:
+            ratio_CV = rounded(np.tanh(rounded(logits_CV / self.softcap, self.dtype)), self.dtype)
+            logits_CV = rounded(ratio_CV * self.softcap, self.dtype)
+        return logits_CV if self.logits_dtype is None else rounded(logits_CV, self.logits_dtype)
+
+
+class Heads:
+    """Output heads of a trace by policy version; the most recently used one is cached."""
+
+    def __init__(self, store: Store):
+        self.store = store
+        self._weights: Any = None
+        self._held: tuple[Any, Head] | None = None
+
+    def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
+        """Return the head described in a contract's `head`, for a policy version and training attempt.
+
+        Raises WeightsMissing, DamagedTrace.
+        """
+        described = contract.get("head")
+        if described is None:
+            raise DamagedTrace(
+                f"{self.store.url}: a contract does not describe the head that projects its hidden states"
+            )
+        if version is None:
+            raise WeightsMissing(
+                f"{self.store.url}: hidden states were recorded without a policy version, so their head is unknown"
+            )
+        key = (version, attempt, hidden_dtype, repr(sorted(described.items())))
+        if self._held is None or self._held[0] != key:
+            self._held = None
+            self._held = (key, self._load(described, version, attempt, described["projection_dtype"] or hidden_dtype))
+        return self._held[1]
+
+    def _load(self, described: Mapping[str, Any], version: int, attempt: int | None, dtype: str) -> Head:
+        if self._weights is None:
+            self._weights = open_weights(self.store)
+        tensors = self._weights.load(version, attempt)
+
+        def values(names: list[str]) -> Array:
+            name = next((name for name in names if name in tensors), None)
+            if name is None:
+                raise WeightsMissing(f"{self.store.url}: version {version} has no tensor {' or '.join(names)}")
+            return rounded(rounded(numbers(tensors[name]), described["weight_dtype"]), dtype)
+
+        return Head(
+            weight_VH=values(described["weight"]),
+            bias_V=values(described["bias"]) if described["bias"] else None,
+            dtype=dtype,
+            scale=described["scale"],
+            softcap=described["softcap"],
+            logits_dtype=described["logits_dtype"],
+        )
+
+
+def numbers(tensor: Tensor) -> Array:
+    """Return the values of a tensor; bfloat16 is converted to float32."""
+    if tensor.dtype == BFLOAT16:
+        return widen(tensor.bits, BFLOAT16)
+    return tensor.bits.view(np.dtype(tensor.dtype))
+
+
+def rounded(values: Array, dtype: str) -> Array:
+    """Return values rounded to a dtype, ties to even, as float32, or as float64 if the dtype is float64."""
+    if dtype == "float64":
+        return values.astype(np.float64)
+    if dtype != BFLOAT16:
+        return values.astype(np.dtype(dtype)).astype(np.float32)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(values), kept.view(np.float32), values).astype(np.float32)

@@ -58,8 +58,7 @@ def log_softmax(logits_CV: Array) -> Array:
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """Return the KL(p || q) term h per token, given logprobs; +inf where only q is 0. Unlike scipy.special.kl_div it
-    does not cancel for small d."""
+    """Return the KL(p || q) term h per token, +inf where only q is 0; scipy.special.kl_div cancels for small d."""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
         # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
@@ -131,8 +130,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return [C] the largest absolute difference between the logits, after centring each row on the tokens with mass on
-    both sides."""
+    """Return [C] the largest |difference| of logits, each row centred on the tokens with mass on both sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)

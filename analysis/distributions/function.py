@@ -9,8 +9,8 @@ import duckdb
 
 from ...schemas.errors import TimTraceError
 from ..rows import Rows
-from ..trace.database import Database, macro_file
-from ..trace.macros import quoted_pair, sql_file, struct_sql
+from ..trace.database import Database
+from ..trace.macros import MacroFile, quoted_pair, sql_file, struct_sql
 from ..trace.source import Pair, Source
 from .divergence import DIVERGENCES, MEASURES
 
@@ -38,8 +38,7 @@ class ComparedDistributions:
         return error
 
     def define(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Register the SQL function `compare_distributions`, which returns a list of measures per row, on a
-        connection."""
+        """Register the SQL function `compare_distributions`, which returns a list of measures per row."""
 
         def compare(
             run: Any, count: Any,
@@ -73,14 +72,16 @@ def _register(database: Database) -> None:
 
 _MEASURES = ", ".join(f"measured.{measure}" for measure in MEASURES)
 
-MACROS = macro_file(
-    "distributions", sql_file("distributions").format(measures=_MEASURES), _register, functions=(COMPARE,)
+MACROS = MacroFile(
+    name="distributions",
+    sql=sql_file("distributions").format(measures=_MEASURES),
+    register=_register,
+    functions=(COMPARE,),
 )
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if any sequence has captured distributions from both passes; the distributions themselves are not
-    read."""
+    """Return True if any sequence has captured distributions from both passes, without reading any."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])

@@ -1,7 +1,6 @@
 """Represent distributions, known fully or as top-K with the mass of the tail, as probability intervals.
 
-Shapes: C rows, K listed tokens, M columns: the tokens listed by either side, or the whole vocabulary if one side is
-full.
+Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the whole vocabulary if one is full.
 """
 
 from __future__ import annotations

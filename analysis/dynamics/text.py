@@ -13,7 +13,7 @@ from ..main_columns import MAIN_COLUMNS
 from ..rows import Rows, shown, to_text
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
-from .motion import Dynamics
+from .dynamics import Dynamics
 
 SUMMARY: Mapping[str, str] = {
     "too_short": "Too short to say what changed first: {num_steps} of at least {min_steps} steps recorded.",
@@ -47,7 +47,6 @@ UNANSWERED: Mapping[str, str] = {
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Return the summary as sentences."""
     return tuple(SUMMARY[part.code].format(**_numbers(part, found)) for part in found.summary_codes)
 
 
@@ -89,7 +88,7 @@ def dynamics_text(found: Dynamics, width: int | None = None) -> str:
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in summary_sentences(found))]
     if found.onsets:
         parts.append(_titled("WHAT CHANGED FIRST?", to_text(_onsets(found), width, MAIN_COLUMNS["onsets"])))
-    parts.append(_titled("HOW DID EACH SERIES CHANGE?", to_text(series_rows(found), width, MAIN_COLUMNS["series"])))
+    parts.append(_titled("HOW DID EACH SERIES CHANGE?", to_text(dynamics_rows(found), width, MAIN_COLUMNS["series"])))
     if found.growth:
         rates = "\n".join(wrapped(sentence, "", width) for sentence in _rates(found))
         parts.append(_titled("HOW FAST DOES THE MISMATCH GROW?", rates))
@@ -121,7 +120,7 @@ def _onsets(found: Dynamics) -> Rows:
     )  # fmt: skip
 
 
-def series_rows(found: Dynamics) -> Rows:
+def dynamics_rows(found: Dynamics) -> Rows:
     """Return one row per series: its values and changes."""
     rows = [
         (

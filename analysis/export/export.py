@@ -1,17 +1,17 @@
-"""Export the sequences or step figures of a trace to the file formats of other tools."""
+"""Export the sequences or step figures of a trace: Parquet, TensorBoard events, an offline W&B run."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import groupby
 from pathlib import Path
-
-import pyarrow as pa
+from typing import Any
 
 from ...schemas.errors import InvalidOption, NotInstalled
-from ...schemas.layout import METRICS, SEQUENCES
+from ...schemas.layout import HYPERPARAMETER, METRICS, SEQUENCES
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
@@ -19,11 +19,12 @@ from ...tracer.whole_file import whole_file
 from ..report.targets import explained, local, refuse
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.macros import quoted_pair
 from ..trace.pairs import parse_pair
 from ..trace.source import Pair
+from ..trace.sums import ensure
 from ..views import open_database
-from .sequences import metric_batches, sequence_tables, write_parquet
-from .trackers import EVENTS, num_texts, step_figures, write_events, write_wandb
+from .sequences import metric_batches, passes_of, sequence_tables, write_parquet
 
 FORMATS = (PARQUET, TENSORBOARD, WANDB) = ("parquet", "tensorboard", "wandb")
 
@@ -36,7 +37,6 @@ class Exported(Result):
 
     format: str
     output: str
-    """Path of the folder written to."""
     files: tuple[str, ...]
     """Names of the files written in the folder; for wandb, the name of the run's folder."""
     num_sequences: int
@@ -84,12 +84,14 @@ def export_run(
     num_sequences = num_values = texts = 0
     with explained(output), database.telling(progress):
         if to == PARQUET:
-            with whole_file(folder / files[0]) as path:
-                num_sequences = write_parquet(path, _counted(sequence_tables(database, names), database, progress))
+            ((total,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
+            with whole_file(folder / files[0]) as path, progress("exporting", total) as advance:
+                num_sequences = write_parquet(path, sequence_tables(database, names), advance)
             with whole_file(folder / files[1]) as path:
                 num_values = write_parquet(path, metric_batches(database))
         else:
-            num_values, texts = _write_figures(to, folder, database, names), num_texts(database)
+            num_values = _write_figures(to, folder, database, names)
+            ((texts,),) = database.connection.execute(_TEXTS).fetchall()
     return Exported(
         format=to, output=os.fspath(output), files=files, num_sequences=num_sequences, num_values=num_values,
         num_texts=texts,
@@ -98,28 +100,13 @@ def export_run(
 
 def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int:
     figures = step_figures(database, pair)
-    with _installed(to):
+    try:
         if to == WANDB:
             return write_wandb(folder, database.sources[0].run, read_hyperparameters(database), figures)
         with whole_file(folder / EVENTS) as path:
             return write_events(path, figures)
-
-
-@contextmanager
-def _installed(library: str) -> Iterator[None]:
-    try:
-        yield
     except ImportError as error:
-        raise NotInstalled(f"export: needs {library}, which is not installed; pip install {library}") from error
-
-
-def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress) -> Iterator[pa.Table]:
-    """Yield the tables unchanged, and advance a progress bar by their sequences."""
-    ((total,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
-    with progress("exporting", total) as advance:
-        for table in tables:
-            yield table
-            advance(table.num_rows)
+        raise NotInstalled(f"export: needs {to}, which is not installed; pip install {to}") from error
 
 
 def exported_text(exported: Exported) -> str:
@@ -134,3 +121,112 @@ def exported_text(exported: Exported) -> str:
         WANDB: f"\nnext: wandb sync {exported.output}/wandb/offline-run-*",
     }.get(exported.format, "")
     return f"wrote {what} to {', '.join(f'{exported.output}/{name}' for name in exported.files)}{then}"
+
+
+_LOGGED = f"""
+    SELECT step, name, value, epoch(logged_at) AS logged_s FROM metrics
+    WHERE value IS NOT NULL AND NOT starts_with(name, '{HYPERPARAMETER}') ORDER BY step, logged_at, name
+"""
+
+_TEXTS = f"""
+    SELECT count(*) FROM metrics WHERE value IS NULL AND text IS NOT NULL AND NOT starts_with(name, '{HYPERPARAMETER}')
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFigures:
+    """The numbers to export for one step."""
+
+    step: int
+    logged_s: float
+    """Time at which the step was logged, seconds since 1970; the trace's creation time if nothing was logged at the step."""
+    values: dict[str, float] = field(default_factory=dict)
+
+
+def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
+    """Yield the numbers for every step in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
+    begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
+    of_pair = _pair_figures(database, pair)
+    for step, rows in groupby(_logged(database), key=lambda row: row[0]):
+        for earlier in [known for known in of_pair if known < step]:
+            yield StepFigures(step=earlier, logged_s=begun_s, values=of_pair.pop(earlier))
+        values, logged_s = of_pair.pop(step, {}), begun_s
+        for _, name, value, when in rows:
+            values[name] = value
+            logged_s = begun_s if when is None else when
+        yield StepFigures(step=step, logged_s=logged_s, values=values)
+    for step, values in of_pair.items():
+        yield StepFigures(step=step, logged_s=begun_s, values=values)
+
+
+def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]]:
+    for batch in database.connection.batches(_LOGGED):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
+
+
+def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
+    """Return a mapping from step to the pair's column to value; empty if the trace lacks a pass of the pair."""
+    if not set(pair) <= set(passes_of(database)):
+        return {}
+    ensure(database, pair, of_run=False)
+    rows = database.ask(f"SELECT * FROM pair_steps({quoted_pair(pair)}) ORDER BY step").dicts()
+    names = {name: f"{'-'.join(pair)}/{name}" for name in (rows[0] if rows else ()) if name not in ("run", "step")}
+    return {
+        row["step"]: {shown: float(row[name]) for name, shown in names.items() if row[name] is not None} for row in rows
+    }
+
+
+EVENTS = "events.out.tfevents.0.tim-trace"
+"""Name of the event file. TensorBoard recognizes event files by `tfevents` in the name."""
+PROJECT = "tim-trace"
+
+
+def write_events(path: Path, figures: Iterable[StepFigures]) -> int:
+    """Write a TensorBoard event file in double precision; return the number of values. Raises ImportError without TensorBoard."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_DOUBLE
+    from tensorboard.plugins.scalar.metadata import create_summary_metadata
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    metadata, num_values, begun = create_summary_metadata(display_name="", description=""), 0, False
+    with path.open("wb") as file:
+        records = RecordWriter(file)
+        for step in figures:
+            if not begun:
+                records.write(Event(wall_time=step.logged_s, file_version="brain.Event:2").SerializeToString())
+                begun = True
+            values = [
+                Summary.Value(tag=tag, metadata=metadata, tensor=TensorProto(dtype=DT_DOUBLE, double_val=[value]))
+                for tag, value in step.values.items()
+            ]
+            records.write(
+                Event(wall_time=step.logged_s, step=step.step, summary=Summary(value=values)).SerializeToString()
+            )
+            num_values += len(values)
+        records.flush()
+    return num_values
+
+
+def write_wandb(folder: Path, name: str, settings: Mapping[str, Any], figures: Iterable[StepFigures]) -> int:
+    """Write an offline W&B run, which `wandb sync` uploads; return the number of values. Raises ImportError without wandb."""
+    import wandb
+
+    folder.mkdir(parents=True, exist_ok=True)  # otherwise wandb would also write to the temporary folder
+    quiet = wandb.Settings(
+        silent=True, console="off", disable_git=True, x_disable_stats=True, x_disable_meta=True,
+        x_disable_machine_info=True,
+    )  # fmt: skip
+    run = wandb.init(
+        mode="offline", dir=str(folder), project=PROJECT, name=name, config=dict(settings), settings=quiet,
+        reinit="create_new",
+    )  # fmt: skip
+    num_values = 0
+    try:
+        for step in figures:
+            run.log(step.values, step=step.step)
+            num_values += len(step.values)
+    finally:
+        run.finish()
+    return num_values

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from ...schemas.passes import CURRENT, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import SEQUENCES_TABLE
+from ...tracer.progress import Advance
 from ..trace.columns import scored_passes
 from ..trace.database import Database
 from ..trace.macros import quoted
@@ -31,8 +32,7 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """Yield the sequences in a trace ordered by step and name, a few steps per table. A trace without sequences yields one
-    empty table."""
+    """Yield the sequences by step and name, a few steps per table; one empty table for a trace without any."""
     passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:
@@ -75,7 +75,7 @@ def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
     return f"SELECT {', '.join(columns)}, {d} AS d FROM {rows} ORDER BY s.step, s.seq_id"
 
 
-def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
+def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch], advance: Advance = lambda number: None) -> int:
     """Write rows as Parquet, one row group per chunk; return the number of rows. The first chunk sets the schema."""
     first = next(rows)
     num_rows = 0
@@ -84,4 +84,5 @@ def write_parquet(path: Path, rows: Iterator[pa.Table | pa.RecordBatch]) -> int:
             table = part if isinstance(part, pa.Table) else pa.Table.from_batches([part])
             writer.write_table(table)
             num_rows += table.num_rows
+            advance(table.num_rows)
     return num_rows

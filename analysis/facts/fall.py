@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..statistics.broken_line import break_between, break_interval
+from ..statistics.location import break_between, break_interval
 from ..statistics.noise import ENOUGH, level_deviation
 
 FALL_SHARE = 0.09

@@ -52,8 +52,7 @@ class Framework:
         """Raise InvalidOption if the options cannot be combined."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per run or per step, as `by` (`run` or `step`) requests. Pass a of the pair is the trainer,
-        pass b the rollout.
+        """Return one row per `by`, `run` or `step`; pass a of the pair is the trainer, pass b the rollout.
 
         `only` names the columns of the macro `<name>_<by>s` to compute; if it is empty, all are computed.
         """
@@ -65,8 +64,7 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of macros that read tokens. All numbers follow from the rows of these macros, which have
-        run, step and seq_id.
+        """Return the calls of macros that read tokens; all numbers follow from their rows, which have run, step and seq_id.
 
         Other options may require reading the tokens again. A macro may use the macros listed before it.
         """
@@ -106,7 +104,6 @@ def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: A
 
 
 def options_of(framework: Framework) -> dict[str, Any]:
-    """Return option name -> value of a framework."""
     return {field.name: getattr(framework, field.name) for field in fields(framework)}
 
 
@@ -116,7 +113,6 @@ def literals(values: Iterable[Any]) -> str:
 
 
 def literal(value: Any) -> str:
-    """Render a value as an SQL literal."""
     if value is None:
         return "NULL"
     if isinstance(value, bool):

@@ -38,8 +38,7 @@ class NemoRl(Framework):
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
     )
-    """Number of sequences per micro-batch; NeMo-RL reports a mean of sequence ratios that is too large by this
-    factor."""
+    """Sequences per micro-batch; the mean of sequence ratios that NeMo-RL reports is too large by this factor."""
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )

@@ -119,7 +119,7 @@ CREATE OR REPLACE MACRO nemo_rl_entropies(a, b, threshold) AS TABLE
 
 CREATE OR REPLACE MACRO nemo_rl_finite(x) AS CASE WHEN NOT isinf(x) THEN x END;
 
-CREATE OR REPLACE MACRO nemo_rl_groups(
+CREATE OR REPLACE MACRO nemo_rl_numbers(
     a, b, by_step, kl_type, of_sequences, kind, upper, lower, micro_batch, threshold, clip_min, clip_max, disabled
 ) AS TABLE
     SELECT found.run, found.step, token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error,
@@ -178,9 +178,3 @@ CREATE OR REPLACE MACRO nemo_rl_groups(
     ) AS ratios ON ratios.run = found.run AND ratios.step IS NOT DISTINCT FROM found.step
     WHERE num_tokens > 0
     ORDER BY found.run, found.step;
-
-CREATE OR REPLACE MACRO nemo_rl_steps(a, b, {parameters}) AS TABLE
-    SELECT * FROM nemo_rl_groups(a, b, true, {options});
-
-CREATE OR REPLACE MACRO nemo_rl_runs(a, b, {parameters}) AS TABLE
-    SELECT * EXCLUDE (step) FROM nemo_rl_groups(a, b, false, {options});

@@ -54,12 +54,10 @@ def masked_out(
     rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:
-    """Warn of NaN and infinities on masked tokens, for frameworks that multiply values by the mask; empty if there are
-    none.
+    """Warn of NaN and infinities on masked tokens, for frameworks that multiply by the mask; empty without any.
 
     NaN * 0 and inf * 0 are NaN, which makes the framework's sums NaN, whereas tim-trace leaves these tokens out. With
-    `rejects`, options of the framework may also mask tokens that are not finite. `effect` describes what happens to the
-    framework's numbers.
+    `rejects`, options may also mask tokens that are not finite. `effect` is that on the framework's numbers.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -77,8 +75,7 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Name the runs whose contract shows that the framework averaged logprobs in half precision; empty if there are
-    none."""
+    """Name the runs whose contract shows that the framework averaged logprobs in half precision, if any."""
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "

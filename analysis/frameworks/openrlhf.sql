@@ -43,7 +43,7 @@ CREATE OR REPLACE MACRO openrlhf_clips(a, b, policy_loss_type, eps_clip_low_high
     )
     GROUP BY ALL;
 
-CREATE OR REPLACE MACRO openrlhf_groups(
+CREATE OR REPLACE MACRO openrlhf_numbers(
     a, b, by_step, policy_loss_type, eps_clip_low_high, is_correction_enable
 ) AS TABLE
     SELECT found.run, found.step, found.kl AS vllm_kl, currently.kl AS ppo_kl, clips.clip_ratio AS ppo_clip_ratio
@@ -65,9 +65,3 @@ CREATE OR REPLACE MACRO openrlhf_groups(
         GROUP BY ALL
     ) AS clips ON clips.run = found.run AND clips.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;
-
-CREATE OR REPLACE MACRO openrlhf_steps(a, b, {parameters}) AS TABLE
-    SELECT * FROM openrlhf_groups(a, b, true, {options});
-
-CREATE OR REPLACE MACRO openrlhf_runs(a, b, {parameters}) AS TABLE
-    SELECT * EXCLUDE (step) FROM openrlhf_groups(a, b, false, {options});

@@ -48,10 +48,7 @@ class PrimeRl(Framework):
         return self.ipo_threshold is not None and column.startswith(_OF_SIGNS)
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        return (f"prime_rl_rows({self._arguments(pair)})",)
-
-    def _arguments(self, pair: Pair) -> str:
-        return f"{quoted_pair(pair)}, {literals(options_of(self).values())}"
+        return (f"prime_rl_rows({quoted_pair(pair)}, {literals(options_of(self).values())})",)
 
     def notes(self, database: Database, pair: Pair) -> list[str]:
         return [

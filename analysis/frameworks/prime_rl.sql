@@ -86,7 +86,7 @@ CREATE OR REPLACE MACRO prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask
     FROM prime_rl_tokens(a, b, dppo_mask_low, dppo_mask_high, ipo_threshold)
     GROUP BY ALL;
 
-CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
+CREATE OR REPLACE MACRO prime_rl_numbers(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS TABLE
     SELECT found.run, found.step,
            kl.mean AS "mismatch_kl/all/mean",
            median_kl AS "mismatch_kl/all/median",
@@ -129,9 +129,3 @@ CREATE OR REPLACE MACRO prime_rl_groups(a, b, by_step, dppo_mask_low, dppo_mask_
     JOIN prime_rl_medians(a, b, by_step, dppo_mask_low, dppo_mask_high, ipo_threshold) AS medians
       ON medians.run = found.run AND medians.step IS NOT DISTINCT FROM found.step
     ORDER BY found.run, found.step;
-
-CREATE OR REPLACE MACRO prime_rl_steps(a, b, {parameters}) AS TABLE
-    SELECT * FROM prime_rl_groups(a, b, true, {options});
-
-CREATE OR REPLACE MACRO prime_rl_runs(a, b, {parameters}) AS TABLE
-    SELECT * EXCLUDE (step) FROM prime_rl_groups(a, b, false, {options});

@@ -2,9 +2,9 @@
 
 The module defines the framework's class as FRAMEWORK, whose fields are its options (also on the command line), and optionally
 `register(connection)`, which registers functions used by the macros. The SQL file defines macros prefixed with the module's
-name; `<module>_runs(a, b, {parameters})` and `<module>_steps(a, b, {parameters})` return the numbers. The command line and the
-macros' parameters are derived from these two files. Tables of published levels, corrections and figures
-(alarms/published.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
+name; `<module>_numbers(a, b, by_step, {options})` returns the numbers by step or by run, or else `<module>_runs(a, b)` and
+`<module>_steps(a, b)` do. The command line and the macros' parameters are derived from these two files. Tables of published levels, corrections and figures
+(alarms/reading.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Return a framework with the given options. None counts as not given, and so does False for an option of another
-    framework."""
+    """Return a framework with options; None counts as not given, and so does another framework's False."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -78,7 +77,6 @@ def check_name(name: str) -> None:
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Return the names of the options that a framework has."""
     return tuple(field.name for field in fields(FRAMEWORKS[name]))
 
 
@@ -112,23 +110,17 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """Return the macro files of the frameworks; a framework's module is imported only when a query names one of its
-    macros."""
+    """Return the macro files of the frameworks; a module is imported when a query names one of its macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]
 
 
 def _define(name: str, database: Database) -> None:
-    module, connection = _module(name), database.connection.raw
+    """Define the macros of a framework, with its options inserted for {parameters} in macros and {options} in calls."""
+    module, connection, every = _module(name), database.connection.raw, list(_declared(name))
     if hasattr(module, "register"):
         module.register(connection)
-    connection.execute(_with_options(name))
-
-
-def _with_options(name: str) -> str:
-    """Return the SQL of a framework, with its options inserted for {parameters} in macros and {options} in calls."""
-    every = list(_declared(name))
     filled = {
         "parameters": ", ".join(f"{one.name} := {literal(one.default)}" for one in every),
         "options": ", ".join(f"{one.name}{_CASTS.get(one.type, '::DOUBLE[]')}" for one in every),
@@ -137,18 +129,28 @@ def _with_options(name: str) -> str:
     sql = macros(name)
     for placeholder, text in filled.items():
         sql = sql.replace(f"{{{placeholder}}}", text)
-    return sql
+    connection.execute(sql)
+
+
+_BOTH = """
+CREATE OR REPLACE MACRO {prefix}_steps(a, b, {{parameters}}) AS TABLE
+    SELECT * FROM {prefix}_numbers(a, b, true, {{options}});
+
+CREATE OR REPLACE MACRO {prefix}_runs(a, b, {{parameters}}) AS TABLE
+    SELECT * EXCLUDE (step) FROM {prefix}_numbers(a, b, false, {{options}});
+"""
 
 
 @cache
 def macros(name: str) -> str:
-    """Return the SQL file of a framework unchanged, without replacing {parameters}, {options} and {columns}."""
-    return _files()[name].read_text(encoding="utf-8")
+    """Return the SQL of a framework, without replacing {parameters}, {options} and {columns}."""
+    file = _files()[name]
+    sql = file.read_text(encoding="utf-8")
+    return sql if f"MACRO {file.stem}_steps" in sql else sql + _BOTH.format(prefix=file.stem)
 
 
 @cache
 def _files() -> dict[str, Path]:
-    """Return name of a framework -> its SQL file."""
     folders = [Path(folder) for folder in import_module(__package__).__path__]
     files = [folder / f"{name}.sql" for folder in folders for _, name, _ in pkgutil.iter_modules([str(folder)])]
     return {file.stem.replace("_", "-"): file for file in files if file.exists()}

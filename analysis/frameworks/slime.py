@@ -34,8 +34,7 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, followed by the options of mis.py from slime's
-    examples.
+    """Options of slime's truncated importance sampling and averaging, then of mis.py from slime's examples.
 
     Defaults of the mis.py options are taken from the mis.yaml next to that file.
     """
@@ -47,8 +46,7 @@ class Slime(Framework):
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
     """True to average over all tokens instead of over the means of sequences."""
     use_tis: bool = option_field(False, "Weights and rejections of the example mis.py.")
-    """True to include the weights and rejections of mis.py; otherwise only its mismatch metrics are computed, as with
-    get_mismatch_metrics."""
+    """True to include weights and rejections of mis.py; otherwise only its metrics, as get_mismatch_metrics does."""
     tis_level: str = option_field("token", "Level of the weights (token; mis.py).", choices=LEVELS)
     """Level of the weights: per `token`, per `sequence`, or the `geometric` mean over a sequence."""
     tis_mode: str = option_field(

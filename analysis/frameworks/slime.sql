@@ -204,9 +204,3 @@ CREATE OR REPLACE MACRO slime_numbers(a, b, by_step, tis_clip, tis_clip_low, per
     SELECT * FROM slime_groups(a, b, by_step, tis_clip, tis_clip_low, per_token,
                                slime_options(use_tis, tis_level, tis_mode, tis_lower, tis_upper, normalize, use_rs, rs_level,
                                              rs_lower, rs_upper, veto));
-
-CREATE OR REPLACE MACRO slime_steps(a, b, {parameters}) AS TABLE
-    SELECT * FROM slime_numbers(a, b, true, {options});
-
-CREATE OR REPLACE MACRO slime_runs(a, b, {parameters}) AS TABLE
-    SELECT * EXCLUDE (step) FROM slime_numbers(a, b, false, {options});

@@ -34,8 +34,7 @@ class Trl(Framework):
         metavar="MODE",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    """Level at which ratios are taken, and whether ratios outside the bounds are clamped (truncate) or set to 0
-    (mask)."""
+    """Level of the ratios, and whether those outside the bounds are clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
     """Upper bound of a ratio; infinity means no bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")

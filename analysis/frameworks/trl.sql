@@ -219,9 +219,3 @@ CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, tra
     SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,
                              coalesce(epsilon_high, epsilon), delta, threshold, CASE WHEN by_step THEN logging_steps::BIGINT END,
                              by_step AND logging_first_step);
-
-CREATE OR REPLACE MACRO trl_steps(a, b, {parameters}) AS TABLE
-    SELECT * FROM trl_numbers(a, b, true, {options});
-
-CREATE OR REPLACE MACRO trl_runs(a, b, {parameters}) AS TABLE
-    SELECT * EXCLUDE (step) FROM trl_numbers(a, b, false, {options});

@@ -1,4 +1,8 @@
-"""Parse a condition on a number of a run, such as `verl.k3_kl>1e-3`; the outcome of a gate's conditions."""
+"""Parse a condition on a number of a run, such as `verl.k3_kl>1e-3`; the outcome of a gate's conditions; and the columns of
+statistics per sequence, so that resampling sequences is a matrix product.
+
+Shapes: N sequences.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ...schemas.errors import InvalidOption
 from ...schemas.results import Table
 from ..rows import table
+from ..statistics.estimators import Array, addable
+from ..statistics.intervals import numbered, student_quantile, unit
+from ..trace.database import Database
+from ..trace.macros import quoted_pair
+from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
+from ..trace.source import Pair
 
 OWN = "tim"
 """Source name of tim-trace's own statistics in a condition; all other source names are frameworks."""
@@ -36,7 +48,6 @@ class Condition:
     """A bound on a number of the run, of each step, or of the last steps; the gate fails if the number is beyond it."""
 
     text: str
-    """The condition as given."""
     source: str
     """`tim`, or the framework that defines the number."""
     metric: str
@@ -56,8 +67,7 @@ class Condition:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition. NaN and infinities always count as violations, because they
-        prove nothing."""
+        """Return True if a value violates the condition; NaN and infinities do, because they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
@@ -87,8 +97,7 @@ def parse_condition(text: str) -> Condition:
 
 
 def metric_named(condition: Condition, names: list[str]) -> str:
-    """Return the full name of a condition's metric: an exact match, or the only name that ends in `/metric`. Raises
-    InvalidOption."""
+    """Return a metric's full name: an exact match, or the only name ending in `/metric`. Raises InvalidOption."""
     if condition.metric in names:
         return condition.metric
     ends = [name for name in names if name.endswith(f"/{condition.metric}")]
@@ -120,7 +129,6 @@ class Verdict:
     """The outcome of one condition."""
 
     condition: str
-    """The condition as given."""
     metric: str
     """Full name of the number; `check` for the condition that the comparison has no fault."""
     value: float
@@ -132,8 +140,7 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound, or is expected but missing."""
     fails: bool
-    """True if the value violates the condition, or proves nothing because tokens are excluded from it. Determines the
-    exit code."""
+    """True if the value violates the condition, or proves nothing as it excludes tokens; sets the exit code."""
     steps_beyond: int | None
     """Number of steps whose own value violates the condition; None for `check` and for counts, which grow with the steps."""
     worst_step: int | None
@@ -151,7 +158,7 @@ class Verdict:
 class Gated(Table):
     """The verdicts on all conditions, in the order given."""
 
-    _text = "tim_trace.analysis.gate.reporters:gated_text"
+    _text = "tim_trace.analysis.gate.gate:gated_text"
 
     verdicts: tuple[Verdict, ...]
 
@@ -163,3 +170,84 @@ class Gated(Table):
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[Any]]]:
         rows = table(self.verdicts)
         return rows.columns, rows.rows
+
+
+LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
+"""Column of `stats` that is a maximum -> the column with the maximum of each sequence."""
+
+MOST_NULL = 0.5
+"""Maximum share of counted tokens without a logprob in a pass for which a number represents the run."""
+
+QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
+"""Column of `stats` that is a quantile of |d| -> its probability."""
+
+COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
+"""Columns of `stats` without an interval."""
+
+
+def is_count(metric: str) -> bool:
+    """Return True for a number that counts, such as `num_tokens`, and so grows with the steps."""
+    return metric.rsplit("/", 1)[-1].startswith("num_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceColumns:
+    """Columns of the statistics, with one element per sequence that has a comparable token."""
+
+    values: dict[str, Array]
+    """Name -> [N] column; the statistics follow from the totals of these columns."""
+    largest: dict[str, Array]
+    """Column named in the values of LARGEST -> [N] maximum of each sequence."""
+    unit_N: np.ndarray
+    """[N] index of the group that each sequence belongs to."""
+
+    @classmethod
+    def read(cls, database: Database, pair: Pair) -> SequenceColumns:
+        """Read the columns of a pair of passes from a trace."""
+        names = ("num_tokens", *OF_DIFFERENCES, *OF_PROBABILITIES)
+        query = f"""
+            SELECT {", ".join(names)}, {unit("s")} AS unit
+            FROM pair_sums({quoted_pair(pair)}) AS sums JOIN sequences AS s USING (run, step, seq_id)
+            WHERE sum_d IS NOT NULL ORDER BY sums.run, sums.step, sums.seq_id, iteration_a, iteration_b
+        """
+        found = database.connection.execute(query).fetchnumpy()
+        sums = {name: np.asarray(found[name], dtype=np.float64) for name in names}
+        largest = {name: sums[name] for name in LARGEST.values()}
+        return cls(values=addable(sums), largest=largest, unit_N=np.asarray(found["unit"]))
+
+    def __len__(self) -> int:
+        return len(self.unit_N)
+
+    def reach(self) -> float:
+        """Return the sqrt(sum of d^2), nats, that a further sequence exceeds with a probability of one in a thousand.
+
+        It is extrapolated as for a lognormal size, because the sequences that dominate exp(sum of d) are rare. The quantile
+        is Student's with groups - 1 degrees of freedom, so that few groups reach further.
+        """
+        squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
+        logs = np.log(squares[squares > 0]) / 2
+        if len(logs) < 2 or num_groups < 2:
+            return 0.0
+        beyond = student_quantile(0.999, num_groups - 1) * np.sqrt(1 + 1 / num_groups)
+        return float(np.exp(logs.mean() + beyond * logs.std(ddof=1)))
+
+
+_LEFT_OUT = """
+    SELECT sum(num_tokens), sum(num_nan), sum(num_inf), sum(num_counted)
+    FROM pair_sums({pair}) JOIN (
+        SELECT run, step, seq_id, CASE WHEN response_mask IS NULL THEN num_response_tokens
+                                       ELSE coalesce(list_sum(response_mask::INTEGER[]), 0) END AS num_counted
+        FROM sequences
+    ) USING (run, step, seq_id)
+"""
+
+
+def left_out(database: Database, pair: Pair) -> str:
+    """Say which tokens a pair's numbers exclude: not finite, or most without a logprob; empty if none."""
+    counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
+    num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
+    parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
+    num_null = num_counted - num_finite - num_nan - num_inf
+    if num_null > MOST_NULL * num_counted:
+        parts.append(f"{num_null:,} have no logprob of both passes")
+    return f"of {num_counted:,} tokens that count, {' and '.join(parts)} and are left out" if parts else ""

@@ -35,8 +35,7 @@ from ..trace.database import Database
 from ..trace.macros import quoted_pair
 from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..trace.ragged import array_of
-from .condition import OWN, Condition, metric_named
-from .sums import COUNTS, LARGEST, QUANTILES, SequenceColumns, is_count, left_out
+from .condition import COUNTS, LARGEST, OWN, QUANTILES, Condition, SequenceColumns, is_count, left_out, metric_named
 
 TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
@@ -70,14 +69,12 @@ class Measured:
     """A measured number of a run, with its interval."""
 
     metric: str
-    """Full name of the number."""
     value: float
     interval: Interval | NoInterval | None
     """Confidence interval, or why there is none; None for a count."""
     how: str
     """How the interval was computed, or why there is none."""
     by_step: Mapping[int, float] = field(default_factory=dict)
-    """Step -> its own value, for the steps that have one."""
 
     @property
     def leaves_out(self) -> bool:
@@ -159,8 +156,7 @@ class Run:
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
-        """Return numbers with intervals; they are computed again without each part of the sequences. They are NULL if
-        all remaining tokens are masked."""
+        """Return numbers with intervals, computed again without each part of the sequences; NULL if all is masked."""
         sequences, unit_N = self._scored(database)
         part_N, without = parts_of(unit_N), list[dict[str, Any]]()
         num_parts = int(part_N.max()) + 1
@@ -180,8 +176,7 @@ class Run:
             interval = jackknife(value, without_P, self._confidence)
             if _OF_SEQUENCE_WEIGHTS.search(metric) and isinstance(interval, tuple) and self._reach() > MOST_REACH:
                 interval = NoInterval.UNSEEN
-            how = _without(interval, num_groups) if isinstance(interval, NoInterval) else told
-            found.append(Measured(metric=metric, value=value, interval=interval, how=how))
+            found.append(_measured(metric, value, interval, told, num_groups))
         return found
 
     def _reach(self) -> float:
@@ -190,10 +185,9 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d| with its interval, obtained by inverting the interval of the share of tokens above
-        `value` (Woodruff 1952)."""
+        """Return a quantile of |d|; its interval inverts that of the share of tokens above it (Woodruff 1952)."""
         connection = database.connection
-        tokens = f"pair_tokens({quoted_pair(self._names)}, NULL, NULL, NULL)"
+        tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
             SELECT count(d) AS num_tokens, count(*) FILTER (abs(d) > ?) AS num_above FROM {tokens}
             WHERE d IS NOT NULL GROUP BY run, step, seq_id, iteration_a, iteration_b
@@ -204,7 +198,7 @@ class Run:
         cuts = quantile_cuts(QUANTILES[name], num_above, num_tokens, columns.unit_N, self._confidence)
         num_groups = numbered(columns.unit_N)[1]
         if isinstance(cuts, NoInterval):
-            return Measured(metric=name, value=value, interval=cuts, how=_without(cuts, num_groups))
+            return _measured(name, value, cuts, "", num_groups)
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
         how = f"bootstrap-t over {num_groups:,} groups, on the share of tokens above it"
@@ -233,28 +227,23 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
         if _OF_SEQUENCE_WEIGHTS.search(name) and interval is not NoInterval.FEW and columns.reach() > MOST_REACH:
             interval = NoInterval.UNSEEN
         how = f"bootstrap-t over {num_groups:,} groups" + (_of_tails(TAILS[name]) if name in TAILS else "")
-        if isinstance(interval, NoInterval):
-            how = _without(interval, num_groups)
-        else:
+        if not isinstance(interval, NoInterval):
             low, high = _BOUNDS.get(name, (-math.inf, math.inf))
             interval = max(interval[0], low), min(interval[1], high)
-        found.append(Measured(metric=name, value=values[name], interval=interval, how=how))
+        found.append(_measured(name, values[name], interval, how, num_groups))
     for name in [name for name in values if name in LARGEST]:
         largest = largest_interval(columns.largest[LARGEST[name]], columns.unit_N, confidence)
         how = f"bootstrap over {num_groups:,} groups, on the maximum: ends at the value"
-        how = _without(largest, num_groups) if isinstance(largest, NoInterval) else how
-        found.append(Measured(metric=name, value=values[name], interval=largest, how=how))
+        found.append(_measured(name, values[name], largest, how, num_groups))
     return found
 
 
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return two probabilities whose quantiles are the ends of a quantile's interval, given the number of tokens above
-    its value.
+    """Return two probabilities whose quantiles end a quantile's interval, given the tokens above its value.
 
-    If too few groups have a token above the value, the upper probability is 1, so the interval ends at the largest
-    value.
+    If too few groups have a token above it, the upper one is 1: the interval ends at the largest value.
     """
 
     def share(totals: Totals) -> Array:
@@ -301,7 +290,6 @@ def _no_value(metric: str) -> NothingToCompare:
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
-    """Return a number from a row of statistics; NaN if it is missing."""
     value = row.get(metric)
     return math.nan if value is None else float(value)
 
@@ -312,6 +300,8 @@ def _of_tails(level: float) -> str:
     )
 
 
-def _without(why: NoInterval, num_groups: int) -> str:
-    told = f"{num_groups:,} groups are {why}" if why is NoInterval.FEW else why
-    return f"no interval: {told}"
+def _measured(metric: str, value: float, interval: Interval | NoInterval, how: str, num_groups: int) -> Measured:
+    """Return a measured number; `how` its interval was computed gives way to the reason why there is none."""
+    if isinstance(interval, NoInterval):
+        how = f"no interval: {f'{num_groups:,} groups are ' if interval is NoInterval.FEW else ''}{interval}"
+    return Measured(metric=metric, value=value, interval=interval, how=how)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,6 @@ def _per_update(value: Callable[[Totals], Array]) -> Callable[[Totals], Array]:
     return lambda t: value(t) / t["num_updates"]
 
 
-def _column(name: str) -> Callable[[Totals], Array]:
-    return lambda t: t[name]
-
-
 def _share(*names: str) -> Callable[[Totals], Array]:
     return lambda t: sum((t[name] for name in names), np.zeros(())) / t["terms_known"]
 
@@ -72,8 +69,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return a formula for a covariance. Totals are centred near the means (see `totals_of`), which avoids
-    cancellation."""
+    """Return a formula for a covariance of totals centred near the means, which avoids cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -95,10 +91,6 @@ def _clipped_used(t: Totals) -> Array:
     )
 
 
-def _to_clipped(t: Totals) -> Array:
-    return t["to_clipped_positive"] + t["to_clipped_negative"]
-
-
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
@@ -110,16 +102,16 @@ _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
 
 FIGURES: Mapping[str, FigureFormula] = {
     "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how much the mismatch raises the objective"),
-    "bias_positive": FigureFormula(_per_update(_column("w_applied_positive")), "bias of tokens with A > 0"),
-    "bias_negative": FigureFormula(_per_update(_column("w_applied_negative")), "bias of tokens with A < 0"),
+    "bias_positive": FigureFormula(_per_update(itemgetter("w_applied_positive")), "bias of tokens with A > 0"),
+    "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias of tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a one-sided bias", bounds=_SIGNED),
     "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, the size of the objective's terms; other figures are relative to it", bounds=_SIZE),
     "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the same weights: minus the policy part of the loss; for cispo and vespo f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
-    "relative_positive": FigureFormula(_over(_column("w_applied_positive"), _column("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
-    "relative_negative": FigureFormula(_over(_column("w_applied_negative"), _column("w_size_negative")), "sum b / sum |f(rho*)| over A < 0: below 0, these tokens are punished too much"),
+    "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
+    "relative_negative": FigureFormula(_over(itemgetter("w_applied_negative"), itemgetter("w_size_negative")), "sum b / sum |f(rho*)| over A < 0: below 0, these tokens are punished too much"),
     "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
     "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; if the clip limits only f(rho*), relative_bias is above it", _CLIPPED),
     "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the weights of the loss's correction", of_correction=True),
@@ -134,7 +126,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
     "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped only under rho*, A > 0", _CLIPPED, bounds=_SHARE),
     "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
-    "clipped_by_mismatch": FigureFormula(lambda t: _to_clipped(t) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
+    "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
     "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "the same with p(train): due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
@@ -150,8 +142,7 @@ FIGURES: Mapping[str, FigureFormula] = {
     "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: the error of REINFORCE's gradient if all gradients were equal"),
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of its absolute value", bounds=_SIZE),
 }  # fmt: skip
-"""Name of a figure -> its formula, from arXiv 2605.14220, 2602.04879 (bad updates) and 2512.01374 (mismatch and
-drift)."""
+"""Name of a figure -> its formula; arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
@@ -166,8 +157,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
     """Return [N] columns whose totals determine the figures, over the whole run or in each group given by `place_N`.
 
-    Squares and products are centred on the median of the sequence means in each group, which avoids cancellation in the
-    totals.
+    Squares and products are centred on each group's median of sequence means, so that totals do not cancel.
     """
     columns = dict(sums.columns)
     place_N = np.zeros_like(sums.update_N) if place_N is None else place_N
@@ -185,8 +175,7 @@ def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str
 
 
 def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Array]:
-    """Return [N] sums of d and drift, of their squares and of their product, centred on the median of the sequence
-    means in each group."""
+    """Return [N] sums of d, drift, their squares and product, centred on each group's median of sequence means."""
     num_N = columns["num_tokens"]
     off = {name: off_median(columns[f"mean_{name}"], num_N, place_N) for name in ("d", "drift")}
     found = {f"off_{name}": num_N * off_N for name, off_N in off.items()}
@@ -203,10 +192,8 @@ def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str,
 
 def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dict[str, Array]:
     """Return [number] sums of [N] columns, one per group."""
-    found = {name: np.bincount(places, values, minlength=number) for name, values in columns.items()}
-    return {name: values.astype(np.float64) for name, values in found.items()}
+    return {name: np.bincount(places, of_N, minlength=number).astype(np.float64) for name, of_N in columns.items()}
 
 
 def as_float(value: Any) -> float | None:
-    """Return a float; None for NaN."""
     return None if np.isnan(value) else float(value)

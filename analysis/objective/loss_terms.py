@@ -28,8 +28,7 @@ class Differences:
     advantage_T: Array
     """Advantage of each token; 0 if missing."""
     counts_T: np.ndarray | None
-    """bool: True if the token counts in the loss and has a finite logprob in every pass; None if this holds for all
-    tokens."""
+    """bool: True if the token counts and has a finite logprob in every pass; None if all do."""
     known_T: np.ndarray | None
     """bool: True if the token counts and has an advantage; None if this holds for all tokens."""
     num_N: Array
@@ -55,8 +54,7 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """The ratio that the loss uses, multiplied by the correction if the loss applies the correction to the ratio
-    (vespo)."""
+    """The ratio that the loss uses, times the correction if the loss applies it to the ratio (vespo)."""
     weight: Array | float
     """Weight from the loss's correction; 1 if the correction is part of the ratio."""
     advantage: Array
@@ -85,8 +83,7 @@ class LossTerms:
         return found | self._signed("used", used * self.tokens) | self._clips(loss)
 
     def _unclipped(self) -> Array:
-        """Return [K] A (w rho_used - rho*): the bias of the importance-weighted objective without the clip of the
-        loss."""
+        """Return [K] A (w rho_used - rho*): the bias without the clip of the loss."""
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
@@ -128,7 +125,6 @@ class LossTerms:
 
 
 def terms_of(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return the terms that a loss has for some sequences."""
     if loss.kind == VESPO:
         return _of_products(loss, tokens)
     return _of_tokens(loss, tokens) if loss.level == TOKEN else _of_sequences(loss, tokens)
@@ -165,8 +161,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return vespo's term for each sequence: the product of the token ratios, each limited to +-20 nats, and of the
-    correction weights."""
+    """Return one term per sequence: the product of token ratios within +-20 nats, and of the correction weights."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -194,8 +189,7 @@ def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, wei
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout and the ratio that the loss uses, given log rho* and the drift current -
-    train."""
+    """Return rho* = current / rollout and the loss's ratio, given log rho* and the drift current - train."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

@@ -20,7 +20,7 @@ from ..trace.database import Database
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .figures import FigureFormula, as_float, chosen_figures, summed, totals_of, values_of
-from .pass_roles import PassRoles, choose_loss, choose_sides
+from .pass_roles import choose_loss, choose_sides
 from .sums import TOKEN_MEANS, SequenceSums, read_sequence_sums
 from .verdict import Estimate, Objective, nothing_read, verdict
 
@@ -67,32 +67,20 @@ def objective(
     if sides is None:
         return nothing_read(name, chosen, basis, confidence, database.steps)
     sums = read_sequence_sums(database, sides, progress)
-    return _judge(name, database.steps, basis, sides, sums, confidence, _num_sequences(database))
-
-
-def _judge(
-    trace: str,
-    steps_asked: str,
-    basis: tuple[Statement, ...],
-    sides: PassRoles,
-    sums: SequenceSums,
-    confidence: float,
-    num_recorded: int,
-) -> Objective:
-    loss, num_updates = sides.loss, len(sums.updates)
-    columns = totals_of(sums)
-    figures = chosen_figures(loss, sides.known)
+    columns, num_updates = totals_of(sums), len(sums.updates)
+    figures = chosen_figures(sides.loss, sides.known)
     of_figures = estimates(figures, columns, num_updates, sums.unit_N, confidence)
     by_update = summed(totals_of(sums, sums.update_N), sums.update_N, num_updates) | {"num_rows": sums.num_rows_U}
-    steps = _steps(figures, sums.updates, by_update)
+    of_steps = _steps(figures, sums.updates, by_update)
     counts = {key: int(columns[key].sum()) for key in _COUNTS}
+    query = "SELECT count(*) FROM sequences WHERE num_response_tokens > 0"
+    ((num_recorded,),) = database.connection.execute(query).fetchall()
+    notes = _notes(sides.loss, counts, sums, num_recorded)
     return Objective(
-        trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=basis, passes=(sides.train, sides.rollout, sides.current), num_updates=num_updates,
-        num_rows=int(sums.num_rows_U.sum()), num_sequences=counts["num_sequences"], num_tokens=counts["num_tokens"], num_terms=counts["terms_known"],
-        num_nan=counts["num_nan"], num_inf=counts["num_inf"], num_groups=len(np.unique(sums.unit_N)), confidence=confidence,
-        verdict_codes=verdict(loss, of_figures, steps, counts["num_tokens"]),
-        note_codes=(*sides.notes, *_notes(loss, counts, sums, num_recorded)), cannot_codes=sides.cannot, figures=of_figures,
-        steps=steps,
+        trace=name, steps_asked=database.steps, loss=sides.loss, loss_basis=basis, num_updates=num_updates,
+        passes=(sides.train, sides.rollout, sides.current), num_rows=int(sums.num_rows_U.sum()), num_terms=counts.pop("terms_known"),
+        num_groups=len(np.unique(sums.unit_N)), confidence=confidence, note_codes=(*sides.notes, *notes), cannot_codes=sides.cannot,
+        verdict_codes=verdict(sides.loss, of_figures, of_steps, counts["num_tokens"]), figures=of_figures, steps=of_steps, **counts,
     )  # fmt: skip
 
 
@@ -132,7 +120,6 @@ def estimates(
 
 
 def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]], totals: Mapping[str, Array]) -> Rows:
-    """Return one row per update."""
     values = values_of(figures, {**totals, "num_updates": np.ones(len(updates))})
     names = ["step", "iteration", "num_rows", "num_sequences", "num_tokens", *values]
     columns = [
@@ -141,12 +128,6 @@ def _steps(figures: Mapping[str, FigureFormula], updates: list[tuple[int, int]],
         *([as_float(value) for value in column] for column in values.values()),
     ]
     return Rows(tuple(names), list(zip(*columns, strict=True)) if updates else [])
-
-
-def _num_sequences(database: Database) -> int:
-    query = "SELECT count(*) FROM sequences WHERE num_response_tokens > 0"
-    (row,) = database.connection.execute(query).fetchall()
-    return int(row[0])
 
 
 def _notes(loss: Loss, counts: Mapping[str, int], sums: SequenceSums, num_recorded: int) -> Iterator[Statement]:

@@ -3,7 +3,7 @@ read their rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,8 +56,7 @@ class PassRoles:
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Return the passes to read, with substitutes for passes that were not recorded; None if no usable pass was
-    recorded."""
+    """Return the passes to read, with substitutes for missing ones; None if no usable pass was recorded."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -91,20 +90,14 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the distinct names of the passes to read; there is no `now` if the policy inside the loss has no pass of
-    its own."""
+    """Return the distinct names of the passes to read; no `now` without a pass of the policy inside the loss."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
-def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterator[pa.RecordBatch]:
-    """Yield batches of all sequences that went through the loss in some steps, including sequences without tokens or
-    logprobs."""
-    yield from database.connection.batches(_query(sides, steps))
-
-
-def _query(sides: PassRoles, steps: range) -> str:
-    """Return the query with one row per sequence and inner iteration of the pass inside the loss.
+def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
+    """Return batches of all sequences that went through the loss in some steps, with or without tokens: one row per sequence
+    and inner iteration of the pass inside the loss.
 
     `sequence`, `unit` (the group of the sequence) and `micro_batch` are returned as numbers, which are faster than
     names. `is_whole` is true if the response has tokens and every pass has one logprob per token.
@@ -113,7 +106,7 @@ def _query(sides: PassRoles, steps: range) -> str:
     now = names[-1] if names[-1] == "now" else "train"
     scored = {"train": sides.train, "rollout": sides.rollout, "now": sides.current}
     lengths = " AND ".join(f"coalesce(len({name}.logprobs) = s.num_response_tokens, false)" for name in names)
-    return token_query(
+    query = token_query(
         {
             name: PassRows(
                 name=scored[name], iteration=None if name == now else 0, scored=False, optional=name != now
@@ -128,6 +121,7 @@ def _query(sides: PassRoles, steps: range) -> str:
         steps=steps,
         lists=["advantage", "advantages", "mask"],
     )  # fmt: skip
+    return database.connection.batches(query)
 
 
 LOSSES: Mapping[str, Mapping[str, Any]] = {
@@ -180,8 +174,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Return the loss with its bounds reset, for a change to another kind of loss; denominator and correction are
-    kept."""
+    """Return the loss with default bounds, for another kind of loss; denominator and correction are kept."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

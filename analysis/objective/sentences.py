@@ -40,7 +40,6 @@ VERDICT: Mapping[str, str] = {
     "instead of {relative_bias_signed}, and without cancelling {uncorrected_relative_abs_bias_percent} instead of "
     "{relative_abs_bias_percent}.",
 }
-"""Code of a statement in the verdict -> its sentence."""
 
 _WAYS = {
     "up": "the loss overstates it",
@@ -75,7 +74,6 @@ NOTES: Mapping[str, str] = {
     "kl_left_out": "all figures exclude the KL term (coefficient {coefficient:g})",
     "ratios_clamped": "ratios of some sequences exceed exp({bound:g}) and are clamped to it",
 }
-"""Code of a note -> the sentence."""
 
 
 def loss_basis() -> Mapping[str, str]:
@@ -91,7 +89,6 @@ def loss_basis() -> Mapping[str, str]:
 
 
 def verdict_sentence(part: Statement, confidence: float) -> str:
-    """Render one statement of the verdict as a sentence."""
     values = part.values
     words = {f"{name}_percent": f"{value * 100:.3g} %" for name, value in values.items() if isinstance(value, float)}
     words |= {f"{name}_signed": f"{value * 100:+.3g} %" for name, value in values.items() if isinstance(value, float)}

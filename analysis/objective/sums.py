@@ -103,8 +103,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Return counts of bad updates (arXiv 2602.04879): tokens with a negative advantage although their probability
-    already fell by at least 0.5."""
+    """Return counts of bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least 0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -116,8 +115,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's replace those of a
-    missing pass."""
+    """Return the logprobs of trainer, engine and policy inside the loss; the trainer's for a missing pass."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -155,7 +153,6 @@ class _Batch:
     """The sums of a batch of sequences."""
 
     keys: dict[str, np.ndarray]
-    """Name in _KEYS -> [R] keys."""
     is_whole_R: np.ndarray
     """bool: True if the logprobs of the row are comparable, which makes it one of the N rows."""
     num_tokens_R: np.ndarray
@@ -258,8 +255,7 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the [R] factor that the loss applies to each token's term or, with aggregation `sequence`, to each
-    sequence's term.
+    """Return the [R] factor of the loss on each token's term, or with aggregation `sequence` on each sequence's.
 
     An update in which some micro-batches were not recorded is treated as one batch.
     """
@@ -284,8 +280,7 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return [R] the number of tokens in the row's micro-batch, times the number of micro-batches in the row's
-    update."""
+    """Return [R] the tokens in the row's micro-batch, times the number of micro-batches in its update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

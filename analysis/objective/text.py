@@ -19,8 +19,7 @@ STEP_COLUMNS = (
 
 
 def objective_text(found: Objective, width: int | None = None, by: str = "run") -> str:
-    """Render an objective: the verdict, the figures over the run with intervals, and either the worst steps or all
-    steps."""
+    """Render an objective: verdict, figures of the run with intervals, and the worst steps or all steps."""
     found = shown(found)
     parts = [wrapped(" ".join(found.verdict), "", width), _loss(found, width)]
     parts += [wrapped(f"cannot be answered: {sentence}", "", width) for sentence in found.cannot]
@@ -40,7 +39,8 @@ def objective_json(found: Objective) -> dict[str, Any]:
 
 def _loss(found: Objective, width: int | None) -> str:
     loss = found.loss
-    bounds = {"ppo_clip": f" (clip -{loss.clip_low:g} +{loss.clip_high:g}{_hard(loss.clip_hard)})",
+    hard = "" if loss.clip_hard is None else f", never above {loss.clip_hard:g}"
+    bounds = {"ppo_clip": f" (clip -{loss.clip_low:g} +{loss.clip_high:g}{hard})",
               "cispo": f" (weight at most {loss.clip_high:g})",
               "sapo": f" (temperature {loss.sapo_temperature_pos:g} where A > 0, else {loss.sapo_temperature_neg:g})",
               "vespo": f" (k {loss.vespo_k_pos:g}, lambda {loss.vespo_lambda_pos:g} where A >= 0, else k {loss.vespo_k_neg:g}, "
@@ -55,10 +55,6 @@ def _loss(found: Objective, width: int | None) -> str:
         f"{found.num_groups:,} groups."
     )
     return wrapped(text, "", width)
-
-
-def _hard(bound: float | None) -> str:
-    return "" if bound is None else f", never above {bound:g}"
 
 
 def _bounds(found: Objective) -> str:

@@ -47,8 +47,7 @@ class Objective(Result):
     num_rows: int
     """Sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence means."""
     num_sequences: int
-    """Sequences in `num_rows` with at least one token that counts in the loss and has a finite logprob in every
-    pass."""
+    """Sequences in `num_rows` with a token that counts and has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
     """Number of terms with an advantage. A term is what the loss takes one ratio for: a token or a sequence."""
@@ -97,8 +96,7 @@ class Objective(Result):
 
 SMALL, LARGE = 0.001, 0.05
 """Limits for the bias as a share of sum |f(rho*)|: below SMALL it is negligible, from LARGE upwards it is large. The
-limits are tim-trace's own convention: advantages are differences of noisy rewards, in which 0.1 % is invisible and 5 %
-is visible."""
+limits are tim-trace's convention: advantages differ by noisy rewards, where 0.1 % is invisible and 5 % visible."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
@@ -128,8 +126,7 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
     """Return the sign of the bias with its size if its interval excludes 0, otherwise the size of the noise.
 
-    A clip that limits f(rho*) raises b whatever the mismatch is, so a sign is not reported if the bias without the clip
-    (`unclipped`) has a different one.
+    A clip of f(rho*) raises b whatever the mismatch is: no sign is reported if the bias `unclipped` has another.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}

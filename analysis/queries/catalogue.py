@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -86,26 +85,15 @@ def listed() -> Rows:
 
 
 def _parse(name: str, text: str) -> NamedQuery:
-    head = [line for line in text.splitlines() if line.startswith("--")]
-    fields: dict[str, str] = {}
-    for field, line in _fields(head):
-        fields[field] = f"{fields[field]} {line}" if field in fields else line
-    return NamedQuery(
-        name=name,
-        summary=fields["summary"].rstrip("."),
-        unit=fields["unit"].rstrip("."),
-        source=fields["source"].rstrip("."),
-        meaning=fields["meaning"],
-        needs=fields.get("needs", "").rstrip(".") or None,
-        sql=text,
-    )
-
-
-def _fields(head: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (field, text) for each line of a query's head; a line without a field name continues the previous field."""
+    fields: dict[str, list[str]] = {}
     field = "summary"
-    for line in head:
-        found = _FIELD.fullmatch(line)
-        if found:
-            field = found["name"].lower()
-        yield field, found["text"] if found else line.removeprefix("--").strip()
+    for line in text.splitlines():
+        if line.startswith("--"):  # a line without a field name continues the previous field
+            found = _FIELD.fullmatch(line)
+            field = found["name"].lower() if found else field
+            fields.setdefault(field, []).append(found["text"] if found else line.removeprefix("--").strip())
+    told = {field: " ".join(lines) for field, lines in fields.items()}
+    return NamedQuery(
+        name=name, meaning=told["meaning"], needs=told.get("needs", "").rstrip(".") or None, sql=text,
+        **{field: told[field].rstrip(".") for field in ("summary", "unit", "source")},
+    )  # fmt: skip

@@ -54,7 +54,6 @@ class Answer:
     severity: str
     """`good`, `notice`, `bad` or `open`."""
     short: str
-    """The answer in a few words."""
     figure: str = ""
     """The number on which the answer is based, with its unit; empty if there is none."""
     basis: str = ""
@@ -64,7 +63,6 @@ class Answer:
     question: str = ""
     """Code of the question that is answered, a key of QUESTIONS."""
     command: str = ""
-    """The command that prints the details of the answer."""
 
 
 def _unknown(detail: str, short: str = "unknown") -> Answer:
@@ -166,11 +164,15 @@ def objective_answer(subject: Subject) -> Answer:
     code = _effect(relative, push, size) if pushes or size >= SMALL else "negligible"
     if code in ("small_push", "small_push_large_noise", "large_push") and is_opposed(relative, unclipped):
         code = "opposed"
+    free = ""
+    if unclipped is not None and unclipped.value is not None:
+        interval = _interval(unclipped, found)
+        free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
         code=code,
         severity=BAD if size >= LARGE else NOTICE if pushes else GOOD,
         short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling{_free(found, unclipped)}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )
@@ -191,13 +193,6 @@ def _effect(relative: Estimate, push: float, size: float) -> str:
 
 def _straddles(estimate: Estimate) -> bool:
     return estimate.low is None or estimate.high is None or estimate.low <= 0 <= estimate.high
-
-
-def _free(found: Objective, unclipped: Estimate | None) -> str:
-    if unclipped is None or unclipped.value is None:
-        return ""
-    interval = _interval(unclipped, found)
-    return f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
 
 
 def _interval(estimate: Estimate, found: Objective) -> str:
@@ -269,7 +264,6 @@ QUESTIONS = {
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:
-    """Answer every question for a run."""
     return tuple(
         replace(answer(subject), question=code, command=command(subject, verb))
         for code, (_, answer, verb) in QUESTIONS.items()

@@ -129,7 +129,6 @@ class Bar:
     low: float | None = None
     high: float | None = None
     text: str = ""
-    """The value as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,12 +53,13 @@ GROUP BY step ORDER BY step"""
 
 def query_of_series(name: str, subject: Subject) -> str:
     """Return a query that computes a series by step; if SQL cannot compute the series, return a command that prints it."""
+    where = f" WHERE {subject.condition}" if subject.condition else ""
     if name in _STEPS:
-        return f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}){_where(subject)} ORDER BY step"
-    if name in _OF_SEQUENCES:
         return (
-            f"SELECT step, {_OF_SEQUENCES[name]} AS {name} FROM sequences{_where(subject)} GROUP BY step ORDER BY step"
+            f"SELECT step, {_STEPS[name]} AS {name} FROM pair_steps({quoted_pair(subject.pair)}){where} ORDER BY step"
         )
+    if name in _OF_SEQUENCES:
+        return f"SELECT step, {_OF_SEQUENCES[name]} AS {name} FROM sequences{where} GROUP BY step ORDER BY step"
     if name in _OF_GROUPS:
         return _GROUPS.format(value=_OF_GROUPS[name], name=name, within=_and(subject))
     series = subject.series.get(name)
@@ -75,10 +76,6 @@ def query_of_metric(name: str, subject: Subject, first_step: int = 1) -> str:
         f"SELECT step, avg(value) FILTER (isfinite(value)) AS value FROM metrics WHERE name = {quoted(name)} "
         f"AND step >= {first_step}{_and(subject)} GROUP BY step ORDER BY step"
     )
-
-
-def _where(subject: Subject) -> str:
-    return f" WHERE {subject.condition}" if subject.condition else ""
 
 
 def _and(subject: Subject) -> str:

@@ -63,7 +63,6 @@ class Provenance:
     """The software, model and settings with which a run was recorded."""
 
     facts: tuple[tuple[str, str], ...]
-    """Facts about the trace, as (name, value)."""
     passes: tuple[str, ...]
     """Names of the columns of `fields`: the passes, numbered if a pass has several contracts."""
     hashes: tuple[str, ...]
@@ -71,7 +70,6 @@ class Provenance:
     fields: tuple[Field, ...]
     """Contract fields: those that differ between passes, then the others; each group is sorted by name."""
     settings: tuple[tuple[str, str], ...]
-    """Hyperparameters, as (name, value)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +82,11 @@ class Report(Result):
     subjects: tuple[Subject, ...]
     """The runs in the report: the first is analysed, the others are drawn for comparison."""
     verdicts: tuple[RunSummary, ...]
-    """The verdict on each run."""
     run: tuple[LineChart, ...]
-    """Charts of the runs' series by step."""
     constants: dict[str, float]
     """Name of a series that is constant throughout the first run -> its value."""
     mismatch: tuple[Chart, ...]
-    """Charts of the mismatch in the first run."""
     provenance: tuple[Provenance, ...]
-    """One per run."""
     made_with: str = __version__
     """Version of tim-trace that made the report."""
 
@@ -121,29 +115,20 @@ def report_text(made: Report) -> str:
 
 def report_of(subjects: tuple[Subject, ...]) -> Report:
     """Build a report from runs whose analyses were already computed."""
-    first = subjects[0]
+    verdicts = (
+        RunSummary(
+            headline=_headline(subject), answers=answers(subject), next=_next(subject), recorded=_recorded(subject.info),
+            not_recorded=_not_recorded(subject),
+        )
+        for subject in subjects
+    )  # fmt: skip
     return Report(
-        subjects=subjects,
-        verdicts=tuple(summarise(subject) for subject in subjects),
-        run=tuple(run_charts(subjects)),
-        constants=constants(first),
-        mismatch=tuple(mismatch_charts(first)),
-        provenance=tuple(provenance(subject) for subject in subjects),
-    )
+        subjects=subjects, verdicts=tuple(verdicts), run=tuple(run_charts(subjects)), constants=constants(subjects[0]),
+        mismatch=tuple(mismatch_charts(subjects[0])), provenance=tuple(provenance(subject) for subject in subjects),
+    )  # fmt: skip
 
 
 # --- the first screen ---------------------------------------------------------------------------------------------------
-
-
-def summarise(subject: Subject) -> RunSummary:
-    """Answer the questions for a run, and suggest the next commands."""
-    return RunSummary(
-        headline=_headline(subject),
-        answers=answers(subject),
-        next=_next(subject),
-        recorded=_recorded(subject.info),
-        not_recorded=_not_recorded(subject),
-    )
 
 
 def _headline(subject: Subject) -> str:
@@ -155,8 +140,7 @@ def _headline(subject: Subject) -> str:
 
 
 def _next(subject: Subject) -> tuple[Advice, ...]:
-    """List advice, most useful first: how to fix an invalid comparison, then how to confirm the cause of a collapse, then how
-    to answer open questions."""
+    """List advice: first how to fix the comparison, then how to confirm the cause of a collapse, then open questions."""
     found: list[Advice] = []
     diagnosis, attribution = subject.diagnosis, subject.attribution
     if diagnosis and not diagnosis.checked.is_valid:
@@ -221,7 +205,8 @@ def provenance(subject: Subject) -> Provenance:
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
-    fields = [_field(name, contracts) for name in names]
+    values = {name: tuple(contract.get(name, "") for contract in contracts) for name in names}
+    fields = [Field(name=name, values=of, differs=len({*of} - {""}) > 1) for name, of in values.items()]
     return Provenance(
         facts=_facts(subject),
         passes=tuple(name for name, _, _ in columns),
@@ -244,12 +229,6 @@ def _columns(subject: Subject) -> list[tuple[str, str, Mapping[str, Any]]]:
         column = f"{name} {seen[name]}" if num[name] > 1 else name
         found.append((column, str(row["contract"]), json.loads(row["contract_json"])))
     return found
-
-
-def _field(name: str, contracts: list[dict[str, str]]) -> Field:
-    values = tuple(contract.get(name, "") for contract in contracts)
-    said = {value for value in values if value}
-    return Field(name=name, values=values, differs=len(said) > 1)
 
 
 def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from ..breakdowns.breakdowns import Breakdowns
+from ..diagnosis.text import effect_text
 from ..rows import Rows
-from . import chart, text
+from . import chart
 from .chart import Array, Bar, BarChart, Chart, Heatmap, Line, LineChart
 from .commands import command
 from .subject import Subject
@@ -26,11 +27,27 @@ _GROUPS = {
 """Prefix of a chart's key -> the heading under which the chart is shown."""
 
 
+_PROFILES = {
+    "position": (
+        "Mean |d| by position in the response", "position of the token, from 1",
+        "Rounding gives a flat line. A jump at one position points to a cache, an attention window or a rotary embedding.",
+    ),
+    "length": (
+        "Mean |d| by length of the response", "tokens of the response", "Shows whether tokens of long responses differ more.",
+    ),
+    "entropy": (
+        "Mean |d| by entropy", "entropy of the next-token distribution, nats",
+        "A mismatch that grows with entropy comes from uncertain tokens, as expected of rounding.",
+    ),
+}  # fmt: skip
+"""Breakdown -> (title, axis label, note) for the breakdown's chart."""
+
+
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
     """Group charts under their headings."""
     found: dict[str, list[Chart]] = {}
     for one in charts:
-        heading = next(text for start, text in _GROUPS.items() if one.key.startswith(start))
+        heading = next(title for start, title in _GROUPS.items() if one.key.startswith(start))
         found.setdefault(heading, []).append(one)
     return found
 
@@ -47,13 +64,18 @@ def mismatch_charts(subject: Subject) -> list[Chart]:
 
 def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     a, b = subject.pair
+    rounding = "" if spread.envelope is None else (
+        f"Rounding of logits changes d by at most a constant times 1 - p (arXiv 2512.23087). The lines are +-{spread.envelope:.3g} "
+        "(1 - p) and enclose 99% of the tokens below p = 0.99. "
+    )  # fmt: skip
     yield Heatmap(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
-        note=text.density_note(spread.envelope), sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
+        note=f"Each cell counts tokens. {rounding}Large |d| at p near 1 is not rounding. The outermost rows hold everything "
+        "outside the axis.", sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
         x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
         curves=_envelope(spread), is_open=True,
     )  # fmt: skip
-    for name in text.PROFILES:
+    for name in _PROFILES:
         if name in spread.profiles:
             yield _profile(spread, name)
 
@@ -70,7 +92,7 @@ def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
 
 def _profile(spread: Breakdowns, name: str) -> LineChart:
     profile = spread.profiles[name]
-    title, label, note = text.PROFILES[name]
+    title, label, note = _PROFILES[name]
     start = profile.start + (1 if name == "position" else 0)
     return LineChart(
         key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large |d| more.", sql=spread.sql[name],
@@ -99,14 +121,17 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
             key="ratio-split", title="What the ratio is made of", unit="nats squared",
-            note=text.RATIO_SPLIT, sql=asked,
-            lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
+            note="Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
+            "= current - train. Drift is intended and clipped; mismatch is neither.",
+            sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
         yield LineChart(
             key="contribution-bias", title="What the mismatch adds to the objective", unit="share of sum |f|",
-            note=text.BIAS, sql=asked,
-            lines=bias, x_label="step",
+            note="b is a token's contribution to the objective under the ratio the loss uses, minus its contribution under the "
+            "true ratio. Both sums are divided by the sum of |f|, the size of the objective's terms. Above 0 the loss overstates "
+            "the objective. If the sum is small compared with the sum of |b|, the errors cancel (arXiv 2605.14220).",
+            sql=asked, lines=bias, x_label="step",
         )  # fmt: skip
 
 
@@ -126,13 +151,17 @@ def _arms(subject: Subject) -> BarChart | None:
     if found is None or not found.replays:
         return None
     shares = tuple(
-        Bar(name=each.arm, value=each.removed, low=each.low, high=each.high, text=text.replayed(each))
+        Bar(
+            name=each.arm, value=each.removed, low=each.low, high=each.high,
+            text=f"{effect_text(each)} ({each.num_tokens:,} tokens)",
+        )
         for each in found.replays
     )  # fmt: skip
     a, b = subject.pair
     return BarChart(
         key="arms", title="What each replay removes of the mismatch", unit="share of mean d squared",
-        note=text.arms_note(a, b),
+        note=f"The replay replaces {a}: 1 means it agrees with {b}, 0 that it changes nothing, below 0 that the mismatch grows. "
+        "Lines are 95% CIs over groups of sequences.",
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
 
@@ -151,7 +180,8 @@ def _corrections(subject: Subject) -> BarChart | None:
     }
     return BarChart(
         key="corrections", title="What each correction would cut", unit="share of tokens",
-        note=text.corrections_note(subject.part),
+        note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. For how much a correction helps, "
+        "see docs/evidence/remedies.md.",
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",
-        remark=text.idle(idle, len(weighing)),
+        remark=f"{len(idle)} of {len(weighing)} would have no effect: {', '.join(idle)}." if idle else "",
     )  # fmt: skip

@@ -63,7 +63,11 @@ def report(
         from .paper.figure import paper_style  # deferred, since importing matplotlib takes a second
 
         style = paper_style(width, font, title)
-    made = report_of(_subjects(given, names, control, steps, progress))
+    subjects: list[Subject] = []
+    with progress("asking the run", NUM_QUESTIONS * len(given)) as advance:
+        for trace, name in zip(given, _names([os.fspath(trace) for trace in given]), strict=True):
+            subjects.append(read_subject(trace, names, name, None if subjects else control, steps, advance))
+    made = report_of(tuple(subjects))
     if output is not None:
         from .page.page import page  # deferred, since importing Bokeh takes a second
 
@@ -92,21 +96,6 @@ def _write_figures(
             folders.setdefault(local(place), []).append(kind)
     for folder, kinds in folders.items():
         write_figures(figures, folder, *kinds, style=style, force=force)
-
-
-def _subjects(
-    given: Sequence[str | os.PathLike[str]],
-    pair: tuple[str, str],
-    control: str | os.PathLike[str] | None,
-    steps: str,
-    progress: Progress,
-) -> tuple[Subject, ...]:
-    names = _names([os.fspath(trace) for trace in given])
-    found: list[Subject] = []
-    with progress("asking the run", NUM_QUESTIONS * len(given)) as advance:
-        for trace, name in zip(given, names, strict=True):
-            found.append(read_subject(trace, pair, name, None if found else control, steps, advance))
-    return tuple(found)
 
 
 def _names(urls: Sequence[str]) -> list[str]:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from ..facts.change_text import interval_text
+from ..facts.changes import ChangePoint
 from ..facts.series import KINDS, LOG, Series
-from . import chart, text
+from ..statistics.location import SHIFT
+from . import chart
 from .chart import Band, Line, LineChart, Mark
 from .commands import query_of_metric, query_of_series
 from .subject import Subject
-from .terms import EVALUATION, SERIES, Term
 
 _OF_MISMATCH = ("k3", "p99_abs_d", "max_abs_d", "ess")
 _MOST_MARKS = 8
+_MOST_STEPS = 12
+"""Maximum number of steps listed in a chart's remark; further steps are only counted."""
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Return one chart per series that varies in at least one run. A chart includes replays and all runs; changes are marked
-    for the first run only."""
+    """Return one chart per series that varies in a run, with replays and all runs; changes are the first run's."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -51,12 +55,22 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
     if name in _OF_MISMATCH:
         lines += _arms(name, subjects, is_log)
     first = subjects[0]
+    source = first.series[name].source if name in first.series else ""
     return LineChart(
-        key=name, title=term.title, unit=term.unit, note=f"{term.note} {_source(name, subjects)}".strip(),
-        sql=query_of_series(name, first), lines=tuple(lines), x_label="step",
-        y_scale=chart.LOG if is_log else chart.LINEAR,
-        marks=_marks(name, first), remark=text.not_finite(first.series[name].not_finite.tolist()) if name in first.series else "", bands=_published_k3(first) if name == "k3" else (),
+        key=name, title=term.title, unit=term.unit, note=f"{term.note} Here: {source}." if source else term.note,
+        sql=query_of_series(name, first), lines=tuple(lines), x_label="step", y_scale=chart.LOG if is_log else chart.LINEAR,
+        marks=_marks(name, first), remark=not_finite(first.series[name].not_finite) if name in first.series else "",
+        bands=_published_k3(first) if name == "k3" else (),
     )  # fmt: skip
+
+
+def not_finite(steps: Sequence[int] | np.ndarray) -> str:
+    """Return a sentence that lists the steps whose value is NaN or infinite, which a chart cannot draw."""
+    if not len(steps):
+        return ""
+    told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
+    more = f" and {len(steps) - _MOST_STEPS} more" if len(steps) > _MOST_STEPS else ""
+    return f"NaN or infinite at step{'s' if len(steps) > 1 else ''} {told}{more}."
 
 
 def _known(series: Series) -> np.ndarray:
@@ -68,14 +82,8 @@ def _is_constant(values: np.ndarray) -> bool:
     return bool(np.all(known == known[0])) if len(known) else True
 
 
-def _source(name: str, subjects: Sequence[Subject]) -> str:
-    series = subjects[0].series.get(name)
-    return f"Here: {series.source}." if series is not None and series.source else ""
-
-
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch if the replay takes the place of pass a. On a logarithmic axis, a mismatch of 0
-    becomes NaN."""
+    """Return one line per replay: the mismatch with it in the place of pass a; on a logarithmic axis NaN for 0."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -88,18 +96,18 @@ def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
 
 
 def _marks(name: str, subject: Subject) -> tuple[Mark, ...]:
-    """Return the largest changes of the series."""
     moved = next((one for one in subject.dynamics.series if one.name == name), None) if subject.dynamics else None
     if moved is None:
         return ()
     largest = sorted(moved.changes, key=lambda change: -abs(change.size_in_sd))[:_MOST_MARKS]
-    return tuple(
-        Mark(
-            x=change.step, low=change.low, high=change.high,
-            text=text.change(change),
-        )
-        for change in sorted(largest, key=lambda change: change.step)
-    )  # fmt: skip
+    return tuple(_mark(change) for change in sorted(largest, key=lambda change: change.step))
+
+
+def _mark(change: ChangePoint) -> Mark:
+    what = "jumps" if change.kind == SHIFT else "changes slope"
+    when = f"{what} at step {change.step}{interval_text(change.low, change.high)}"
+    text = f"{when}: {change.before:.3g} to {change.after:.3g}"
+    return Mark(x=change.step, low=change.low, high=change.high, text=text)
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
@@ -114,7 +122,8 @@ def _published_k3(subject: Subject) -> tuple[Band, ...]:
     high = max((figure.high for figure in healthy), default=0.0)
     if not low < high:
         return ()
-    return (Band(low=low, high=high, text=text.published(low, high, [figure.source for figure in healthy])),)
+    sources = ", ".join(dict.fromkeys(figure.source for figure in healthy))
+    return (Band(low=low, high=high, text=f"published for these dtypes: {low:g} to {high:g} ({sources})"),)
 
 
 def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
@@ -127,3 +136,58 @@ def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
         key="evaluation", title=name, unit=EVALUATION.unit, note=EVALUATION.note, sql=query_of_metric(name, first, 0),
         lines=tuple(lines), x_label="step",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A term used in a report, with its explanation."""
+
+    title: str
+    unit: str
+    note: str
+
+
+SERIES: dict[str, Term] = {
+    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, d = the trainer's logprob minus the engine's: an estimate of the KL divergence between them that is never negative."),
+    "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, the difference between the trainer's and the engine's logprob of the same token."),
+    "max_abs_d": Term("Largest |d|", "nats", "The token of the step whose two logprobs differ most. At 0.69 nats one side gives it twice the probability of the other."),
+    "ess": Term("ESS of tokens", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1 all tokens have equal weight; near 0 a few have all of it."),
+    "reward": Term("Reward", "", "Mean reward of the sequences of the step, as recorded."),
+    "length": Term("Response length", "tokens", "Mean number of tokens of a response."),
+    "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution. Near 0 there is no exploration."),
+    "grad_norm": Term("Gradient norm", "", "L2 norm of the gradient, as the trainer logged it."),
+    "learning_rate": Term("Learning rate", "", "As the trainer logged it."),
+    "clip_share": Term("Clipped share", "share of tokens", "Tokens whose ratio exceeds the bound of the recorded loss: ppo_clip gives them no gradient, cispo clamps their weight to the bound."),
+    "policy_lag": Term("Policy lag", "updates", "Updates between the weights that sampled and those inside the loss: 0 is on-policy."),
+    "changed_weights": Term("Changed weights", "share of elements", "Weight elements that differ bitwise from the previous version. In bfloat16, small updates are rounded away."),
+    "loss": Term("Loss", "", "As the trainer logged it."),
+    "update_to_weight": Term("Update to weight", "ratio", "Size of one update over the size of the weights."),
+    "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within groups of one prompt, from which advantages are computed."),
+    "share_groups_without_spread": Term("Groups without spread", "share of groups", "Groups in which all rewards are equal: they give no gradient."),
+    "share_length_limited": Term("Cut at the limit", "share of responses", "Responses that ended because they reached the limit of tokens."),
+}  # fmt: skip
+"""Name of a series -> the term under which a report shows the series, in the order shown."""
+
+EVALUATION = Term("", "", "An evaluation logged by the run: a wrong reward does not affect it.")
+
+WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
+    "k3_positive": "k3 of the tokens with an advantage above 0.",
+    "k3_negative": "k3 of the tokens with an advantage below 0.",
+    "d": "The trainer's logprob of a token minus the engine's, in nats. 0.69 nats is a factor of two in probability.",
+    "nats": "Natural-logarithm units: exp(x nats) is a factor.",
+    "rms": "Root mean square: large values count more.",
+    "valid": "Whether both logprobs are the same quantity: same tokens, temperature, mask, weights and position. Otherwise their difference says nothing about numerics.",
+    "contract": "Everything that decides the numbers of a pass: engine, versions, dtypes, kernels, parallelism, sampling.",
+    "advantage": "How much better a response did than the others of its group; if positive, training makes it likelier.",
+    "|d|": "Absolute difference between the trainer's and the engine's logprob of a token, in nats.",
+    "sum |f|": "Sum over tokens of the size of their contribution to the objective: ratio times advantage, as the loss clips it.",
+    "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
+    "alerts": "Levels at which a framework or paper warns, each under its own definition.",
+    "interval": "From resampled groups of sequences: the range expected if the run had sampled others.",
+    "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
+    "ln ratio": "Natural logarithm of the probability of a token under one policy over that under another.",
+    "arm": "A replay of recorded steps under different numerics, stored as its own pass.",
+    "observation": "Judged from one run: what changed first need not be the cause.",
+    "intervention": "Judged against a baseline run with the same seeds and one change.",
+}
+"""Word -> the note that a report shows when the reader hovers over the word."""

@@ -18,8 +18,7 @@ from ..breakdowns.breakdowns import Breakdowns, read_breakdowns
 from ..corrections import corrections
 from ..diagnosis.diagnose import diagnose
 from ..diagnosis.diagnosis import Diagnosis
-from ..dynamics.dynamics import dynamics
-from ..dynamics.motion import Dynamics
+from ..dynamics.dynamics import Dynamics, dynamics
 from ..facts.mismatch import read_step_mismatch
 from ..facts.read_series import read_series
 from ..facts.series import Column, Series, by_step
@@ -27,15 +26,13 @@ from ..info import TraceInfo, info
 from ..objective.objective import objective
 from ..objective.verdict import Objective
 from ..rows import Rows
-from ..token_samples.token_sample import TokenSamples
-from ..token_samples.token_samples import read_token_samples
+from ..token_samples.token_samples import TokenSamples, read_token_samples
 from ..trace.columns import scored_passes
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from ..trace.tokens import evenly_spaced, tokens_by_step
 from ..views import open_database
-from .text import steps_read
 
 Found = TypeVar("Found")
 
@@ -73,9 +70,7 @@ class Subject:
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
-    """Rows of the view `passes`."""
     settings: Mapping[str, Any]
-    """Hyperparameters, by name."""
     evaluation: Column | None
     """The logged evaluation that `attribute` used as the outcome; None if the outcome was the reward or there was none."""
     unanswered: Mapping[str, str]
@@ -167,8 +162,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens in total, and a text that describes the
-    steps."""
+    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a text on these steps."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -177,6 +171,13 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
     part = open_database(database.sources[0])
     part.keep_steps(kept)
     return part, steps_read(len(kept), len(tokens))
+
+
+def steps_read(num_read: int, num_steps: int) -> str:
+    """Return a text that states how many steps of a run a result covers."""
+    if num_read < num_steps:
+        return f"{num_read} of {num_steps} evenly spaced steps"
+    return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:

@@ -10,7 +10,7 @@ CREATE OR REPLACE MACRO pair_sums(a, b) AS TABLE
     WHERE pass_a = CASE WHEN is_covered(a, b) THEN a END AND pass_b = b
     UNION ALL
     SELECT {sum_columns}
-    FROM sums_of_tokens(CASE WHEN NOT is_covered(a, b) THEN a END, b, NULL, NULL, NULL);
+    FROM sums_of_tokens(CASE WHEN NOT is_covered(a, b) THEN a END, b);
 
 CREATE OR REPLACE MACRO step_cuts(a, b) AS TABLE
     SELECT run, step, p50_abs_d, p95_abs_d, p99_abs_d
@@ -20,7 +20,7 @@ CREATE OR REPLACE MACRO step_cuts(a, b) AS TABLE
     SELECT run, step, cuts[1], cuts[2], cuts[3]
     FROM (
         SELECT run, step, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
-        FROM pair_tokens(CASE WHEN NOT is_covered(a, b) THEN a END, b, NULL, NULL, NULL)
+        FROM pair_tokens(CASE WHEN NOT is_covered(a, b) THEN a END, b)
         WHERE d IS NOT NULL
         GROUP BY run, step
     );
@@ -33,7 +33,7 @@ CREATE OR REPLACE MACRO run_cuts(a, b) AS TABLE
     SELECT run, cuts[1], cuts[2], cuts[3], 0.0::DOUBLE
     FROM (
         SELECT run, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
-        FROM pair_tokens(CASE WHEN NOT is_run_covered(a, b) THEN a END, b, NULL, NULL, NULL)
+        FROM pair_tokens(CASE WHEN NOT is_run_covered(a, b) THEN a END, b)
         WHERE d IS NOT NULL
         GROUP BY run
     );
@@ -54,7 +54,7 @@ CREATE OR REPLACE MACRO sequence_cuts(a, b) AS TABLE
            cuts[1] AS p50_abs_d, cuts[2] AS p95_abs_d, cuts[3] AS p99_abs_d
     FROM (
         SELECT run, step, seq_id, iteration_a, iteration_b, quantile_cont(abs(d), [0.5, 0.95, 0.99]) AS cuts
-        FROM pair_tokens(a, b, NULL, NULL, NULL)
+        FROM pair_tokens(a, b)
         WHERE d IS NOT NULL
         GROUP BY run, step, seq_id, iteration_a, iteration_b
     );

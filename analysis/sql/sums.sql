@@ -1,5 +1,5 @@
--- pair_tokens(...): the tokens that count, with d NULL if not finite. Does not read token ids.
-CREATE OR REPLACE MACRO pair_tokens(a, b, of_run, first_step, last_step) AS TABLE
+-- pair_tokens(a, b): the tokens that count, with d NULL if not finite. Does not read token ids.
+CREATE OR REPLACE MACRO pair_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_b,
            isnan(logprob_a) OR isnan(logprob_b) AS is_nan,
            CASE WHEN isfinite(logprob_a) AND isfinite(logprob_b) THEN logprob_a - logprob_b END AS d
@@ -17,11 +17,6 @@ CREATE OR REPLACE MACRO pair_tokens(a, b, of_run, first_step, last_step) AS TABL
             JOIN scores AS scores_a ON scores_a.run = s.run AND scores_a.step = s.step AND scores_a.seq_id = s.seq_id
             JOIN scores AS scores_b ON scores_b.run = s.run AND scores_b.step = s.step AND scores_b.seq_id = s.seq_id
             WHERE scores_a."pass" = a AND scores_b."pass" = b
-              AND (of_run IS NULL OR (s.run = of_run AND scores_a.run = of_run AND scores_b.run = of_run))
-              AND (first_step IS NULL OR (s.step >= first_step AND scores_a.step >= first_step
-                                          AND scores_b.step >= first_step))
-              AND (last_step IS NULL OR (s.step <= last_step AND scores_a.step <= last_step
-                                         AND scores_b.step <= last_step))
         )
     )
     WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
@@ -39,7 +34,7 @@ CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
 -- pair_lists(a, b, of_runs, first_step, last_step): logprob lists of the rows in both passes (empty if missing or without a
--- sequence), and the mask (empty if every token counts).
+-- sequence), and the mask (empty if every token counts). A NULL argument selects all runs, or leaves an end of the range open.
 CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABLE
     SELECT scores_a.run, scores_a.step, scores_a.seq_id,
            scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
@@ -55,13 +50,11 @@ CREATE OR REPLACE MACRO pair_lists(a, b, of_runs, first_step, last_step) AS TABL
       AND (first_step IS NULL OR (scores_a.step >= first_step AND scores_b.step >= first_step))
       AND (last_step IS NULL OR (scores_a.step <= last_step AND scores_b.step <= last_step));
 
--- sums_of_tokens(a, b, of_runs, first_step, last_step): the sums of sums/ computed from tokens. A NULL argument selects all runs
--- or leaves that end of the range of steps open.
--- A token is summed if it counts in the loss and both passes have a finite logprob for it; NaN and infinities are only
--- counted.
-CREATE OR REPLACE MACRO sums_of_tokens(a, b, of_runs, first_step, last_step) AS TABLE
+-- sums_of_tokens(a, b): the sums of sums/ computed from tokens. A token is summed if it counts in the loss and both passes have
+-- a finite logprob for it; NaN and infinities are only counted.
+CREATE OR REPLACE MACRO sums_of_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sums.*
     FROM (
         SELECT * EXCLUDE (logprobs_a, logprobs_b, mask), pair_sums_of(logprobs_a, logprobs_b, mask) AS sums
-        FROM pair_lists(a, b, of_runs, first_step, last_step)
+        FROM pair_lists(a, b, NULL, NULL, NULL)
     );

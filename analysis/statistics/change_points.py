@@ -16,8 +16,7 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in pure noise with known variance; if the variance is estimated, it is below
-0.01."""
+"""Probability of a false change point in noise of known variance; below 0.01 if the variance is estimated."""
 
 _ROUNDS = 4
 
@@ -28,8 +27,7 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Return an upper bound on the probability that, in pure noise, cutting a line in two gains `gain` long-run
-    variances.
+    """Return an upper bound on the probability that cutting pure noise gains `gain` long-run variances.
 
     0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
     all positions; the factor comes from simulations of white noise with 20 to 1,000 steps.
@@ -39,8 +37,7 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in long-run variances: at false-positive rate SIGNIFICANT, and at least 3 ln
-    n."""
+    """Return the minimum gain of a cut, in long-run variances: false-positive rate SIGNIFICANT, at least 3 ln n."""
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -70,7 +67,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance that was used.
 
     The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a
-    cut from a series without one makes the estimate too small, which `_margin` compensates.
+    cut from a series without one makes the estimate too small, which the factor 1.5 + 70 / n compensates.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
@@ -85,7 +82,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     variance = whole
     for _ in range(_ROUNDS):
         left = residuals(values, places)
-        variance = max(floor, min(whole, _margin(n) * long_run_variance(left, 2 * len(places) + 2)))
+        variance = max(floor, min(whole, (1.5 + 70.0 / n) * long_run_variance(left, 2 * len(places) + 2)))
         cuts = _cheapest(lines, variance, least)
         if not cuts or cuts == found:
             return cuts, variance
@@ -94,13 +91,8 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
 
 
 def residuals(values: np.ndarray, places: list[int]) -> np.ndarray:
-    """Return the residuals of the line fitted to each segment."""
     ends = [0, *places, len(values)]
     return np.concatenate([without_line(values[a:b]) for a, b in pairwise(ends)])
-
-
-def _margin(n: int) -> float:
-    return 1.5 + 70.0 / n
 
 
 def _best_single(lines: StretchSquares, least: int) -> int:

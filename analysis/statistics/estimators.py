@@ -23,8 +23,7 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
     """Convert [N] columns of schemas.sums to [N] columns whose totals FROM_SUMS takes.
 
     Sums of ratios are scaled by the largest ratio of all sequences and sums of probabilities centred on the median of
-    the sequences' means, to avoid cancellation in totals and resamples. Without probability columns in `sums`, the
-    derived columns are omitted.
+    the sequences' means, to avoid cancellation. Columns derived from probabilities are omitted without them.
     """
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
@@ -65,10 +64,6 @@ def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: 
     return np.where(known, np.clip((num * xy - x * y) / size, -1.0, 1.0), np.nan)
 
 
-def _pearson(t: Totals) -> Array:
-    return pearson_of_totals(t["num_tokens"], t["off_a"], t["off_b"], t["off_aa"], t["off_bb"], t["off_ab"])
-
-
 FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "k1": lambda t: -t["sum_d"] / t["num_tokens"],
     "k2": lambda t: t["sum_d2"] / 2 / t["num_tokens"],
@@ -77,7 +72,9 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "rms_d": lambda t: np.sqrt(t["sum_d2"] / t["num_tokens"]),
     "share_outside": lambda t: t["num_outside"] / t["num_tokens"],
     "prob_diff_mean": lambda t: t["sum_prob_diff"] / t["num_tokens"],
-    "prob_pearson": _pearson,
+    "prob_pearson": lambda t: pearson_of_totals(
+        t["num_tokens"], t["off_a"], t["off_b"], t["off_aa"], t["off_bb"], t["off_ab"]
+    ),
     "log_ppl_abs_diff_sum": lambda t: t["abs_sum_d"] / t["num_sequences"],
     "log_ppl_abs_diff_mean": lambda t: t["abs_mean_d"] / t["num_sequences"],
     "ess_token": lambda t: t["weight"] ** 2 / (t["num_tokens"] * t["weight2"]),

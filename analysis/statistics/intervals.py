@@ -35,16 +35,14 @@ PARTS = 20
 """Maximum number of parts in a jackknife. Each part consists of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Between these limits, enough are drawn for _BEYOND of them to be beyond each
-bound."""
+"""Minimum and maximum number of resamples; in between, enough that _BEYOND are beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
 """Relative step size of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error, relative to its terms, below which it is only rounding error in the derivatives, i.e. all groups are
-equal."""
+"""Standard error relative to its terms below which all groups are equal, and it is rounding error alone."""
 
 _NO_SPREAD = 1e-6
 """Standard error of a resample, relative to that of the run, below which all groups in the resample count as equal."""
@@ -71,8 +69,7 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return an SQL expression that identifies the group: sequences of a step with one group_id, or a sequence without
-    one."""
+    """Return SQL that identifies the group: sequences of a step with one group_id, or one sequence without."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -95,8 +92,7 @@ def bootstrap(
     About the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees
     of freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals unchanged. With `open_ended` a bound may be infinite; otherwise the result is
-    CARRIED.
+    `constants` are added to the totals unchanged. Infinite bounds need `open_ended`; else the result is CARRIED.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -114,8 +110,7 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
     """Return an interval of the largest value, whose upper bound is the value itself.
 
-    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the largest value of the run, so the interval
-    does not predict a longer run.
+    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the run's largest value, so a longer run may.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -241,15 +236,13 @@ class _Resampling:
         return (float(low), float(high)) if open_ended or math.isfinite(high - low) else NoInterval.CARRIED
 
     def _read_by(self, statistic: Statistic) -> list[str]:
-        """Return the columns that a statistic reads."""
         seen = _Seen(self._totals | self._fixed(()))
         with np.errstate(all="ignore"):
             statistic(seen)
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Return a column's scale, total, [G] deviations of the units from their mean, and [R] totals of the
-        resamples."""
+        """Return a column's scale, total, [G] deviations of units from their mean, [R] totals of resamples."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))

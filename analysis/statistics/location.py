@@ -1,7 +1,7 @@
-"""Locate a change in a series, a jump or the first step of a ramp or of an exponential approach, with a confidence
-interval.
+"""Locate a change in a series, with a confidence interval: a jump, or the first step of a ramp, an exponential approach or
+a linear decline to another level.
 
-Shapes: n values of a segment with one change, P candidate positions.
+Shapes: n values of a segment with one change, P candidate positions; E candidate ends of a decline.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .change_points import StretchSquares
+from .intervals import f_quantile
+from .noise import long_run_variance
 
 SHIFT, RAMP = "shift", "ramp"
 
@@ -104,3 +106,51 @@ def _ends(values: np.ndarray, place: int, best: str, length: float) -> tuple[flo
     x = np.stack([np.ones_like(t), t, *extra], axis=1)
     fitted = x @ np.linalg.lstsq(x, values, rcond=None)[0]
     return float(fitted[place - 1]), float(fitted[-1])
+
+
+_LARGEST_E = 12
+"""Maximum number of end positions tried for a decline."""
+
+
+def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
+    """Return the first index of a decline between two given levels, with its interval: (low, index, high).
+
+    The index minimises the sum of squares. The 90 % interval has the indices whose sum of squares is within the F
+    quantile with 1 and N - 3 degrees of freedom.
+    """
+    n = len(values)
+    costs = np.full(n, np.inf)
+    for i in range(n - 2):
+        fallen_EN = _fallen(i, n)
+        costs[i] = np.square(values - before * (1 - fallen_EN) - after * fallen_EN).sum(axis=1).min()
+    freedom = max(n - 3, 1)
+    inside = np.flatnonzero(costs <= costs.min() * (1 + f_quantile(0.90, 1, freedom) / freedom))
+    return int(inside[0]), int(np.argmin(costs)), int(inside[-1])
+
+
+def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
+    """Return the 95 % interval of the first index of a decline, with fitted levels and autocorrelated noise.
+
+    `deviation` is a lower bound for the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
+    """
+    centred = values - values.mean()
+    n = len(centred)
+    costs, left = np.full(n, np.inf), centred
+    for i in range(n - 2):
+        fallen_EN = _fallen(i, n)
+        fallen_EN -= fallen_EN.mean(axis=1, keepdims=True)
+        size_E = fallen_EN @ centred / np.einsum("en,en->e", fallen_EN, fallen_EN)
+        explained_E = size_E * (fallen_EN @ centred)
+        best = int(np.argmax(explained_E))
+        costs[i] = float(centred @ centred) - explained_E[best]
+        if costs[i] <= costs.min():
+            left = centred - size_E[best] * fallen_EN[best]
+    variance = max(long_run_variance(left, 3), float(left @ left) / max(n - 4, 1), deviation**2)
+    inside = np.flatnonzero(costs <= costs.min() + REACH * variance)
+    return int(inside[0]), int(inside[-1])
+
+
+def _fallen(start: int, n: int) -> np.ndarray:
+    """Return [E, N] the completed share of a decline that begins at `start`, for each candidate end."""
+    ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
+    return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

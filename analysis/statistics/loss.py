@@ -44,8 +44,7 @@ class Bounds:
     negative_high: float = math.inf
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
-        """Return the ratio clipped to the bounds for the sign of its advantage; `positive` marks positive
-        advantages."""
+        """Return the ratio clipped to the bounds for the sign of its advantage, marked by `positive`."""
         at_most = np.minimum(ratio, self.positive_high)
         if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # the sign does not matter
             return at_most
@@ -82,8 +81,7 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln of the loss's ratio, current / denominator: `log_true` is ln current / rollout, `log_drift` ln current
-    / train."""
+    """Return ln current / denominator, the loss's, given ln current / rollout and ln current / train."""
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
@@ -128,8 +126,7 @@ def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), k and lambda by A >= 0 (arXiv
-    2602.10693).
+    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), both by A >= 0 (arXiv 2602.10693).
 
     The ratio is clamped to [1e-8, exp(20)].
 
@@ -159,8 +156,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return bool: True if a term has a gradient. A clipped one has none under ppo_clip; under cispo its weight is the
-    bound.
+    """Return bool: True if a term has a gradient; a clipped one has none under ppo_clip, the bound's under cispo.
 
     `loss_has_gradient` is the same in SQL.
 

@@ -1,4 +1,4 @@
-"""Sums of squares and products around means, in two passes to avoid cancellation, and their merging over sequences.
+"""Correlations, and sums of squares and products around means, in two passes to avoid cancellation, merged over sequences.
 
 Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
 
@@ -19,8 +19,7 @@ class Centred:
     """Per-token values from which the mean over their sequence has been subtracted."""
 
     mean_N: Array
-    """Mean over the counted tokens in each sequence; 0 if no token counts. If all values are equal, the mean is exactly
-    that value."""
+    """Mean over each sequence's counted tokens, 0 without any; exactly the value if all are equal."""
     off_T: Array
     """Values minus the mean over their sequence; 0 for tokens that do not count."""
     left_N: Array
@@ -69,3 +68,14 @@ def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
 def repeated(values_N: Array, starts_N: np.ndarray, num_tokens: int) -> Array:
     """Return [T] each sequence's value, repeated for its tokens."""
     return np.repeat(values_N, np.diff(np.append(starts_N, num_tokens)))
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    """Return Pearson's correlation; NaN for fewer than two values or a constant side.
+
+    >>> pearson(np.array([1.0, 2.0]), np.array([3.0, 1.0]))
+    -1.0
+    """
+    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])

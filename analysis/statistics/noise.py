@@ -32,8 +32,7 @@ def tamed(values: np.ndarray) -> np.ndarray:
 
 
 def robust_sd(values: np.ndarray) -> float:
-    """Return the standard deviation from the median absolute deviation, or the plain one if over half of the values are
-    equal.
+    """Return the standard deviation from the median absolute deviation; the plain one if over half of the values are equal.
 
     scipy.stats.median_abs_deviation is nine times slower.
     """
@@ -65,8 +64,7 @@ def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
 
 
 def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return the long-run variance for an interval, with the autocorrelation at least 1.5 standard errors above its
-    estimate.
+    """Return the long-run variance for an interval: autocorrelation 1.5 standard errors above its estimate.
 
     With 8 to 40 steps the estimate is near 0 even for strongly correlated series, and an interval from it covers the
     true value in only 70 % of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
@@ -109,8 +107,7 @@ def _autocorrelation(values: np.ndarray, num_fitted: int) -> float:
 
 
 def half_square_difference(values: np.ndarray, lag: int) -> float:
-    """Return half the mean squared difference at a lag: variance minus autocovariance; differences are clipped at 3
-    sd."""
+    """Return half the mean squared difference at a lag: variance - autocovariance, clipped at 3 sd."""
     apart = values[lag:] - values[:-lag]
     apart = apart - np.median(apart)
     reach = _CLIP * robust_sd(apart)
@@ -118,8 +115,7 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """Return [n] the running median over `width` values; `beyond` the ends, values are mirrored or the last is
-    repeated.
+    """Return [n] the running median over `width` values; `beyond` the ends, values are mirrored or repeated.
 
     For an even width, scipy's median filters take the upper of the two middle values.
     """

@@ -1,21 +1,33 @@
-"""Chosen sequences of a trace, token by token: the worst, typical and random ones, and the worst of each step."""
+"""Chosen sequences of a trace, token by token: the worst, typical and random ones, and the worst of each step.
+
+Shapes: T shown response tokens in one sequence, R tokens in its response.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ...schemas.passes import CURRENT, REFERENCE
+from ..trace.columns import passes_with
 from ..trace.database import Database
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
-from .choice import PROMPT_TOKENS, Choice, Wanted, choice_text, choose
-from .steps import SequenceMismatch, look_at, read_sequence_mismatch
-from .token_sample import FINITE, INFINITE, NAN, NOT_RECORDED, TokenSample, TokenSamples
+from .choice import (
+    PROMPT_TOKENS,
+    Choice,
+    SequenceMismatch,
+    Wanted,
+    choice_text,
+    choose,
+    look_at,
+    read_sequence_mismatch,
+)
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
@@ -46,15 +58,16 @@ def _rows(database: Database, run: str, keys: list[tuple[int, str]], passes: Seq
     try:
         for batch in connection.batches(_query(run, keys, passes), _BATCH_ROWS):
             for number in range(batch.num_rows):
-                yield {name: _value(batch.column(name)[number]) for name in batch.schema.names}
+                row = {name: batch.column(name)[number] for name in batch.schema.names}
+                yield {name: v.values if isinstance(v, pa.ListScalar) else v.as_py() for name, v in row.items()}
     finally:
         connection.unregister("excerpt_keys")
 
 
-_OWN = (
-    "step", "seq_id", "group_id", "policy_version", "prompt_ids", "response_ids", "response_mask", "num_prompt_tokens",
-    "reward", "advantage", "advantages", "finish_reason",
+_SCALARS = (
+    "step", "seq_id", "group_id", "policy_version", "num_prompt_tokens", "reward", "advantage", "finish_reason",
 )  # fmt: skip
+_OWN = (*_SCALARS, "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
@@ -67,12 +80,6 @@ def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
         run=run, steps=sorted({step for step, _ in keys}), of_sequences=True,
         keys=f"seq_id IN ({names}) AND (step, seq_id) IN (SELECT (step, seq_id) FROM excerpt_keys)",
     )  # fmt: skip
-
-
-def _value(scalar: Any) -> Any:
-    if isinstance(scalar, pa.ListScalar):
-        return scalar.values
-    return scalar.as_py()
 
 
 class _Response:
@@ -101,20 +108,16 @@ class _Response:
         entropy_R = self.entropy.get(pair[1], self.entropy.get(pair[0]))
         ids = self.ids_R[shown].astype(np.int32)
         return TokenSample(
-            step=row["step"], seq_id=row["seq_id"], group_id=row["group_id"], why=why, num_tokens=len(self.ids_R),
-            first_token=first, reward=row["reward"], advantage=row["advantage"], policy_version=row["policy_version"],
-            finish_reason=row["finish_reason"], sum_d=float(np.nansum(d_R)) if len(size_R) else None,
-            mean_abs_d=float(size_R.mean()) if len(size_R) else None,
-            max_abs_d=float(size_R.max()) if len(size_R) else None, prompt=_prompt(row["prompt_ids"], text),
-            num_prompt_tokens=row["num_prompt_tokens"], ids=ids, texts=text.of(ids.tolist()),
+            why=why, num_tokens=len(self.ids_R), first_token=first, sum_d=float(np.nansum(d_R)) if len(size_R) else None,
+            mean_abs_d=float(size_R.mean()) if len(size_R) else None, max_abs_d=float(size_R.max()) if len(size_R) else None,
+            prompt=_prompt(row["prompt_ids"], text), ids=ids, texts=text.of(ids.tolist()),
             logprobs={name: values[shown].copy() for name, values in self.logprobs.items()},
             state={name: values[shown].copy() for name, values in self.state.items()}, mask=self.mask_R[shown].copy(),
-            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown),
+            advantages=_cut(self.advantages_R, shown), entropy=_cut(entropy_R, shown), **{name: row[name] for name in _SCALARS},
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """Return d for each response token, [R] float64, nats; NaN if the loss does not count the token, or if a pass has no
-        finite logprob for the token."""
+        """Return [R] float64 d, nats; NaN if the token does not count or a pass has no finite logprob for it."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -143,8 +146,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return the [R] bool mask of tokens that the loss counts: all tokens if no mask was recorded, and no token beyond the end
-    of a mask that is too short."""
+    """Return the [R] bool mask of counted tokens: all if no mask was recorded, none beyond the end of a short one."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -184,7 +186,9 @@ def read_token_samples(
     A trace with one pass of the pair is shown without d; an empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
-    scored = _scored(database, source.run, [*pair, CURRENT, REFERENCE])
+    names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))
+    there = passes_with(database, "seq_id", source.run, of=names, first_use=True)
+    scored = [name for name in names if name in there]
     lacking = tuple(name for name in pair if name not in scored)
     looked = look_at(database, pair, source.run, notable, wanted.worst)
     gaps = read_sequence_mismatch(database, pair, source.run, looked.steps)
@@ -200,8 +204,67 @@ def read_token_samples(
     )  # fmt: skip
 
 
-def _scored(database: Database, run: str, names: Sequence[str]) -> list[str]:
-    """Return the passes that have scores, without reading their lists."""
-    query = f'SELECT DISTINCT "pass" FROM scores WHERE run = {quoted(run)} AND iteration = 0'
-    found = {name for (name,) in database.connection.execute(query).fetchall()}
-    return [name for name in dict.fromkeys(names) if name in found]
+FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
+"""State of a pass's value for a token: a number; NULL or no row of scores; NaN; an infinity."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSample:
+    """One chosen sequence: its identity, the mismatch between two passes, and its tokens.
+
+    d = logprob(a) - logprob(b) of the pair, nats; sums are over all response tokens that the loss counts and that have a finite
+    logprob in both passes. Scores are from the first inner iteration. Texts were made `visible` but are not escaped.
+    """
+
+    step: int
+    seq_id: str
+    group_id: str | None
+    """Group of sequences that share a prompt; None if not recorded."""
+    why: tuple[str, ...]
+    """Reasons why the sequence was chosen: WORST, TYPICAL, RANDOM or WORST_OF_STEP."""
+    num_tokens: int
+    """Number of tokens in the whole response."""
+    first_token: int
+    """Index within the response of the first shown token; 0 if the beginning of the response is shown."""
+    reward: float | None
+    advantage: float | None
+    """Advantage of the whole response; None if not recorded, or recorded per token."""
+    policy_version: int | None
+    """Number of optimizer updates after which the sampling weights were taken; None if not recorded."""
+    finish_reason: str | None
+    """Reason the engine gave for ending the response, such as `stop` or `length`; None if not recorded."""
+    sum_d: float | None
+    """Sum of d, nats; None if no token is comparable. `mean_abs_d` and `max_abs_d` are in nats or None, too."""
+    mean_abs_d: float | None
+    max_abs_d: float | None
+    prompt: tuple[tuple[int, str], ...]
+    """(token id, text) for each of the prompt's last tokens."""
+    num_prompt_tokens: int | None
+    """Number of tokens in the whole prompt; None if not recorded."""
+    ids: np.ndarray
+    """[T] int32 token ids."""
+    texts: list[str]
+    logprobs: Mapping[str, np.ndarray]
+    """Pass -> [T] float32, nats, as recorded; NaN if missing."""
+    state: Mapping[str, np.ndarray]
+    """Pass -> [T] int8: FINITE, NOT_RECORDED, NAN or INFINITE."""
+    mask: np.ndarray
+    """[T] bool: True if the loss counts the token; False for tool output and masked parts."""
+    advantages: np.ndarray | None
+    """[T] float32 if the advantage differs by token; else None, see `advantage`."""
+    entropy: np.ndarray | None
+    """[T] float32, nats, from pass b, else pass a; NaN if missing; None if neither has entropies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSamples:
+    """Chosen sequences of one run."""
+
+    sequences: tuple[TokenSample, ...]
+    """The chosen sequences: worst sequences first, then typical and random sequences, then the worst of each step."""
+    choice: str
+    """Text that states how many steps and sequences were searched, and explains the reasons in `why`."""
+    text_from: str
+    """Text that names the tokenizer used to decode the tokens, or explains why only ids are shown."""
+    passes: tuple[str, ...]
+    """Names of the passes with logprobs; the passes of the pair come first."""

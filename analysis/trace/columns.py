@@ -34,15 +34,13 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes with a score that has a value in a column; `of` limits the search to some passes, `first_use`
-    to iteration 0."""
+    """Return the passes with a value in a column of scores; of some passes, and of iteration 0 for `first_use`."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
 
 @cached
 def scored_passes(database: Database) -> list[str]:
-    """Return the names of the passes that have scores, sorted."""
     return [name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()]
 
 
@@ -63,8 +61,7 @@ def _has(
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
-    """Return a contract as dotted path -> text, e.g. `model.attention`; lists and empty values are not split
-    further."""
+    """Return a contract as dotted path -> text, e.g. `model.attention`; lists and empty values are not split."""
     if isinstance(contract, dict) and contract:
         found: dict[str, str] = {}
         for name, part in contract.items():
@@ -74,5 +71,4 @@ def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
 
 
 def field_text(value: Any) -> str:
-    """Return the value of a contract field as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import duckdb
@@ -35,13 +35,11 @@ def num_threads() -> int:
 
 
 def is_limited() -> bool:
-    """Return True if `limit_threads` has set a limit."""
     return bool(_most)
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield the results of a function in the order of its items; only a few items are submitted ahead of the result
-    being yielded."""
+    """Yield a function's results in the order of its items, with only a few items submitted ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -52,7 +50,6 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
 
 
 BATCH_ROWS = 1024
-"""Number of rows per batch given to a thread."""
 
 Explain = Callable[[Exception], TimTraceError]
 """Function that returns the error to raise for an error that DuckDB raised."""
@@ -72,8 +69,7 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C. DuckDB reports Ctrl-C as an error of its own, also when it reads files through
-    Python."""
+    """Raise KeyboardInterrupt on Ctrl-C, which DuckDB reports as its own error, also while it reads files."""
     try:
         yield
     except Exception as error:
@@ -83,8 +79,7 @@ def interruptible() -> Iterator[None]:
 
 
 def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
-    """Run a user's own query so that Ctrl-C ends it at once; on the main thread DuckDB may not check for Ctrl-C while
-    it runs."""
+    """Run a user's query so that Ctrl-C ends it at once; on the main thread DuckDB may not check for it."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
         try:
@@ -95,8 +90,7 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries. Attributes that it does not define are those of DuckDB's
-    connection."""
+    """A DuckDB connection for tim-trace's own queries; it passes on DuckDB's other attributes."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
@@ -104,8 +98,7 @@ class Connection:
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
         """Function that defines the macros named in a query, given the query's words."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Function that selects the files a query has to read; it returns a function that selects the same files
-        again."""
+        """Function that selects the files a query reads, and returns a function that selects them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
@@ -135,8 +128,7 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Yield the results of a function applied to batches of a query's rows, computed by at least one thread besides
-        the one that reads."""
+        """Yield a function's results for batches of rows, computed by at least one thread besides the reader."""
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:
@@ -166,8 +158,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all open connections before the interpreter exits: DuckDB's threads read through Python and would abort the
-    process."""
+    """Close all connections at exit: DuckDB's threads read through Python, and would abort the process."""
     for connection in list(_open):
         connection.close()
 
@@ -183,27 +174,21 @@ class Result:
         return self._raw.description
 
     def fetchall(self) -> list[tuple[Any, ...]]:
-        with self._connection.explained():
-            self._choose_again()
-            found: list[tuple[Any, ...]] = self._raw.fetchall()
-        return found
+        return cast("list[tuple[Any, ...]]", self._fetched("fetchall"))
 
     def fetchnumpy(self) -> dict[str, Any]:
-        with self._connection.explained():
-            self._choose_again()
-            found: dict[str, Any] = self._raw.fetchnumpy()
-        return found
+        return cast("dict[str, Any]", self._fetched("fetchnumpy"))
 
     def to_arrow_table(self) -> pa.Table:
-        with self._connection.explained():
-            self._choose_again()
-            return self._raw.to_arrow_table()
+        return self._fetched("to_arrow_table")
 
     def to_arrow_reader(self, batch_size: int) -> Batches:
-        """Yield batches of rows as they are computed."""
+        return Batches(self._fetched("to_arrow_reader", batch_size), self._connection)
+
+    def _fetched(self, method: str, *arguments: Any) -> Any:
         with self._connection.explained():
             self._choose_again()
-            return Batches(self._raw.to_arrow_reader(batch_size), self._connection)
+            return getattr(self._raw, method)(*arguments)
 
 
 class Batches:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import cache, wraps
 from threading import Event, Thread
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -67,8 +67,7 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Functions that return the error raised by a Python function which a query called; DuckDB itself keeps only
-        the error's text."""
+        """Functions that return the error of a Python function that a query called; DuckDB keeps only its text."""
         self._defined: set[str] = set()
         self.steps = steps
         """The requested steps, as given."""
@@ -77,8 +76,7 @@ class Database:
         self.memory: dict[Any, Any] = {}
         """Results of functions decorated with `cached`."""
         self.progress: Progress = no_progress
-        """Progress callback, notified of the number of tokens read so far whenever all tokens are read; see
-        `telling`."""
+        """Progress callback, notified of the number of tokens read; see `telling`."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # files of a trace never change
@@ -96,8 +94,7 @@ class Database:
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report reading progress to `progress` inside the context. A result shared through `cached` reports only to
-        its first caller."""
+        """Report reading to `progress` inside the context; a `cached` result reports only to its first caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -137,8 +134,7 @@ class Database:
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
-        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` accepts answers from
-        the rest."""
+        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` accepts the rest."""
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
@@ -151,15 +147,19 @@ class Database:
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
-                file.define(self)
+                if file.register is not None:
+                    file.register(self)
+                if file.define is None:
+                    self.connection.raw.execute(file.sql)
+                else:
+                    file.define(self)
 
     def reopened(self, source: Source | None = None) -> Database:
         """Open the same steps of all traces, or of one of them, again, so that sums stored in the meantime are used."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences, given by run, step and seq_id, from the views. Sums computed from then on are not stored
-        in the traces.
+        """Exclude sequences, given by run, step and seq_id, from the views; later sums are not stored in the traces.
 
         A further call replaces the excluded sequences.
         """
@@ -184,8 +184,7 @@ class Database:
             self._defined.discard("lookup")  # the next query that needs it defines it without sums
 
     def step_condition(self, run: str | None = None) -> str:
-        """Return an SQL condition on `step` that selects the steps of a run in the views; empty if the views hold all
-        steps."""
+        """Return an SQL condition that selects the steps of a run in the views; empty if they hold all."""
         if not self.kept_steps:
             return ""
         return step_condition(self.kept_steps[run or self.sources[0].run])
@@ -239,32 +238,19 @@ def cached(
     return known
 
 
-def macro_file(
-    name: str, sql: str, register: Callable[[Database], object] | None = None, *, functions: tuple[str, ...] = (),
-    is_listed: bool = True,
-) -> MacroFile[Database]:  # fmt: skip
-    """Return an SQL macro file. When it is defined, `register` first gives the connection the `functions` and tables
-    that the SQL uses."""
-    define = partial(_define, sql, register)
-    return MacroFile(name=name, sql=sql, define=define, functions=functions, is_listed=is_listed)
-
-
-def _define(sql: str, register: Callable[[Database], object] | None, database: Database) -> None:
-    if register is not None:
-        register(database)
-    database.connection.raw.execute(sql)
-
-
 def core_files() -> list[MacroFile[Database]]:
     """Return the macros over tables and sums, which every feature needs."""
     names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
-        *(macro_file(name, sql_file(name)) for name in names),
-        macro_file("statistics", sql_file("statistics").format(statistics_of_groups=grouped)),
-        macro_file("sums", sql_file("sums"), _register_sums, functions=(pair_sums.FUNCTION,)),
+        *(MacroFile[Database](name=name, sql=sql_file(name)) for name in names),
+        MacroFile(name="statistics", sql=sql_file("statistics").format(statistics_of_groups=grouped)),
+        MacroFile(
+            name="sums", sql=sql_file("sums"), functions=(pair_sums.FUNCTION,),
+            register=lambda database: pair_sums.register(database.connection.raw),
+        ),
         MacroFile(name="lookup", sql=sql_file("lookup"), define=lambda database: database.sums.define_lookup()),
-    ]
+    ]  # fmt: skip
 
 
 @cache
@@ -273,12 +259,7 @@ def core_catalogue() -> Catalogue[Database]:
     return Catalogue(core_files())
 
 
-def _register_sums(database: Database) -> None:
-    pair_sums.register(database.connection.raw)
-
-
 def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[Source]:
-    """Return the sources contained in the traces to open."""
     if isinstance(traces, Database):
         return traces.sources
     several = [traces] if isinstance(traces, (str, os.PathLike, Source)) else traces
@@ -286,15 +267,14 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """Return True if the error was raised by a Python function that a query called, because of the rows passed to it
-    and not because of a file."""
+    """Return True if a Python function that a query called raised the error because of its rows, not of a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
     """Return an error that names the first unreadable file, among files without a checksum to verify."""
     for source in sources:
-        for entries in source.snapshot.files.values():
+        for entries in source.files.values():
             for entry in entries:
                 try:
                     pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"))

@@ -55,8 +55,7 @@ class _LargeTable:
         return f"planned {self.view}"
 
     def needed(self, wanted: list[Steps]) -> list[str]:
-        """Return the names of the files that may contain rows of the given step ranges; files without recorded steps
-        always may."""
+        """Return the files that may contain rows of the given steps; those without recorded steps always may."""
         return [
             f"{self.folder}/{file.relative}"
             for file in self.files

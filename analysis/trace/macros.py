@@ -1,5 +1,4 @@
-"""Catalogue the SQL macros: which names each file defines, and the order in which files must be defined; write SQL
-literals and types."""
+"""Catalogue the SQL macros: names that each file defines, and the order of files; SQL literals and types."""
 
 from __future__ import annotations
 
@@ -28,10 +27,12 @@ class MacroFile(Generic[Owner]):
     name: str
     sql: str
     """The SQL text; the names that the file defines and uses are found in it."""
-    define: Callable[[Owner], object]
-    """Function that defines the macros and views on the connection of a database."""
+    register: Callable[[Owner], object] | None = None
+    """Function that registers the `functions` on the connection of a database before the SQL is run."""
+    define: Callable[[Owner], object] | None = None
+    """Function that defines the macros in the place of the SQL as it is."""
     functions: tuple[str, ...] = ()
-    """Names of Python functions and tables that `define` also registers."""
+    """Names of the Python functions and tables that `register` or `define` registers."""
     is_listed: bool = True
     """True if queries that list macros include the macros of this file."""
 
@@ -80,13 +81,11 @@ def sql_file(name: str) -> str:
 
 
 def statistics_of_groups(rows: str) -> str:
-    """Return the SQL that computes statistics of groups of sequences; `rows` is a query for the columns listed in
-    group_statistics.sql."""
+    """Return SQL for the statistics of groups; `rows` is a query for the columns in group_statistics.sql."""
     return sql_file("group_statistics").format(rows=rows)
 
 
 def words_of(query: str) -> frozenset[str]:
-    """Return the words of a query, in lower case."""
     return frozenset(_WORD.findall(query.lower()))
 
 

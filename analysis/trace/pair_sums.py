@@ -1,10 +1,8 @@
-"""Compute the per-sequence sums that the statistics of a pair of passes need, i.e. the columns of schemas.sums, from
-tokens.
+"""Compute from tokens the per-sequence sums that a pair's statistics need: the columns of schemas.sums.
 
 The sums avoid cancellation: ratios exp(d) are summed relative to the largest one in the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). The sums of a sequence depend only on its own tokens, so they are bitwise the same in
-any batch.
+computing the sample variance). A sequence's sums depend on its own tokens alone, bitwise, in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
@@ -45,13 +43,11 @@ Sizes = list[tuple[str, int, np.ndarray]]
 """Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
 
 FUNCTION = "pair_sums_of"
-"""Name of the SQL function."""
 
 BATCH_ROWS = 256
 """Maximum number of long sequences per batch given to a thread; several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Number of tokens per batch given to a thread if sequences are short, and the maximum number of sequences in such a
-batch."""
+"""Tokens per batch given to a thread if sequences are short, and maximum number of sequences in it."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -63,8 +59,7 @@ _TINY = -700.0
 """Logprob below which exp loses precision, because its result is close to the smallest positive double."""
 
 _SERIES = 0.0625
-"""Magnitude of d below which exp(d) - 1 - d is computed as a power series up to d^10, whose truncation error is at most
-1e-18 relative."""
+"""|d| below which exp(d) - 1 - d is a power series up to d^10, truncated at 1e-18 relative."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
@@ -82,8 +77,7 @@ class FiniteTokens:
 
 
 def register(connection: duckdb.DuckDBPyConnection) -> None:
-    """Register the function `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per
-    sequence.
+    """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per sequence.
 
     An empty mask counts every token. A token without a logprob in one of the passes is not counted at all.
     """
@@ -92,24 +86,22 @@ def register(connection: duckdb.DuckDBPyConnection) -> None:
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys and sums of the sequences returned by a `pair_lists` query, with |d| of their tokens. Threads compute
-    them while the query is read."""
+    """Yield keys, sums and |d| of the sequences of a `pair_lists` query; threads compute them while it is read."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
 def sizes_read(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[Sizes]:
-    """Yield |d| of the tokens returned by a `pair_lists` query."""
-    return connection.mapped_batches(pair_lists, _sizes_of_rows, _batch_rows(mean_tokens))
+    return connection.mapped_batches(
+        pair_lists, lambda rows: _sizes(rows, _finite_of_rows(rows)), _batch_rows(mean_tokens)
+    )
 
 
 def _batch_rows(mean_tokens: float) -> int:
-    """Return the number of sequences per batch, given their mean number of tokens."""
     return max(BATCH_ROWS, min(int(BATCH_TOKENS / max(mean_tokens, 1)), MAX_BATCH_ROWS))
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Return the tokens to compare, given lists of logprobs of two passes and lists of mask values, one list per
-    sequence."""
+    """Return the tokens to compare, given lists of two passes' logprobs and masks, one per sequence."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 
@@ -146,8 +138,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B` is the index of each sequence's first
-    token."""
+    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B`: each sequence's first token."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)
@@ -168,8 +159,7 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_PROBABILITIES -> [B] sums that determine the means, and sums of squares and products around the
-    means.
+    """Return name in OF_PROBABILITIES -> [B] sums for the means, and for squares and products around them.
 
     Probabilities are taken relative to the largest one in the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak),
     which keeps their differences precise for probabilities near 0 and near 1.
@@ -239,10 +229,6 @@ def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
     tokens = _finite_of_rows(rows)
     columns = [*(rows.column(name) for name in KEYS), *_arrays(tokens)]
     return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), _sizes(rows, tokens)
-
-
-def _sizes_of_rows(rows: pa.RecordBatch) -> Sizes:
-    return _sizes(rows, _finite_of_rows(rows))
 
 
 def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:

@@ -49,8 +49,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
 
 
 def _replay_gives(database: Database, name: str) -> str:
-    """Return advice to replay the tokens that an engine sampled; empty unless only the rollout pass of one trace has
-    scores and there are tokens to score."""
+    """Return advice to replay an engine's tokens; empty unless one trace has rollout scores only, and tokens."""
     if len(database.sources) != 1 or name != ROLLOUT:
         return ""
     (counts,) = database.connection.execute(
@@ -90,8 +89,7 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """Return pass of a sampled replay -> its number of sequences, and that of `train` in the same steps; replays of all
-    sequences are omitted."""
+    """Return pass of a sampled replay -> its number of sequences, and `train`'s in these steps; no whole replays."""
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
     return {name: found for name, found in counts.items() if found[0] < found[1]}

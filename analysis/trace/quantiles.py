@@ -1,5 +1,4 @@
-"""Compute quantiles of |d|: exactly for values in memory, and for any number of tokens from histograms that can be
-merged.
+"""Compute quantiles of |d|: exactly for values in memory, else from histograms that can be merged.
 
 Each histogram bin counts the values whose doubles share the same upper bits: sign, exponent and the first BITS of the
 mantissa. An octave has 2^BITS bins, so the middle of a bin differs from every value in the bin by a relative error of

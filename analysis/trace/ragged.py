@@ -31,8 +31,7 @@ class Tokens:
     """Pass -> [T] logprobs, nats; NaN for missing values."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: True if the loss counts the token and every required pass has a logprob for it; None if this holds for all
-    tokens."""
+    """bool: True if the loss counts the token and every required pass has a logprob; None if all do."""
     entropy_T: Array | None = None
     """Entropy, nats; NaN for missing values; None if it was not read."""
     advantage_N: Array | None = None
@@ -86,8 +85,7 @@ def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, optional: Collection[str] = (), entropy: Any = None,
     advantage: Any = None, advantages: Any = None,
 ) -> Tokens:  # fmt: skip
-    """Build tokens from Arrow lists, one list per sequence. A sequence has as many tokens as its shortest list of a
-    required pass.
+    """Build tokens from Arrow lists, one per sequence, which has as many as its shortest list of a required pass.
 
     `mask` contains lists of bool: the loss counts the tokens marked True, and every token of a sequence with an empty
     list. `optional` passes, `entropy` and `advantages` are NaN where their lists are too short. `advantage` is one
@@ -188,9 +186,7 @@ def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray)
 
 
 ARROW = {"INTEGER": pa.int32(), "BIGINT": pa.int64(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
-"""SQL type -> Arrow type."""
 
 
 def struct_fields(types: Mapping[str, str]) -> list[pa.Field]:
-    """Return the Arrow fields of a struct, given field name -> SQL type."""
     return [pa.field(name, ARROW[kind]) for name, kind in types.items()]

@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import quote
 
-import pyarrow as pa
-
 from ...schemas.errors import DamagedTrace, InvalidOption
 from ...schemas.layout import SCORES, SEQUENCES, SUMS
-from ...schemas.manifest import Manifest
 from ...schemas.sums import KINDS, OF_RUNS
-from ...schemas.writer_state import WriterState
 from ...tracer.parquet_file import read_footer
 from ...tracer.snapshot import Examined, Snapshot, TableFile, newest_attempts, take_snapshot
 from ...tracer.store import Store, first_line
@@ -23,8 +19,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Version of the stored sums; sums of another version are computed again. Before version 2, a run could have stored the
-sums of another run."""
+"""Version of stored sums; others are computed again. Before 2, a run could store another run's sums."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -36,12 +31,10 @@ RUN_OF_FOLDER = "tim_trace_run"
 
 
 @dataclass(slots=True, kw_only=True)
-class Source:
-    """A snapshot of one trace."""
+class Source(Snapshot):
+    """A snapshot of one trace, with the sums stored in it."""
 
     run: str
-    """Name of the run in the `run` column."""
-    snapshot: Snapshot
     newest: dict[int, int] = field(default_factory=dict)
     """Step -> its newest training attempt; empty if the run never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
@@ -53,28 +46,6 @@ class Source:
     run_covered: set[Pair] = field(default_factory=set)
     """Pairs in `covered` that also have stored sums over the whole run."""
 
-    @property
-    def store(self) -> Store:
-        return self.snapshot.store
-
-    @property
-    def manifest(self) -> Manifest:
-        return self.snapshot.manifest
-
-    @property
-    def writers(self) -> list[WriterState]:
-        return self.snapshot.writers
-
-    @property
-    def damaged(self) -> list[str]:
-        """One sentence per part that is unreadable or missing and therefore in no answer."""
-        return self.snapshot.damaged
-
-    @property
-    def journals(self) -> dict[str, pa.Table]:
-        """Table -> rows that are not sealed yet."""
-        return self.snapshot.journals
-
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
         """Return the error to raise for a file that could not be read."""
         return DamagedTrace(
@@ -82,18 +53,12 @@ class Source:
         )
 
     @property
-    def is_live(self) -> bool:
-        """True if a writer may still add to the trace."""
-        return self.snapshot.is_live
-
-    @property
     def segments(self) -> list[str]:
         """Sealed segments of the tables that sums are computed from, as `<table>/<segment>`."""
-        return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.snapshot.files[table]]
+        return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
     def passes(self) -> list[dict[str, Any]]:
-        """All contracts of all passes."""
         return [
             {
                 "run": self.run,
@@ -103,28 +68,20 @@ class Source:
                 "device": _text(contract.get("device")),
                 "contract_json": json.dumps(contract, sort_keys=True),
             }
-            for name, digest, contract in self.snapshot.contracts
+            for name, digest, contract in self.contracts
         ]
-
-    def files_by_columns(self, table: str) -> dict[tuple[str, ...], list[TableFile]]:
-        """Return the sealed files of a table, grouped by the columns that they lack."""
-        found: dict[tuple[str, ...], list[TableFile]] = {}
-        for entry in self.snapshot.files[table]:
-            found.setdefault(entry.lacking, []).append(entry)
-        return found
 
 
 def run_folder(run: str) -> str:
-    """Return the folder name for the files of a run: `_` and the name of the run, because DuckDB reads some bare names
-    as NULL."""
+    """Return a run's folder name; `_` precedes the name, because DuckDB reads some bare names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
 def open_source(url: str, run: str | None = None, *, examined: Examined | None = None) -> Source:
     """Examine a trace; raises what tracer.snapshot.take_snapshot raises."""
-    store = Store(url)
-    source = Source(run=run or store.name, snapshot=take_snapshot(store, examined=examined))
-    source.newest = newest_attempts(source.snapshot)
+    snapshot = take_snapshot(Store(url), examined=examined)
+    parts = {part.name: getattr(snapshot, part.name) for part in fields(snapshot)}
+    source = Source(run=run or snapshot.store.name, newest=newest_attempts(snapshot), **parts)
     find_sums(source)
     return source
 
@@ -157,16 +114,15 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find the stored sums of each pair that cover the most existing segments, and the pairs whose sums cover all
-    data."""
+    """Find each pair's stored sums that cover most existing segments, and the pairs that are covered whole."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
     for name, num_bytes in source.store.files(SUMS).items():
         try:
-            found = _read_made_of(source.snapshot, f"{SUMS}/{name}", num_bytes)
+            found = _read_made_of(source, f"{SUMS}/{name}", num_bytes)
         except (DamagedTrace, FileNotFoundError) as error:
-            source.snapshot.ignored.append(f"{error}; it was passed over, and its sums are made anew")
+            source.ignored.append(f"{error}; it was passed over, and its sums are made anew")
             continue
         if found is None:
             continue
@@ -226,5 +182,4 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
 
 
 def sums_file(kind: str, footer_hash: str) -> str:
-    """Return the path of a file of sums in the trace."""
     return f"{SUMS}/{kind}-{footer_hash}.parquet"

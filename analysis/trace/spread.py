@@ -1,5 +1,4 @@
-"""Divide readings of all tokens into units, processed one after the other in this process or by the actors of a Ray
-cluster."""
+"""Divide readings of all tokens into units, processed in turn here or by the actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,14 +14,13 @@ from .macros import Catalogue
 
 Unit = TypeVar("Unit")
 Made = TypeVar("Made")
+Item = TypeVar("Item")
 
 CPUS = 4
-"""Number of CPUs per actor. Several are used because readings are multithreaded and each actor has to open the
-traces."""
+"""CPUs per actor; several, because readings are multithreaded and each actor opens the traces."""
 
 UNITS = 64
-"""Minimum number of units that a reading on a cluster is divided into, so that actors that finish early find more
-work."""
+"""Minimum number of units on a cluster, so that actors that finish early find more work."""
 
 
 def spread(
@@ -33,8 +31,7 @@ def spread(
     Results are computed lazily. With a cluster (`database.ray`), units are processed in any order by actors that open
     the traces themselves. The function must be defined in a module, and its arguments and results must be picklable.
 
-    Raises InvalidOption if a trace is being recorded, as actors would not see the same rows, and what `run_units`
-    raises.
+    Raises InvalidOption if a trace is being recorded (actors would see other rows), and what `run_units` raises.
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
@@ -54,9 +51,27 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the number of tokens per unit: `most` in this process, and fewer on a cluster, so that every actor gets
-    work."""
+    """Return the tokens per unit: `most` here, fewer on a cluster, so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
+
+
+def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
+    """Yield lists of neighbouring items whose sizes add up to at most `most` each; a larger item is alone.
+
+    >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
+    [[1, 2], [5], [1]]
+    """
+    batch: list[Item] = []
+    total: Sequence[int] = ()
+    for item in items:
+        own = size(item)
+        total = [a + b for a, b in zip(total, own, strict=True)] if batch else own
+        if batch and any(used > limit for used, limit in zip(total, most, strict=True)):
+            yield batch
+            batch, total = [], own
+        batch.append(item)
+    if batch:
+        yield batch
 
 
 def places(database: Database) -> tuple[str, ...]:

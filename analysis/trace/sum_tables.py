@@ -1,5 +1,4 @@
-"""Tables of sums: those stored in traces, those computed since the traces were opened, and the choice between the
-two."""
+"""Tables of sums: stored in traces, computed since they were opened, and the choice between them."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with one or more rows per sequence, or many rows per step; computed rows are written to files, as they may
-exceed memory."""
+"""Kinds with many rows per sequence or step; computed rows go to files, as they may exceed memory."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
 """Kinds whose computed rows are in DuckDB tables."""
 
@@ -46,15 +44,6 @@ class ComputedFile:
     """Path of the file relative to the trace's root when it is stored there."""
 
 
-@dataclass(slots=True, kw_only=True)
-class Coverage:
-    """Pairs whose tables cover every sequence, or every run, in the views -> True if the sums were computed, False if
-    stored."""
-
-    sequences: dict[Pair, bool] = field(default_factory=dict)
-    runs: dict[Pair, bool] = field(default_factory=dict)
-
-
 class SumTables:
     """Tables of sums for several traces. Temporary files with computed sums are deleted together with this object."""
 
@@ -67,10 +56,10 @@ class SumTables:
             for pair, file in pairs.items()
         ]
         """Kind, pair, and run with URL, for every file of sums stored in a trace."""
-        self._coverage = Coverage(
-            sequences=dict.fromkeys(set.intersection(*(source.covered for source in sources)), False),
-            runs=dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False),
-        )
+        self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
+        """Pairs whose tables cover every sequence in the views -> True if their sums were computed, False if stored."""
+        self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
+        """The same for sums over whole runs."""
         self._condition = ""
         """SQL condition on `step` that selects the steps in the views; empty if the views hold all steps."""
         self.files: list[ComputedFile] = []
@@ -78,50 +67,50 @@ class SumTables:
         for spec in _IN_TABLES:
             connection.register(f"empty_{spec.name}", no_rows(spec.schema))
             connection.execute(
-                f"CREATE TABLE computed_{spec.name} AS SELECT NULL::VARCHAR AS run, {_names(spec)} FROM empty_{spec.name}"
+                f"CREATE TABLE computed_{spec.name} AS SELECT NULL::VARCHAR AS run, {', '.join(spec.schema.names)} FROM empty_{spec.name}"
             )
         self._define()
 
     def covers(self, pair: Pair, *, runs: bool = False) -> bool:
         """Return True if the tables contain the sums of every sequence of a pair or, with `runs`, of every run."""
-        return pair in (self._coverage.runs if runs else self._coverage.sequences)
+        return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
         """Return True if the tables contain computed sums of a pair instead of stored ones."""
-        return (self._coverage.runs if runs else self._coverage.sequences).get(pair, False)
+        return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
         """Discard the computed sums of a pair, so that the tables contain the stored ones."""
-        self._coverage.sequences.pop(pair, None)
-        self._coverage.runs.pop(pair, None)
+        self._sequences.pop(pair, None)
+        self._runs.pop(pair, None)
         self._forget(pair)
         self._define()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
         """Use the computed sums of a pair, for every sequence or every run, instead of those stored in traces."""
-        (self._coverage.runs if runs else self._coverage.sequences)[pair] = True
+        (self._runs if runs else self._sequences)[pair] = True
         self._define()
 
     def narrow(self, condition: str) -> None:
         """Limit the tables to the steps selected by a condition; stored sums over whole runs are no longer used."""
         self._condition = condition
-        self._coverage.runs.clear()
+        self._runs.clear()
         self._define()
 
     def forget(self) -> bool:
         """Stop using any sums, and discard the computed ones. Return False if none were in use."""
-        if self._coverage == Coverage():
+        if not self._sequences and not self._runs:
             return False
-        self._coverage = Coverage()
+        self._sequences.clear()
+        self._runs.clear()
         self._forget()
         self._define()
         return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """Return a query for the sums of a pair stored for some runs, whether or not the tables currently include
-        them."""
+        """Return a query for a pair's sums stored for some runs, whether the tables include them or not."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
-        return rows_of(files, _names(spec))
+        return rows_of(files, ", ".join(spec.schema.names))
 
     @contextmanager
     def writing(self, source: Source, spec: Table, pair: Pair) -> Iterator[Callable[[pa.Table], None]]:
@@ -143,8 +132,8 @@ class SumTables:
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(
-                covered=_listed(self._coverage.sequences),
-                run_covered=_listed(self._coverage.runs),
+                covered=_listed(self._sequences),
+                run_covered=_listed(self._runs),
                 sum_columns=columns,
                 statistics=", ".join(STATISTICS),
             )
@@ -163,7 +152,7 @@ class SumTables:
     def _define(self) -> None:
         """Define one view per kind of sums: computed sums, and stored sums of pairs without computed ones."""
         for spec in KINDS.values():
-            columns = _names(spec)
+            columns = ", ".join(spec.schema.names)
             files = [
                 file
                 for kind, pair, file in self._kept
@@ -185,10 +174,6 @@ class SumTables:
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
     """Return the schema for sums of all sealed rows of a trace, with metadata that names the sealed files used."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
-
-
-def _names(spec: Table) -> str:
-    return ", ".join(column.name for column in spec.columns)
 
 
 def _listed(pairs: Collection[Pair]) -> str:

@@ -36,8 +36,8 @@ from .macros import quoted, sql_file, statistics_of_groups
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .source import Pair, Source, Traces, sums_file
-from .spread import spread, unit_tokens
-from .sum_tables import IN_FILES, SUMS_OPTIONS, ComputedFile, sums_schema
+from .spread import packed, spread, unit_tokens
+from .sum_tables import SUMS_OPTIONS, sums_schema
 
 Write = Callable[[pa.Table], None]
 
@@ -50,8 +50,7 @@ CHUNK_SEQUENCES = 1 << 18
 """Number of sequences processed at once; their sums take 0.2 KB per sequence."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum number of compared tokens in a run whose quantiles are exact by default; this many values fit in memory, as
-in a chunk."""
+"""Maximum number of tokens in a run for exact quantiles by default; as many as fit in memory."""
 
 
 Quantiles = tuple[Any, ...]
@@ -63,11 +62,8 @@ class _ChunkSums:
     """Results computed from the tokens in a range of steps."""
 
     sums: pa.Table
-    """Per-sequence sums, ordered by step."""
     histograms: pa.Table
-    """Histograms of |d|, per step."""
     quantiles: list[Quantiles]
-    """Exact quantiles of |d|, per step."""
     sizes: list[np.ndarray]
     """Arrays of |d| of all tokens, if the quantiles of the whole run are computed from them; otherwise empty."""
 
@@ -84,10 +80,6 @@ class Chunk:
     is_missing: bool
     """True if the sums of the range have to be computed, False if they are stored in the trace."""
 
-    def holds(self, step: int) -> bool:
-        """Return True if the range contains a step."""
-        return self.first_step <= step <= self.last_step
-
 
 Unit = tuple[Chunk, ...]
 """Work processed at once: one range of steps, or several whole runs."""
@@ -97,8 +89,7 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
     """Ensure that the tables of sums contain every sequence of a pair, and return whether anything was computed.
 
     Only steps without stored sums have their tokens read, once each. `of_run` also requests quantiles over whole runs.
-    These are exact for up to EXACT_TOKENS tokens; if sums were stored for only some steps, exact quantiles require a
-    second reading of the tokens.
+    These are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
     """
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
@@ -135,15 +126,17 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """Insert rows, with run and the columns that follow the pair, into a table of computed sums; a single thread adds
-    in a fixed order."""
+    """Insert rows of run and the columns after the pair into computed sums, on one thread for a fixed order."""
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
-    a, b = quoted(pair[0]), quoted(pair[1])
     connection.execute(
-        f"INSERT INTO computed_{spec.name} BY NAME SELECT {a} AS pass_a, {b} AS pass_b, run, {columns} FROM ({rows})"
+        f"INSERT INTO computed_{spec.name} BY NAME SELECT {_pair_columns(pair)}, run, {columns} FROM ({rows})"
     )
+
+
+def _pair_columns(pair: Pair) -> str:
+    return f"{quoted(pair[0])} AS pass_a, {quoted(pair[1])} AS pass_b"
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
@@ -185,8 +178,7 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
 
 
 def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator[_ChunkSums]:
-    """Yield the sums, histograms and quantiles of each range of steps in a unit, with |d| of all tokens for the
-    requested runs."""
+    """Yield each range's sums, histograms and quantiles, with |d| of all tokens for the requested runs."""
     pair, unit, wants_sizes = asked
     batches: list[pa.RecordBatch] = []
     sizes: dict[str, dict[int, list[np.ndarray]]] = {chunk.run: {} for chunk in unit}
@@ -194,17 +186,17 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
         batches.append(batch)
         for run, step, abs_d_T in of_batch:
             sizes[run].setdefault(step, []).append(abs_d_T)
-    a, b = quoted(pair[0]), quoted(pair[1])
     with _registered(database, pa.Table.from_batches(batches)) as name:
-        query = f"SELECT run, {a} AS pass_a, {b} AS pass_b, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
+        query = f"SELECT run, {_pair_columns(pair)}, {SUM_COLUMNS} FROM {name} ORDER BY ALL"
         sums = _by_run(database.connection.sql(query).to_arrow_table(), sizes)
     for chunk in unit:
-        parts = {step: sizes[chunk.run][step] for step in sorted(sizes[chunk.run]) if chunk.holds(step)}
+        kept = [step for step in sorted(sizes[chunk.run]) if chunk.first_step <= step <= chunk.last_step]
+        parts = {step: sizes[chunk.run][step] for step in kept}
         steps = [(step, np.concatenate(parts[step])) for step in parts]
         histograms = [(step, abs_d_T, Histogram.of(abs_d_T)) for step, abs_d_T in steps]
         yield _ChunkSums(
             sums=_of_steps(sums[chunk.run], chunk),
-            histograms=_with_pair(_histogram_rows(histograms), pair),
+            histograms=_histogram_rows(pair, histograms),
             quantiles=[
                 (chunk.run, step, len(abs_d_T), *quantiles(abs_d_T, bins, quantile_cont))
                 for step, abs_d_T, bins in histograms
@@ -251,16 +243,8 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
         database.connection.unregister("new_rows")
 
 
-def _with_pair(rows: pa.Table, pair: Pair) -> pa.Table:
-    for place, name in enumerate(pair):
-        column = pa.array([name]).take(pa.array(np.zeros(rows.num_rows, np.int8)))
-        rows = rows.add_column(place, ("pass_a", "pass_b")[place], column)
-    return rows
-
-
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate quantiles of runs with exact ones, which requires another reading of the tokens of these
-    runs.
+    """Replace approximate quantiles of runs with exact ones, which reads the tokens of these runs again.
 
     Exact quantiles are not stored in the trace, so default results do not depend on earlier requests.
     """
@@ -276,13 +260,15 @@ def make_exact(database: Database, pair: Pair, progress: Progress = no_progress)
     database.supersede(pair, runs=True)
 
 
-def _histogram_rows(steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
+def _histogram_rows(pair: Pair, steps: list[tuple[int, np.ndarray, Histogram]]) -> pa.Table:
     schema = _without_pair(STEP_HISTOGRAMS)
     parts = [
         pa.table([np.full(len(bins.bins_B), step), bins.bins_B, bins.counts_B], schema=schema)
         for step, _, bins in steps
     ]
-    return pa.concat_tables(parts) if parts else schema.empty_table()
+    rows = pa.concat_tables(parts) if parts else schema.empty_table()
+    names = [pa.array([name]).take(pa.array(np.zeros(rows.num_rows, np.int8))) for name in pair]
+    return pa.table([*names, *rows.columns], names=STEP_HISTOGRAMS.schema.names)
 
 
 def _without_pair(spec: Table) -> pa.Schema:
@@ -299,24 +285,19 @@ def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progr
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write the sums of a pair into every finished, writable trace, and return True if every trace received its
-    sums."""
+    """Write a pair's sums into every finished, writable trace; return True if every trace got them."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
     kinds += OF_RUNS if database.sums.covers(pair, runs=True) else ()
-    rows = {spec.name: _computed_rows(database, spec, pair) for spec in kinds}
+    rows = {}
+    for spec in kinds:
+        query = f"""
+            SELECT run, {", ".join(spec.schema.names)} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL
+        """
+        found = database.connection.sql(query, params=[*pair]).to_arrow_table()
+        rows[spec.name] = _by_run(found, [source.run for source in database.sources])
     return all([_keep(database, pair, source, rows) for source in database.sources])
-
-
-def _computed_rows(database: Database, spec: Table, pair: Pair) -> dict[str, pa.Table]:
-    """Return run -> its computed rows in the table of one kind of sums."""
-    assert spec not in IN_FILES
-    rows = database.connection.sql(
-        f"SELECT run, {', '.join(spec.schema.names)} FROM computed_{spec.name} WHERE pass_a = ? AND pass_b = ? ORDER BY ALL",
-        params=[*pair],
-    ).to_arrow_table()
-    return _by_run(rows, [source.run for source in database.sources])
 
 
 def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[str, pa.Table]]) -> bool:
@@ -326,22 +307,17 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
         if database.sums.is_computed(pair):
             for file in database.sums.files:
                 if file.pair == pair and file.run == source.run:
-                    _place(source, file)
+                    folder = Path(source.store.root)
+                    with unnamed_file(folder, SUMS) as temporary:
+                        shutil.copyfile(file.path, temporary)
+                        temporary.rename(folder / file.relative)
+                    _remove_outdated(source, pair, file.kind)
         for kind, of_runs in rows.items():
             write_sums(source, pair, KINDS[kind], of_runs[source.run])
         write_index(Path(source.store.root))
     except OSError:
         return False
     return True
-
-
-def _place(source: Source, file: ComputedFile) -> None:
-    """Move a file of sums written for a trace to its place in that trace."""
-    folder = Path(source.store.root)
-    with unnamed_file(folder, SUMS) as temporary:
-        shutil.copyfile(file.path, temporary)
-        temporary.rename(folder / file.relative)
-    _remove_outdated(source, pair=file.pair, kind=file.kind)
 
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
@@ -380,29 +356,18 @@ def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> li
     """Return chunks that cover all steps, split where steps with stored sums alternate with steps without."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
-    missing = {
-        (chunk.run, step)
-        for chunk in _joined((step for step in steps if step.run in kept), CHUNK_TOKENS)
-        for (step,) in database.connection.execute(_missing(pair, chunk)).fetchall()
-    }
+    missing = set()
+    for chunk in _joined((step for step in steps if step.run in kept), CHUNK_TOKENS):
+        names = {"a": quoted(pair[0]), "b": quoted(pair[1]), "run": quoted(chunk.run)}
+        query = sql_file("missing").format(**names, first_step=chunk.first_step, last_step=chunk.last_step)
+        missing |= {(chunk.run, step) for (step,) in database.connection.execute(query).fetchall()}
     marked = [
         replace(step, is_missing=step.run not in kept or (step.run, step.first_step) in missing) for step in steps
     ]
     return list(_joined(marked, _most_tokens(database, marked)))
 
 
-def _missing(pair: Pair, chunk: Chunk) -> str:
-    return sql_file("missing").format(
-        a=quoted(pair[0]),
-        b=quoted(pair[1]),
-        run=quoted(chunk.run),
-        first_step=chunk.first_step,
-        last_step=chunk.last_step,
-    )
-
-
 def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
-    """Return the number of tokens of these steps to process at once."""
     return unit_tokens(database, CHUNK_TOKENS, sum(step.num_tokens for step in steps))
 
 
@@ -410,29 +375,22 @@ def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
     """Yield ranges of neighbouring steps that all have stored sums or all lack them, of up to `most_tokens` tokens and
     CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
-        chunk: Chunk | None = None
-        for step in of_kind:
-            if chunk is None:
-                chunk = step
-                continue
-            num_tokens, num_sequences = chunk.num_tokens + step.num_tokens, chunk.num_sequences + step.num_sequences
-            if num_tokens > most_tokens or num_sequences > CHUNK_SEQUENCES:
-                yield chunk
-                chunk = step
-                continue
-            chunk = replace(chunk, last_step=step.last_step, num_tokens=num_tokens, num_sequences=num_sequences)
-        if chunk is not None:
-            yield chunk
+        for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
+            num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
+            yield replace(part[0], last_step=part[-1].last_step, num_tokens=num_tokens, num_sequences=num_sequences)
+
+
+def _size(chunk: Chunk) -> tuple[int, int]:
+    return chunk.num_tokens, chunk.num_sequences
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
     """Return the runs all of whose tokens are to be read and fit in memory."""
-    found = set()
-    for run, of_run in groupby(chunks, key=lambda chunk: chunk.run):
-        parts = list(of_run)
-        if all(part.is_missing for part in parts) and sum(part.num_tokens for part in parts) <= EXACT_TOKENS:
-            found.add(run)
-    return found
+    num_tokens = Counter[str]()
+    for chunk in chunks:
+        num_tokens[chunk.run] += chunk.num_tokens
+    read_in_part = {chunk.run for chunk in chunks if not chunk.is_missing}
+    return {run for run, number in num_tokens.items() if number <= EXACT_TOKENS} - read_in_part
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
@@ -442,25 +400,19 @@ def run_chunks(database: Database, run: str) -> list[Chunk]:
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    """Return units of work: neighbouring small runs are combined up to the size of a chunk; each chunk of a larger run
-    is a unit."""
+    """Return units of work: small neighbouring runs are combined; each chunk of a larger run is a unit."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
-    num_tokens = num_sequences = 0
-    for chunk in chunks:
-        num_tokens, num_sequences = num_tokens + chunk.num_tokens, num_sequences + chunk.num_sequences
-        fits = num_tokens <= most_tokens and num_sequences <= CHUNK_SEQUENCES
-        if units and fits and num_chunks[chunk.run] == num_chunks[units[-1][0].run] == 1:
-            units[-1] += (chunk,)
+    for is_whole, parts in groupby(chunks, key=lambda chunk: num_chunks[chunk.run] == 1):
+        if is_whole:
+            units += map(tuple, packed(parts, _size, (most_tokens, CHUNK_SEQUENCES)))
         else:
-            units.append((chunk,))
-            num_tokens, num_sequences = chunk.num_tokens, chunk.num_sequences
+            units += [(chunk,) for chunk in parts]
     return units
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Return the runs without quantiles of the whole run, after taking over stored quantiles that cover the whole
-    run."""
+    """Return the runs without quantiles of the whole run, after taking over stored ones."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -486,8 +438,7 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return the quantiles of a run: exact for up to EXACT_TOKENS tokens, which reads them again, otherwise from step
-    histograms."""
+    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, read again; else from histograms."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)
@@ -561,7 +512,6 @@ def _listed(runs: Iterable[str]) -> str:
 
 
 def _mean_tokens(unit: Unit) -> float:
-    """Return the mean number of tokens per sequence in a unit."""
     return sum(chunk.num_tokens for chunk in unit) / max(sum(chunk.num_sequences for chunk in unit), 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 import pyarrow as pa
@@ -21,7 +22,6 @@ from .macros import quoted
 from .source import RUN_OF_FOLDER, Source, run_folder
 
 RunFile = tuple[str, str]
-"""A run, and the URL of one of its files."""
 
 _PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
 
@@ -65,8 +65,7 @@ class TableViews:
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
-        """Select the files of large tables that a query has to read, and return a function that selects the same files
-        again."""
+        """Select the files that a query needs of large tables; return a function that selects them again."""
         choice = self.large.choose(query, parameters)
         return lambda: None if choice is None else self.large.take(choice)
 
@@ -115,7 +114,10 @@ class TableViews:
         files: dict[tuple[str, ...], list[RunFile]] = {}
         others = []
         for index, source in enumerate(self._sources):
-            for lacking, entries in source.files_by_columns(spec.name).items():
+            by_lacking = defaultdict(list)
+            for entry in source.files[spec.name]:
+                by_lacking[entry.lacking].append(entry)
+            for lacking, entries in by_lacking.items():
                 named = [self.add_file(source, entry.relative, entry.file) for entry in entries]
                 if len(entries) > large_tables.MANY_FILES:
                     view = self._add_large(index, source, spec, entries, self._found(spec, lacking))
@@ -140,8 +142,7 @@ class TableViews:
         )
 
     def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
-        """Define a view over many files, of which each query reads only the ones it needs, and return the name of the
-        view."""
+        """Define a view over many files, of which a query reads only those it needs; return its name."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
@@ -184,8 +185,7 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition on `step` that selects exactly these steps; it may be shorter if the `recorded` steps are
-    given.
+    """Return an SQL condition that selects exactly these steps; shorter if the `recorded` ones allow it.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
@@ -212,14 +212,12 @@ def define_view(connection: Connection, name: str, parts: list[str], columns: st
 
 
 def no_rows(schema: pa.Schema) -> pa.Table:
-    """Return a table without rows. pyarrow's `empty_table` is avoided because it imports pandas, which takes 0.3
-    seconds."""
+    """Return a table without rows; pyarrow's `empty_table` imports pandas, which takes 0.3 seconds."""
     return pa.Table.from_batches([], schema)
 
 
 def rows_of(files: Sequence[RunFile], columns: str) -> str:
-    """Return a query for some columns of several files, and the run that each row belongs to. All files are read in a
-    single scan."""
+    """Return a query for columns of several files, and each row's run, which reads all in one scan."""
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"

@@ -11,6 +11,7 @@ import pyarrow as pa
 from .database import Database, cached
 from .macros import quoted
 from .ragged import Tokens, tokens_of
+from .spread import packed
 
 _LISTS = {"mask": "response_mask", "advantages": "advantages"}
 _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
@@ -28,7 +29,6 @@ class PassRows:
     optional: bool = False
     """True if sequences without scores of the pass are read as well, with an empty list of logprobs."""
     logprobs: bool = True
-    """True if the logprobs are read."""
 
 
 def token_query(
@@ -44,21 +44,29 @@ def token_query(
 
     Only sequences with a score under every non-optional pass are read, optionally of one run and some steps; a range of
     steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences` requires it,
-    as the join takes a third of the time. `keys` is a condition on step and seq_id applied to every table; `where` is a
-    condition on the joined row.
+    as the join takes a third of the time. `keys` is a condition on every table, `where` one on the joined row.
     """
     within = _within(run, steps, keys)
-    columns = [*rows, *(_list(name, scored) for name, scored in passes.items() if scored.logprobs)]
+    given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
+    columns = [
+        *rows,
+        *(
+            f"{name}.logprobs AS {name}" if name in given else f"coalesce({name}.logprobs, []::FLOAT[]) AS {name}"
+            for name, scored in passes.items()
+            if scored.logprobs
+        ),
+    ]
     if entropy:
         columns.append(f"coalesce({', '.join(f'{name}.entropy' for name in entropy)}, []::FLOAT[]) AS entropy")
     columns += [
         "s.advantage" if name == "advantage" else f"coalesce(s.{_LISTS[name]}, {_EMPTY[name]}) AS {name}"
         for name in lists
     ]
-    tables = [
-        (name, f"(SELECT * FROM scores WHERE {within}{_of(scored)})", scored.optional)
-        for name, scored in passes.items()
-    ]
+    tables = []
+    for name, scored in passes.items():
+        iteration = "" if scored.iteration is None else f" AND iteration = {scored.iteration}"
+        terms = f'"pass" = {quoted(scored.name)}{iteration}' + (" AND logprobs IS NOT NULL" if scored.scored else "")
+        tables.append((name, f"(SELECT * FROM scores WHERE {within} AND {terms})", scored.optional))
     if of_sequences or lists:
         tables.insert(0, ("s", f"(SELECT * FROM sequences WHERE {within})", False))
     (base, table, _), *others = sorted(tables, key=lambda entry: entry[2])
@@ -85,17 +93,6 @@ def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, op
     )  # fmt: skip
 
 
-def _list(name: str, scored: PassRows) -> str:
-    is_given = scored.scored and not scored.optional
-    return f"{name}.logprobs AS {name}" if is_given else f"coalesce({name}.logprobs, []::FLOAT[]) AS {name}"
-
-
-def _of(scored: PassRows) -> str:
-    iteration = "" if scored.iteration is None else f" AND iteration = {scored.iteration}"
-    given = " AND logprobs IS NOT NULL" if scored.scored else ""
-    return f' AND "pass" = {quoted(scored.name)}{iteration}{given}'
-
-
 def _within(run: str | None, steps: Sequence[int] | None, keys: str) -> str:
     terms = [] if run is None else [f"run = {quoted(run)}"]
     if isinstance(steps, range):
@@ -106,10 +103,8 @@ def _within(run: str | None, steps: Sequence[int] | None, keys: str) -> str:
 
 
 CHUNK_TOKENS = 32 << 20
-"""Maximum number of tokens joined at once."""
 
 CHUNK_STEPS = 1024
-"""Maximum number of steps joined at once."""
 
 
 @cached
@@ -130,16 +125,8 @@ def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> l
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
     """
-    ranges: list[range] = []
-    num_tokens = num_steps = 0
-    for step, num in tokens.items():
-        if ranges and num_tokens + num <= most_tokens and num_steps < CHUNK_STEPS:
-            ranges[-1] = range(ranges[-1].start, step + 1)
-            num_tokens, num_steps = num_tokens + num, num_steps + 1
-        else:
-            ranges.append(range(step, step + 1))
-            num_tokens, num_steps = num, 1
-    return ranges
+    parts = packed(tokens.items(), lambda step: (step[1], 1), (most_tokens, CHUNK_STEPS))
+    return [range(part[0][0], part[-1][0] + 1) for part in parts]
 
 
 def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:
@@ -164,8 +151,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps as evenly spaced pairs of neighbouring steps, so that each step can be compared with
-    the next.
+    """Return up to `most` steps as evenly spaced pairs of neighbours, so that each has one to compare with.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -190,15 +176,3 @@ def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) ->
             chosen.add(step)
             used += tokens[step]
     return chosen
-
-
-def notable_first(steps: Sequence[int], notable: Sequence[int], most: int) -> tuple[list[int], list[int]]:
-    """Return up to `most` steps, as two lists: the notable steps, and evenly spaced other steps.
-
-    >>> notable_first([1, 2, 3, 4, 5], [4, 9], 3)
-    ([4], [1, 5])
-    """
-    known = set(steps)
-    first = [step for step in dict.fromkeys(notable) if step in known][:most]
-    rest = [step for step in steps if step not in set(first)]
-    return first, evenly_spaced(rest, most - len(first))

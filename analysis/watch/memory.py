@@ -78,7 +78,7 @@ class Surveyor:
 
     def survey(self, source: Source) -> Extents:
         """Count the rows in a trace. Raises DamagedTrace."""
-        files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.snapshot.files[table]}
+        files = {entry.relative: (table, entry) for table in _COLUMNS for entry in source.files[table]}
         if not self._sealed.keys() <= files.keys() or self._newest != source.newest:
             # Files were removed or steps were trained again, so the cached counts are out of date.
             self._newest, self._sealed = source.newest, {}
@@ -167,10 +167,10 @@ class Memory:
         self._basis: Any = None
         self._num_metrics = -1
         self._logged: list[Column] = []
-        self._values: dict[str, dict[int, tuple[float, bool]]] = {}
+        self._values: dict[str, dict[int, Any]] = {}
         """Name of a series -> step -> (value, True if a NaN or an infinity was recorded)."""
         self._sources: dict[str, str] = {}
-        self._of_tokens: dict[str, dict[int, float]] = {}
+        self._of_tokens: dict[str, dict[int, Any]] = {}
 
     def pending(self, extents: Extents) -> list[int]:
         """Return the steps that must still be read, newest first."""
@@ -205,8 +205,7 @@ class Memory:
             self._forget()
         self._basis = basis
         if wanted:
-            self._keep(wanted, self._columns(database, run))
-            self._keep_figures(wanted, read_token_figures(database, self._pair, run))
+            self._keep(wanted, self._columns(database, run), read_token_figures(database, self._pair, run))
             self.repeats.keep(database, run, wanted)
             self._read |= {step: extents.steps[step] for step in wanted}
 
@@ -227,13 +226,6 @@ class Memory:
             if values
         }
 
-    def _keep_figures(self, steps: Sequence[int], figures: Mapping[str, Figure]) -> None:
-        for values in self._of_tokens.values():
-            for step in steps:
-                values.pop(step, None)
-        for name, (of_steps, found) in figures.items():
-            self._of_tokens.setdefault(name, {}).update(zip(of_steps.tolist(), found.tolist(), strict=True))
-
     def _columns(self, database: Database, run: str) -> list[Column]:
         gap = read_step_mismatch(database, self._pair, run)
         return [
@@ -244,8 +236,9 @@ class Memory:
             *read_clipping(database, run),
         ]
 
-    def _keep(self, steps: Sequence[int], columns: Sequence[Column]) -> None:
-        for values in self._values.values():
+    def _keep(self, steps: Sequence[int], columns: Sequence[Column], figures: Mapping[str, Figure]) -> None:
+        """Replace the values of some steps."""
+        for values in (*self._values.values(), *self._of_tokens.values()):
             for step in steps:
                 values.pop(step, None)
         for column in columns:
@@ -253,6 +246,8 @@ class Memory:
             lacking = np.isin(column.steps, column.not_finite).tolist()
             kept.update(zip(column.steps.tolist(), zip(column.values.tolist(), lacking, strict=True), strict=True))
             self._sources[column.name] = column.source
+        for name, (of_steps, found) in figures.items():
+            self._of_tokens.setdefault(name, {}).update(zip(of_steps.tolist(), found.tolist(), strict=True))
 
     def _column(self, name: str) -> Column:
         values = self._values[name]

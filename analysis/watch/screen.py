@@ -25,8 +25,7 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view. With `again`, a view replaces the previous view, until the views end or Ctrl-C is pressed; the last view
-    stays on the screen.
+    """Draw each view. With `again`, each replaces the one before, until they end or Ctrl-C is pressed; the last one stays.
 
     Views fit the terminal and are redrawn when it is resized.
     """

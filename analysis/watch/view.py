@@ -17,8 +17,7 @@ from ..alarms.text import fired, value_text
 from ..facts.series import Series
 from ..info import FINISHED, KILLED, LIVE, STOPPED, duration
 from ..rows import printable
-from .spark import ASCII, BLOCKS, spark
-from .watched import COLUMNS, WAITING, Watched, value_at
+from .watched import ASCII, BLOCKS, COLUMNS, WAITING, Watched, spark, value_at
 
 _GOOD, _BAD, _DIM, _TITLE, _NOTE = "green", "bold red", "dim", "bold", "yellow"
 _STATES = {LIVE: _GOOD, FINISHED: _GOOD, WAITING: _NOTE, KILLED: _BAD, STOPPED: _BAD}
@@ -31,8 +30,7 @@ _NOT_FINITE = "NaN/inf"
 
 
 class WatchedView:
-    """A watched run drawn for a terminal: header, first alerts, changes, latest steps, sparklines over the whole run, and what
-    to do next."""
+    """A watched run drawn for a terminal: header, alerts, changes, latest steps, sparklines, and what to do next."""
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
         """Create a view; `is_screen` limits it to the height of the screen."""
@@ -66,8 +64,7 @@ class _Page:
         }  # fmt: skip
 
     def fitted(self) -> dict[str, int]:
-        """Return a mapping from section to the number of rows shown. On a screen, each row is one line, and the longest
-        sections are cut first."""
+        """Return section -> number of rows shown; a screen has one line per row, and the longest sections are cut first."""
         height, whole, rows = self._height, self.rows, self.rows
         if height is None:
             return whole

@@ -31,8 +31,7 @@ _MOVING = ("k3", "reward", "grad_norm")
 """Names of the series for which changes are shown."""
 SILENT_S = 300.0
 SILENT_STEPS = 10
-"""Silence is reported if nothing was recorded for this many times the average duration of a step, and for at least `SILENT_S`
-seconds."""
+"""Silence is reported after this many times a step's average duration, and at least `SILENT_S` seconds."""
 SETTLED_S = 60.0
 """Time without new data, seconds, after which a recorded command without an exit code is assumed to have ended because
 `tim-trace record` was killed."""
@@ -67,15 +66,16 @@ class Watcher:
                 return self._look()
             except TraceNotFound:
                 raise
-            except (OSError, DamagedTrace) as error:  # a file vanished between listing and reading
-                if attempt == _ATTEMPTS - 1 and isinstance(error, DamagedTrace):
+            except DamagedTrace:  # a file vanished between listing and reading
+                if attempt == _ATTEMPTS - 1:
                     raise
+            except OSError as error:
                 if attempt == _ATTEMPTS - 1:
                     raise DamagedTrace(
                         f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); check that the folder is not being moved or "
                         "deleted, and that you may read it"
                     ) from error
-                time.sleep(0.1 * attempt)
+            time.sleep(0.1 * attempt)
         raise AssertionError
 
     def waiting(self, why: str) -> Watched:
@@ -91,7 +91,7 @@ class Watcher:
         source = open_source(self.trace, examined=self._examined)
         if source.manifest.run_id != self._run_id:  # this is the first call, or the trace was replaced
             self._begin(source.manifest.run_id)
-            self._examined = source.snapshot.examined
+            self._examined = source.examined
         extents = self._surveyor.survey(source)
         if self._memory.is_behind(extents):
             self._memory.read(source, extents)
@@ -120,8 +120,7 @@ class Watcher:
         )  # fmt: skip
 
     def _age(self, source: Source) -> float | None:
-        """Return the seconds since data was last recorded, from file modification times while the run is live, else from
-        logged times."""
+        """Return the seconds since the last record, by file times while the run is live, else by logged times."""
         times = [when for _, when in self._memory.times]
         times += [datetime.fromisoformat(writer.closed_at).timestamp() for writer in source.writers if writer.closed_at]
         if (source.is_live or not times) and (newest := _newest_file(source.store)) is not None:
@@ -147,7 +146,7 @@ class Watcher:
         usual_s = 60 / per_minute if per_minute else 0.0
         if age_s is None or age_s < max(SILENT_S, SILENT_STEPS * usual_s):
             return ""
-        hosts = sorted({writer.host for writer in source.writers if source.snapshot.liveness[writer.writer].is_alive})
+        hosts = sorted({writer.host for writer in source.writers if source.liveness[writer.writer].is_alive})
         if hosts == [socket.gethostname()]:
             return f"nothing recorded for {duration(age_s)}, although the process is alive: training may be stuck"
         return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
@@ -196,8 +195,7 @@ def _rate_of(times: Times) -> float | None:
 
 
 def _newest_file(store: Store) -> float | None:
-    """Return the newest modification time of all tables and journals, seconds since 1970; None if the storage does not report
-    modification times."""
+    """Return the newest modification time of tables and journals, seconds since 1970; None if the storage has none."""
     found = []
     for folder in (JOURNAL, *TABLES):
         try:

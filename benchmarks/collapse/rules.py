@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from tim_trace.analysis.alarms import rule as own
-from tim_trace.analysis.alarms.rule import logarithm, sustained, trailing_median
+from tim_trace.analysis.alarms import figures as own
+from tim_trace.analysis.alarms.figures import logarithm, sustained, trailing_median
 
 Array = np.ndarray
 Known = dict[str, Array]

@@ -127,7 +127,7 @@ class VllmEngine:
                 ids_T1 = torch.from_numpy(row.response_ids.astype(np.int64))[:, None]
                 found[row.seq_id] = processed_TV.gather(-1, ids_T1).squeeze(-1).numpy()
             else:
-                sampled = vllm_logprobs.sampled_logprobs(entries, row.response_ids.tolist())
+                sampled = engine_call.sampled_logprobs(entries, row.response_ids.tolist())
                 found[row.seq_id] = np.array(sampled, np.float32)
         return [found.get(row.seq_id, np.zeros(0, np.float32)) for row in rows]
 

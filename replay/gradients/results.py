@@ -63,7 +63,7 @@ class GradientStep:
 class GradientReport(Result):
     """Gradients of a run's steps under each arm; the first arm is the recording."""
 
-    _text = "tim_trace.analysis.gradient_text:gradient_text"
+    _text = "tim_trace.analysis.replay_text:gradient_text"
 
     run: str
     loss: Loss

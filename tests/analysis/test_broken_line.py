@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from tim_trace.analysis.statistics.broken_line import break_between, break_interval
 from tim_trace.analysis.statistics.intervals import f_quantile
+from tim_trace.analysis.statistics.location import break_between, break_interval
 
 
 def test_f_s_quantiles():

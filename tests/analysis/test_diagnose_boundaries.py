@@ -9,8 +9,7 @@ import pytest
 import tim_trace.analysis
 from click.testing import CliRunner
 from tim_trace import cli
-from tim_trace.analysis.alarms.published import ALARMS
-from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
+from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.suspect import Evidence, Suspect

@@ -10,8 +10,8 @@ from tim_trace.analysis.corrections import corrections
 from tim_trace.analysis.diagnosis.diagnose import own_metrics
 from tim_trace.analysis.facts.mismatch import read_step_mismatch
 from tim_trace.analysis.facts.read_series import read_series
+from tim_trace.analysis.gate.condition import SequenceColumns
 from tim_trace.analysis.gate.gate import gate
-from tim_trace.analysis.gate.sums import SequenceColumns
 from tim_trace.analysis.queries.catalogue import query
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.stats import stats

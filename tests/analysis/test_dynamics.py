@@ -4,8 +4,7 @@ import math
 import numpy as np
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.dynamics.dynamics import dynamics
-from tim_trace.analysis.dynamics.motion import growths
+from tim_trace.analysis.dynamics.dynamics import dynamics, growths
 from tim_trace.analysis.dynamics.text import dynamics_json, dynamics_text, summary_sentences, unanswered_sentences
 from tim_trace.analysis.facts.changes import change_points, onsets_of
 from tim_trace.analysis.facts.read_series import read_series

@@ -11,9 +11,8 @@ from tim_trace.analysis.alarms.reading import read_alarms
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.frameworks.framework import read_once
 from tim_trace.analysis.frameworks.registry import FRAMEWORKS, framework_of
-from tim_trace.analysis.gate.condition import metric_named, parse_condition
+from tim_trace.analysis.gate.condition import COUNTS, LARGEST, QUANTILES, SequenceColumns, metric_named, parse_condition
 from tim_trace.analysis.gate.gate import gate
-from tim_trace.analysis.gate.sums import COUNTS, LARGEST, QUANTILES, SequenceColumns
 from tim_trace.analysis.statistics.estimators import FROM_SUMS
 from tim_trace.analysis.statistics.intervals import NoInterval, jackknife, parts_of, unit
 from tim_trace.analysis.stats import stats

@@ -18,8 +18,7 @@ from builders import make_trace
 from builders import tim_trace as command
 from reported import NUM_STEPS, make_run
 from tim_trace.analysis.advice import Advice
-from tim_trace.analysis.alarms.published import ALARMS
-from tim_trace.analysis.alarms.reading import AlarmReadings, judge_level
+from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.diagnosis import SizeComparison
 from tim_trace.analysis.objective.verdict import Estimate
@@ -29,8 +28,8 @@ from tim_trace.analysis.report.chart import LineChart
 from tim_trace.analysis.report.mismatch_charts import grouped
 from tim_trace.analysis.report.page.page import pack, page
 from tim_trace.analysis.report.report import report
+from tim_trace.analysis.report.run_charts import SERIES
 from tim_trace.analysis.report.subject import num_steps_within, without_most_steps
-from tim_trace.analysis.report.terms import SERIES
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import FileThere, TraceNotFound
 from tim_trace.tracer.recorder import Recorder

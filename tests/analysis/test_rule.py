@@ -1,7 +1,7 @@
 """Each sign of this project's own alarm, on series worked by hand."""
 
 import numpy as np
-from tim_trace.analysis.alarms.rule import (
+from tim_trace.analysis.alarms.figures import (
     gap_bends,
     logarithm,
     norm_jumps,

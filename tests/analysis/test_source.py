@@ -409,7 +409,7 @@ def test_a_journal_that_was_sealed_and_not_yet_removed_counts_once(tmp_path, is_
     if is_first_format:
         as_first_format(path)
     source = open_source(str(path))
-    assert (source.journals, source.damaged, source.snapshot.ignored) == ({}, [], [])
+    assert (source.journals, source.damaged, source.ignored) == ({}, [], [])
     query = "SELECT (SELECT count(*) FROM sequences), (SELECT count(*) FROM scores)"
     assert connect(path).execute(query).fetchall() == [(4, 8)]
 

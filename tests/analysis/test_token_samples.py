@@ -8,10 +8,9 @@ from collections import Counter
 import fsspec
 import numpy as np
 import pytest
-from tim_trace.analysis.token_samples import steps
+from tim_trace.analysis.token_samples import choice
 from tim_trace.analysis.token_samples.choice import PROMPT_TOKENS, Wanted
-from tim_trace.analysis.token_samples.token_sample import FINITE, INFINITE, NAN, NOT_RECORDED
-from tim_trace.analysis.token_samples.token_samples import read_token_samples
+from tim_trace.analysis.token_samples.token_samples import FINITE, INFINITE, NAN, NOT_RECORDED, read_token_samples
 from tim_trace.analysis.token_samples.token_text import read_token_text
 from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.trace.sums import ensure
@@ -161,7 +160,7 @@ def test_worst_of_step_keeps_to_some_steps_notable_ones_first(tmp_path):
 
 
 def test_a_long_run_is_looked_at_in_part_and_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "LOOKED_TOKENS", 120)  # 4 of 10 steps
+    monkeypatch.setattr(choice, "LOOKED_TOKENS", 120)  # 4 of 10 steps
     found = read_token_samples(record(tmp_path / "run", num_steps=10), notable=[7, 77], wanted=Wanted(worst=1))
     assert {each.step for each in found.sequences} == {1, 5, 7, 10}
     assert "searched 4 steps with 24 sequences and 120 response tokens" in found.choice
@@ -169,7 +168,7 @@ def test_a_long_run_is_looked_at_in_part_and_says_so(tmp_path, monkeypatch):
 
 
 def test_kept_sums_find_the_worst_of_the_whole_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "LOOKED_TOKENS", 90)
+    monkeypatch.setattr(choice, "LOOKED_TOKENS", 90)
     record(tmp_path / "run", num_steps=20)
     database = open_database(tmp_path / "run")
     ensure(database, ("train", "rollout"))

@@ -6,8 +6,7 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.analysis.token_samples.token_text import decoding_of
-from tim_trace.analysis.token_samples.visible import visible
+from tim_trace.analysis.token_samples.token_text import decoding_of, visible
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from builders import tim_trace
 from runs import train as train_with_trl
+from tim_trace.analysis.replay_text import triangulation_sentence
 from tim_trace.analysis.triangulate import triangulate
-from tim_trace.analysis.triangulate_text import sentence
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.recorder import Recorder
 
@@ -46,24 +46,24 @@ def test_shares_are_what_the_formula_says(tmp_path):
     assert [side.share for side in found.sides] == pytest.approx(
         [T**2 / (T**2 + R**2), R**2 / (T**2 + R**2)], rel=1e-12
     )
-    assert "engine accounts for 94.1%" in sentence(found)
+    assert "engine accounts for 94.1%" in triangulation_sentence(found)
 
 
 def test_an_error_that_both_share_is_no_part_of_the_gap(tmp_path):
     found = triangulate(make_trace(tmp_path / "run", [[R + T, R - T]], [[R, R]]))
     assert found.gap_rms == pytest.approx(T, rel=1e-12)
     assert [side.share for side in found.sides] == pytest.approx([1.0, 0.0], abs=1e-12)
-    assert "trainer accounts for 100.0%" in sentence(found)
+    assert "trainer accounts for 100.0%" in triangulation_sentence(found)
 
 
 def test_two_equal_sides_are_told_as_both(tmp_path):
     found = triangulate(make_trace(tmp_path / "run", [[T, -T]], [[T, T]]))
-    assert "Both sides account for the mismatch: the trainer for 50%" in sentence(found)
+    assert "Both sides account for the mismatch: the trainer for 50%" in triangulation_sentence(found)
 
 
 def test_no_gap_is_said_plainly(tmp_path):
     found = triangulate(make_trace(tmp_path / "run", [[T, T]], [[T, T]]))
-    assert sentence(found).startswith("No mismatch")
+    assert triangulation_sentence(found).startswith("No mismatch")
     assert np.isnan(found.sides[0].share)
 
 
@@ -79,7 +79,7 @@ def test_an_arm_removes_what_the_gap_is_smaller_with_it(tmp_path):
 def test_few_groups_and_groups_that_agree_leave_no_interval(tmp_path):
     few = triangulate(make_trace(tmp_path / "few", [[T, -T]] * 7, [[R, R]] * 7))
     assert (few.num_groups, few.no_interval, few.sides[0].share_low) == (7, "fewer than 8 groups", None)
-    assert sentence(few).endswith("; no interval: fewer than 8 groups).")
+    assert triangulation_sentence(few).endswith("; no interval: fewer than 8 groups).")
     alike = triangulate(make_trace(tmp_path / "alike", [[T, -T]] * 8, [[R, R]] * 8))
     assert (alike.num_groups, alike.no_interval) == (8, "every group gives the same value")
 
@@ -98,7 +98,7 @@ def test_sequences_of_a_prompt_are_resampled_together(tmp_path):
         width = one.share_high - one.share_low
         assert (same.share_low, same.share_high) == pytest.approx((one.share_low, one.share_high), abs=0.1 * width)
         assert narrow.share_high - narrow.share_low < 0.5 * width
-    assert "95% CI over 12 groups" in sentence(grouped) or "Both sides" in sentence(grouped)
+    assert "95% CI over 12 groups" in triangulation_sentence(grouped) or "Both sides" in triangulation_sentence(grouped)
 
 
 def test_masked_tokens_do_not_count(tmp_path):

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.screen import Screen
 from shared import rest_slow
-from tim_trace.analysis.alarms import rule
+from tim_trace.analysis.alarms import figures as rule
 from tim_trace.analysis.alarms.reading import judge_alarms
 from tim_trace.analysis.alarms.repeats import Repeats, unequal_rewards
 from tim_trace.analysis.facts.read_series import read_series
@@ -29,10 +29,9 @@ from tim_trace.analysis.trace.source import open_source
 from tim_trace.analysis.views import open_database
 from tim_trace.analysis.watch import memory
 from tim_trace.analysis.watch.memory import Memory, Surveyor
-from tim_trace.analysis.watch.spark import ASCII, BLOCKS, spark
 from tim_trace.analysis.watch.view import WatchedView
 from tim_trace.analysis.watch.watch import Watcher, watch
-from tim_trace.analysis.watch.watched import watched_json
+from tim_trace.analysis.watch.watched import ASCII, BLOCKS, spark, watched_json
 from tim_trace.schemas.errors import InvalidOption, TraceNotFound
 from tim_trace.schemas.loss import Loss
 from tim_trace.tracer.recorder import Recorder

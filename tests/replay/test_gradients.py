@@ -12,7 +12,7 @@ from builders import as_first_format, make_trace
 from click.testing import CliRunner
 from runs import train
 from tim_trace import cli
-from tim_trace.analysis.gradient_text import gradient_sentence, gradient_text
+from tim_trace.analysis.replay_text import gradient_sentence, gradient_text
 from tim_trace.replay.arms import Arm
 from tim_trace.replay.backends.transformers import TransformersScorer
 from tim_trace.replay.gradients.engine import gradient
@@ -408,7 +408,7 @@ def test_a_trace_without_a_model_a_loss_or_advantages_says_so(loop, tmp_path):
 def test_the_command_says_whether_the_norm_came_back_and_gives_each_figure_as_json(loop):
     found = gradient(loop[0], steps="1:3", arm=["dtype=bf16"])
     for table, word in (("step", "variance"), ("module", "embedding"), ("arm", "mean_bias_share")):
-        text = gradient_text(found, table)
+        text = gradient_text(found, by=table)
         assert "to the last digit in all 3 steps" in text
         assert word in text
     options = ["gradient", str(loop[0]), "--steps", "3", "--arm", "dtype=bf16"]

@@ -12,7 +12,7 @@ from located_runs import MODELS, OF_OTHER_CODE, recorded_once
 from runs import train
 from shared import rest_slow
 from tim_trace.analysis.locate import locate
-from tim_trace.analysis.locate_text import location_text, sentence
+from tim_trace.analysis.locate_text import location_sentence, location_text
 from tim_trace.analysis.location import location
 from tim_trace.replay.locate import bounds
 from tim_trace.replay.locate.bounds import Rounding
@@ -416,7 +416,7 @@ def test_a_tensor_of_another_version_is_named_with_it(traces):
     assert (found.first.why, found.first.operator, found.first.version) == (
         "weights", "model.layers.2.self_attn.k_norm", 1,
     )  # fmt: skip
-    assert "version 1" in sentence(location(found))
+    assert "version 1" in location_sentence(location(found))
 
 
 def test_a_kernel_is_proved_by_putting_it_in(traces):
@@ -428,7 +428,7 @@ def test_a_kernel_is_proved_by_putting_it_in(traces):
     for taker in ("a", "b"):
         assert removed["attention", taker] == removed["all operators", taker] == 1
         assert removed["gate_proj", taker] == 0
-    assert "Computing attention in b as a does" in sentence(found)
+    assert "Computing attention in b as a does" in location_sentence(found)
     low = {each.patch: each.removed_low for each in found.patches}
     assert low["attention"] is None or low["attention"] == pytest.approx(1)
 

@@ -16,8 +16,7 @@ from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text
 from tim_trace.analysis.info import info
 from tim_trace.analysis.locate import locate, question_id
-from tim_trace.analysis.located import read_located
-from tim_trace.analysis.location import location, location_rows
+from tim_trace.analysis.location import location, location_rows, read_located
 from tim_trace.analysis.query import sql
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import open_database

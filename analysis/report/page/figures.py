@@ -73,7 +73,6 @@ def stacked(charts: Iterable[LineChart]) -> list[figure]:
 
 
 def single(one: Chart) -> figure:
-    """Return a standalone figure."""
     if isinstance(one, Heatmap):
         return _heatmap(one)
     if isinstance(one, BarChart):
@@ -179,8 +178,11 @@ def _heatmap(one: Heatmap) -> figure:
         for edge, text, baseline in ((y[-2], "all above", "top"), (y[1], "all below", "bottom")):
             plot.add_layout(Span(location=float(edge), dimension="width", line_color="#888888", line_dash="dotted"))
             plot.add_layout(
-                _label(float(x[-1]), float(edge), text, text_align="right", text_baseline=baseline, x_offset=-4)
-            )
+                Label(
+                    x=float(x[-1]), y=float(edge), text=text, text_color=_INK, text_font_size="11px", text_align="right",
+                    text_baseline=baseline, x_offset=-4,
+                )
+            )  # fmt: skip
     return _styled(plot)
 
 
@@ -229,10 +231,6 @@ def _ends(one: BarChart) -> Range1d:
 def _new(key: str, height: int, **options: Any) -> figure:
     options = {"tools": "", "min_border_left": _LEFT} | options
     return figure(name=key, height=height, sizing_mode="stretch_width", toolbar_location=None, **options)
-
-
-def _label(x: float, y: float, text: str, **options: Any) -> Label:
-    return Label(x=x, y=y, text=text, text_color=_INK, text_font_size="11px", **options)
 
 
 def _styled(plot: figure) -> figure:

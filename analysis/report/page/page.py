@@ -19,14 +19,13 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
 
 from ...dynamics.text import summary_sentences
-from ...token_samples.token_sample import TokenSample
+from ...token_samples.token_samples import TokenSample
 from ..answers import QUESTIONS
 from ..chart import COLOURS, LineChart
 from ..contents import Report
 from ..mismatch_charts import grouped
+from ..run_charts import SERIES, WORDS
 from ..subject import Subject
-from ..terms import SERIES, WORDS
-from ..text import sequence
 from .figures import THEME, single, stacked
 
 _WORDS = re.compile(r"(?<![\w|/-])(" + "|".join(sorted(map(re.escape, WORDS), key=len, reverse=True)) + r")(?![\w/-])")
@@ -84,7 +83,6 @@ def _embedded(plots: list[Any]) -> dict[str, Any]:
 
 
 def element_of(key: str) -> str:
-    """Return the id of a chart's HTML element."""
     return f"plot-{key}"
 
 
@@ -189,7 +187,7 @@ def _sequence(one: TokenSample) -> dict[str, Any]:
         else np.zeros(len(one.ids))
     )
     return {
-        "step": one.step, "seq_id": one.seq_id, "facts": sequence(one), "num_tokens": one.num_tokens,
+        "step": one.step, "seq_id": one.seq_id, "facts": facts_of(one), "num_tokens": one.num_tokens,
         "first_token": one.first_token, "num_prompt_tokens": one.num_prompt_tokens or 0,
         "prompt": [[token, text] for token, text in one.prompt], "ids": one.ids.tolist(), "texts": list(one.texts),
         "mask": [int(kept) for kept in one.mask], "advantage": None if one.advantage is None else _finite(one.advantage),
@@ -200,6 +198,21 @@ def _sequence(one: TokenSample) -> dict[str, Any]:
         for name, values in (("entropy", one.entropy), ("advantages", one.advantages))
         if values is not None
     }  # fmt: skip
+
+
+def facts_of(one: TokenSample) -> str:
+    """Describe a sequence in one line."""
+    facts = (
+        ("reward", one.reward, ""), ("advantage", one.advantage, ""), ("largest |d|", one.max_abs_d, ""),
+        ("sum of d", one.sum_d, " nats"), ("policy version", one.policy_version, ""), ("ended by", one.finish_reason, ""),
+        ("group", one.group_id, ""),
+    )  # fmt: skip
+    told = [
+        f"{name} {_number(value) if isinstance(value, float) else value}{unit}"
+        for name, value, unit in facts
+        if value is not None
+    ]
+    return ", ".join([f"{one.num_tokens:,} tokens", *told])
 
 
 def _finite(value: float) -> float | None:

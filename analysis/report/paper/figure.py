@@ -84,7 +84,6 @@ def paper_style(width: str | float = "column", font: str = FONT, title: bool = F
 
 
 def colour(place: int) -> str:
-    """Return the colour for the line or group with index `place`."""
     return COLOURS[place % len(COLOURS)]
 
 
@@ -95,8 +94,7 @@ def dash(place: int, *, is_side: bool = False) -> Any:
 
 
 def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
-    """Label an axis, whose limits are already set, with plain numbers. A logarithmic axis has ticks at powers of ten if its
-    range includes enough of them."""
+    """Label an axis that has limits with plain numbers; a logarithmic one at powers of ten if it spans enough of them."""
     low, high = sorted(axis.get_view_interval())
     decades = float(np.log10(high) - np.log10(low)) if axis.get_scale() == "log" else 0.0
     if decades < 0.6:
@@ -108,8 +106,7 @@ def set_ticks(axis: Axis, most: int = 6, *, integer: bool = False) -> None:
 
 
 def plain(text: str, most: int = 60) -> str:
-    """Return text as one line of at most `most` characters: longer text is cut in the middle, and characters that cannot be
-    drawn become code points."""
+    """Return text as one line, cut in the middle to `most` characters; characters that cannot be drawn become code points."""
     return _one_line(text, most).replace("$", r"\$")  # matplotlib would read $...$ as a formula
 
 
@@ -184,8 +181,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Draw lines, bands, and marks with their intervals. A line's colour is set by its index in `places`. Return the legend as
-    a mapping from name to artist."""
+    """Draw lines, coloured by their index in `places`, bands, and marks; return the legend as name -> artist."""
     # A logarithmic axis without a positive number has no limits, so it stays linear.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")
@@ -217,8 +213,7 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write a text `shift` points away from the position `at`, whose coordinate `along` is in data units and whose other
-    coordinate is in axes units."""
+    """Write a text `shift` points away from `at`, whose coordinate `along` is in data units and the other in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,

@@ -71,8 +71,7 @@ def write_pdf(
 
 
 def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
-    """Draw a cover page with the title and one line per figure: page number, figure title, and name of the CSV file in the
-    folder `data`."""
+    """Draw a cover page: the title, and per figure its page number, title and CSV file in the folder `data`."""
     lines = [plain(title or "Figures", 80), "", "page, figure: its numbers"]
     lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
     figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
@@ -91,8 +90,7 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return the data of a figure as a table, one row per point, cell, bin, bar, mark or band. Columns that do not apply to a
-    row are NULL.
+    """Return a figure's data as a table, one row per point, cell, bin, bar, mark or band; NULL where a column does not apply.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
     column. Heatmap: `what` is cell (only those with tokens) or line. Bar chart: one row per bar.
