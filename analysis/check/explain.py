@@ -45,6 +45,8 @@ more of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence for an explanation, nats, beyond the cost of its parameters: chance gives as much once in 100,000 runs."""
 _MAX_ROUNDS = 5
+_MAX_PARTS = 3
+"""Maximum number of places whose tokens alone are explained."""
 _MAX_PLACES = 16
 """Maximum number of places compared by likelihood, those that explain most of the level first."""
 
@@ -108,8 +110,8 @@ def _explained(data: PairData) -> list[Finding]:
         declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
         if any(each.is_expected for each in declared):
             return declared
-        where = [place for place in places(data) if _is_told(data, place)]
-        best = _best([*_candidates(data), *_since(data, where), *_places(data, where)])
+        placed = _places(data, [place for place in places(data) if _is_told(data, place)])
+        best = _best([*_candidates(data), *placed, *_inside(data, placed)])
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
             return [*found, *(_behind(each, behind) for each in left)]
@@ -135,20 +137,17 @@ def _candidates(data: PairData) -> list[Hypothesis]:
     return [each for find in tried for each in find(data)]
 
 
-def _since(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Return the explanations of the mismatch from one step on, if it is far larger from there on."""
-    split = next((place for place in where if place.feature == "step" and place.kind == "from"), None)
-    if split is None:
-        return []
-    step = int(split.values[0])
-    return [
-        replace(
-            each,
-            gain=each.gain - 5.0,
-            finding=replace(each.finding, numbers=each.finding.numbers | {"since_step": step}),
-        )
-        for each in _candidates(data.within(split.inside))
-    ]
+def _inside(data: PairData, placed: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the best explanation of the values at each of the best places, if it holds nowhere else: it is worth what the
+    place and the values are worth together."""
+    found = []
+    parts = [each for each in placed if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept]
+    for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
+        inside = data.without(~place.tokens)
+        best = _best(_candidates(inside)) if inside.num_kept >= MIN_LOGPROBS else None
+        if best is not None:
+            found.append(replace(best, gain=best.gain + place.gain, beside=place.finding))
+    return found
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
@@ -208,21 +207,30 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the finding, and for a part of the run what the mismatch in it depends on; that first if the part is the rest of
-    the run from a step on."""
+    """Return the cause with the place to which it is confined, if any, and the place as a finding of its own if that is a part
+    of the run."""
     if best.finding.signal == "grows":
         return [*_part_that_grows(data, best.finding), best.finding]
-    if best.finding.code != SUBSET.code:
-        return [best.finding]
+    place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
+    if place.code != SUBSET.code:
+        return [place if cause is None else _confined(data, cause, best)]
     inside = data.without(~best.tokens)
-    if not is_excessive(inside):
-        return [best.finding]
-    since = best.finding.since
-    if since is None:
-        within = _best(_candidates(inside))
-        return [best.finding, within.finding if within else _state(inside)]
-    cause = _state(data)
-    return [replace(cause, numbers=cause.numbers | {"since_step": since}), best.finding]
+    if cause is None and is_excessive(inside):
+        cause = _state(inside) if place.since is None else _state(data)
+    if cause is None:
+        return [place]
+    if place.since is not None:
+        cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
+    return [place, cause] if best.beside is None and place.since is None else [cause, place]
+
+
+def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
+    """Return the cause, with where it holds."""
+    assert best.beside is not None
+    rows = data.sample.seq[best.tokens & data.keep]
+    numbers = {f"part_{name}": best.beside.numbers.get(name) for name in ("feature", "kind", "values")}
+    counted = {"part_sequences": len(np.unique(rows)), "part_of": len(np.unique(data.seq))}
+    return replace(cause, numbers=cause.numbers | numbers | counted)
 
 
 def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:

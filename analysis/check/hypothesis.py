@@ -28,6 +28,8 @@ class Hypothesis:
     """0 for an explanation of some tokens or of their values, 1 for one that gives every step a size of its own."""
     right: np.ndarray | None = None
     """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
+    beside: Finding | None = None
+    """Where the tokens are, if the explanation is of the values at one place alone."""
 
 
 def predicting(

@@ -69,7 +69,9 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     found = []
     for place in places:
         if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase")):
-            if place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10):
+            if place.inside.mean() > 0.5 or (
+                place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10)
+            ):
                 continue
             fault = BOUNDARY
         elif place.feature in _TOKENS and place.inside.mean() < 0.5 and not _is_onset(place):
