@@ -180,7 +180,7 @@ def _is_told(data: PairData, place: Where) -> bool:
         return inside > allowed / 8
     if is_above(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
         return True
-    return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5
+    return place.feature not in BY_TIME and inside > allowed / 8 and place.ratio > 5
 
 
 def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:

@@ -133,16 +133,9 @@ def is_coarse(dtype: str | None) -> bool:
 
 
 @once
-def token_scale(data: PairData) -> np.ndarray:
-    """Return [K] the factor by which an error of a logit reaches the logprob: 1 - p, p the larger of both sides'
-    probabilities (arXiv 2512.23087), at least 1e-3."""
-    return np.asarray(np.maximum(data.rest, 1e-3))
-
-
-@once
 def logit_error(data: PairData) -> np.ndarray:
     """Return [K] the size of the error of a logit that explains d, and what rounding of the recorded values adds, nats."""
-    return np.asarray(np.abs(data.d) / token_scale(data) + value_rounding(data))
+    return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
 def _has_tf32(contract: Contract) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..statistics.correlations import pearson
 from .pair_data import PairData, once
-from .rounding import allowed_noise, logit_error, token_scale
+from .rounding import allowed_noise, logit_error
 
 MIN_REPEATS = 20
 """Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
@@ -45,7 +45,7 @@ def repeats(data: PairData) -> RepeatedTokens:
     one, two = one[twin], two[twin]
     if len(one) < MIN_REPEATS:
         return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
-    scale = token_scale(data)[one]
+    scale = data.scale[one]
 
     def rms(values: np.ndarray) -> float:
         return float(np.sqrt(np.mean((values / scale) ** 2) / 2))
@@ -103,7 +103,7 @@ def grows_inside(data: PairData, inside: np.ndarray) -> float:
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind
-    has at least five times the mismatch, more than a quarter of what rounding allows, and the sequences of that other kind; 0
+    has at least five times the mismatch, more than an eighth of what rounding allows, and the sequences of that other kind; 0
     and none if they do not."""
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -120,7 +120,7 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     at = int(np.argmax(between)) + 1
     low, high = float(np.median(middle[:at])), float(np.median(middle[at:]))
     is_parted = between.max() > 0.6 * float(np.sum((logs - logs.mean()) ** 2)) and high > 5 * low
-    if not is_parted or high < allowed_noise(data) / 4 or low > allowed_noise(data) / 2:
+    if not is_parted or high < allowed_noise(data) / 8 or low > allowed_noise(data) / 2:
         return 0.0, rows[:0]
     return at / len(middle), rows[at:]
 

@@ -11,7 +11,7 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis
 from ..pair_data import PairData, declared
-from ..rounding import HALF_ULP, dtype_of, precisions, token_scale
+from ..rounding import HALF_ULP, dtype_of, precisions
 from ..structure import growth, not_repeatable, repeats
 from .weights import measured
 
@@ -111,7 +111,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Hypothesis]:
     """Detect that most tokens agree within rounding and a few differ by far more in either direction, in a mixture of
     experts. `off`, [K] bool, are the tokens that rounding does not explain."""
     mixture = is_mixture(data)
-    noise = np.abs(data.d) / token_scale(data)
+    noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
     tail = off | (noise > TAIL_RATIO * bulk)
     both = min(np.mean(data.d[tail] > 0), np.mean(data.d[tail] < 0)) if tail.any() else 0.0
@@ -120,7 +120,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Hypothesis]:
         return []
     if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > MAX_FLIP_NATS):
         return []
-    expected = _rounds_routers(data) and tail.mean() < 0.025
+    expected = bool(_rounds_routers(data) and tail.mean() < 0.025)
     if mixture is None and not expected:
         return []
     finding = ROUTER_FLIPS.finding(

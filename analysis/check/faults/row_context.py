@@ -12,8 +12,7 @@ from ..finding import Fault, Finding, Number
 from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
-from ..rounding import token_scale
-from ..structure import along_movement, error_structure, exact_rows, fades, grows_inside, growth, repeats
+from ..structure import along_movement, error_structure, exact_rows, fades, grows_inside, repeats
 from ..where import Where, where_text
 from .weights import some_behind
 
@@ -93,22 +92,24 @@ def find_fading(data: PairData) -> list[Finding]:
 def find_exact_rows(data: PairData) -> list[Hypothesis]:
     """Detect that some rows are exact and others are not, from the first step on, where nothing recorded tells them apart."""
     exact, rows = exact_rows(data)
-    if not 0.05 < exact < 0.95 or growth(data).ratio > 5 or error_structure(data).persistence < 0.2:
+    inside = np.isin(data.seq, rows)
+    if not 0.05 < exact < 0.99 or error_structure(data).persistence < 0.2 or grows_inside(data, inside) > 5:
         return []
     twins = repeats(data)
     unsteady = "a" if twins.a > 3 * twins.b and twins.a > twins.d / 4 else "b" if twins.b > 3 * twins.a else ""
-    inside = np.isin(data.seq, rows)
+    # The cost of saying which m of n rows they are.
+    num = len(np.unique(data.seq))
+    cost = len(rows) * (np.log(num / max(len(rows), 1)) + 1)
     if abs(along_movement(data)) > 2.5:
-        return [located(data, some_behind(data, exact, inside), inside, np.log(2) * len(np.unique(data.seq)))]
+        return [located(data, some_behind(data, exact, inside), inside, cost)]
     finding = ROW_CONTEXT.finding(
         data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
         numbers={
-            **data.names, "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / token_scale(data)[inside])),
+            **data.names, "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / data.scale[inside])),
             "unsteady": data.names[unsteady] if unsteady else None,
         },
     )  # fmt: skip
-    # Each row costs a choice between the two kinds.
-    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)))]
+    return [located(data, finding, inside, cost)]
 
 
 def _replay(data: PairData, is_padding: bool) -> Advice:

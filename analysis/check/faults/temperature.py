@@ -117,7 +117,7 @@ def _along_response(data: PairData) -> list[Hypothesis]:
     parts = [np.searchsorted(cuts, data.position, side="left") == part for part in range(4)]
     fits = [max(_fits(data.within(part)), key=lambda fit: fit.r2, default=None) for part in parts if part.sum() >= 100]
     scales = [1.0 if fit is None else fit.scale for fit in fits]
-    known = [fit for fit in fits if fit is not None]
+    known = [fit for fit in fits if fit is not None and fit.r2 > 0.8]
     steps = np.diff(np.log(scales))
     if (
         len(known) < 3
