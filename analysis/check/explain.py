@@ -248,7 +248,15 @@ def _left(data: PairData) -> list[Finding]:
     if off.mean() > 0.3 or (off.any() and is_above(without)) or not off.any():
         return [_state(data)]
     flips = [each.finding for each in find_router_flips(data, off)] or find_fading(data)
-    return flips or find_scattered(data, off) or [unexplained_tokens(data, off, None)]
+    return flips or find_scattered(data, off) or [unexplained_tokens(data, off, _describing(data, off))]
+
+
+def _describing(data: PairData, off: np.ndarray) -> Where | None:
+    """Return the place that describes the tokens `off`, [K] bool, best, if most of them are there and most tokens there are
+    off."""
+    shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
+    share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
+    return place if share > 0.5 else None
 
 
 def _state(data: PairData) -> Finding:

@@ -68,7 +68,7 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     """Detect that the tokens that are off stand at one kind of place."""
     found = []
     for place in places:
-        if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase")):
+        if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
             if place.inside.mean() > 0.5 or (
                 place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10)
             ):
@@ -89,7 +89,12 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
                 "share_lower": float(np.mean(data.d[place.inside] < 0)),
             },
         )  # fmt: skip
-        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values)))
+        rows = (
+            len(np.unique(data.seq)) * np.log(float(place.feature.split("_")[1]))
+            if place.feature.startswith("every")
+            else 0.0
+        )
+        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values) + rows))
     return found
 
 

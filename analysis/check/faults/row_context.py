@@ -100,8 +100,10 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
     # The cost of saying which m of n rows they are.
     num = len(np.unique(data.seq))
     cost = len(rows) * (np.log(num / max(len(rows), 1)) + 1)
-    if abs(along_movement(data)) > 2.5:
+    if abs(along_movement(data)) > 2.5 or _begins_later(data, inside):
         return [located(data, some_behind(data, exact, inside), inside, cost)]
+    if (fading := find_fading(data.within(inside))) and not unsteady:
+        return [located(data, fading[0], inside, cost)]
     finding = ROW_CONTEXT.finding(
         data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
         numbers={
@@ -110,6 +112,14 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
         },
     )  # fmt: skip
     return [located(data, finding, inside, cost)]
+
+
+def _begins_later(data: PairData, inside: np.ndarray) -> bool:
+    """Return True if no row of the first step is off, [K] bool, where at least four would be if steps did not matter."""
+    first = data.sample.steps[data.seq] == data.sample.steps[data.seq].min()
+    rows, off = np.unique(data.seq[first]), np.unique(data.seq[inside])
+    expected = len(rows) * len(off) / max(len(np.unique(data.seq)), 1)
+    return expected > 4 and not np.isin(rows, off).any()
 
 
 def _replay(data: PairData, is_padding: bool) -> Advice:
