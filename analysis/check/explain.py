@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..advice import NOTHING
-from .faults.computation import find_computation, find_not_repeatable, find_router_flips
+from .faults.computation import COMPUTATION, find_computation, find_not_repeatable, find_router_flips
 from .faults.copies import find_copied_rows, find_equal
 from .faults.engine_weights import find_engine_weights, weights_agree
 from .faults.grammar import find_grammar
@@ -18,19 +18,19 @@ from .faults.mask import find_unsampled
 from .faults.misplaced import find_misplaced
 from .faults.missing import find_missing
 from .faults.not_logprobs import find_positive
-from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
+from .faults.other_values import UNRELATED, find_other_quantity, find_scattered, find_unrelated
 from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
 from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
-from .faults.places import BY_TIME, SUBSET, find_place, find_subset
-from .faults.positions import find_onset, find_own_places, find_persistence, find_prefix_cache
-from .faults.row_context import find_exact_rows, find_fading, find_row_context
+from .faults.places import BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
+from .faults.positions import ONSET, find_onset, find_own_places, find_persistence, find_prefix_cache
+from .faults.row_context import ROW_CONTEXT, find_exact_rows, find_fading, find_row_context
 from .faults.row_pairing import find_row_pairing
 from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
 from .faults.temperature import find_temperature
 from .faults.truncation import find_one_sided
 from .faults.unexplained import rounding, too_few, unexplained_tokens
 from .faults.unit import find_shared_unit, find_unit
-from .faults.weights import find_adapter, find_declared, find_growth, level
+from .faults.weights import WEIGHTS, find_adapter, find_declared, find_growth, level
 from .finding import Finding
 from .hypothesis import Hypothesis
 from .likelihood import nobodys
@@ -45,6 +45,10 @@ more of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence for an explanation, nats, beyond the cost of its parameters: chance gives as much once in 100,000 runs."""
 _MAX_ROUNDS = 5
+MIN_WEIGHT = 0.1
+"""Minimum share of the variance of the level of mismatch that a place of nearly all tokens explains to come first."""
+MAX_LEFT = 0.4
+"""Maximum share of the mismatch that an explanation of one place alone may leave."""
 _MAX_PARTS = 3
 """Maximum number of places whose tokens alone are explained."""
 _MAX_PLACES = 16
@@ -111,7 +115,8 @@ def _explained(data: PairData) -> list[Finding]:
         if any(each.is_expected for each in declared):
             return declared
         placed = _places(data, [place for place in places(data) if _is_told(data, place)])
-        best = _best([*_candidates(data), *placed, *_inside(data, placed)])
+        whole = _candidates(data)
+        best = _best([*whole, *placed, *_inside(data, placed, whole)])
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
             return [*found, *(_behind(each, behind) for each in left)]
@@ -137,17 +142,38 @@ def _candidates(data: PairData) -> list[Hypothesis]:
     return [each for find in tried for each in find(data)]
 
 
-def _inside(data: PairData, placed: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the best explanation of the values at each of the best places, if it holds nowhere else: it is worth what the
-    place and the values are worth together."""
+def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the explanations of the values at each of the best places: they are worth what the place and the values are worth
+    together."""
     found = []
-    parts = [each for each in placed if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept]
+    parts = [
+        each
+        for each in placed
+        if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept and not _is_scheduled(each.finding)
+    ]
     for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
         inside = data.without(~place.tokens)
-        best = _best(_candidates(inside)) if inside.num_kept >= MIN_LOGPROBS else None
-        if best is not None:
-            found.append(replace(best, gain=best.gain + place.gain, beside=place.finding))
+        if inside.num_kept < MIN_LOGPROBS:
+            continue
+        for each in _candidates(inside):
+            if each.left > MAX_LEFT or (each.finding.code == UNRELATED.code and place.finding.code == ONSET.code):
+                continue  # from a place on, values that are merely wrong look like those of other tokens
+            same = next((other for other in whole if _own_same(each, other)), None)
+            beside = None if same else place.finding
+            found.append(replace(same or each, gain=each.gain + place.gain, beside=beside))
     return found
+
+
+def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
+    """Return True if two explanations own about the same tokens, and the second is supported without naming a place."""
+    shared, either = (one.tokens & other.tokens).sum(), (one.tokens | other.tokens).sum()
+    return other.gain > MIN_GAIN_NATS and shared > 0.8 * either
+
+
+def _is_part(place: Finding) -> bool:
+    """Return True if a place divides the run, and is no cause by itself."""
+    ids = place.code == ONE_PLACE.code and str(place.numbers["feature"]).startswith("token")
+    return ids or place.code in (ROW_CONTEXT.code, SUBSET.code, ONSET.code, WEIGHTS.code)
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
@@ -180,7 +206,7 @@ def _is_told(data: PairData, place: Where) -> bool:
         return inside > allowed / 8
     if is_above(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
         return True
-    return place.feature not in BY_TIME and inside > allowed / 8 and place.ratio > 5
+    return inside > allowed / 8 and place.ratio > 5
 
 
 def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
@@ -213,15 +239,19 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         return [*_part_that_grows(data, best.finding), best.finding]
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
     if place.code != SUBSET.code:
-        return [place if cause is None else _confined(data, cause, best)]
+        # Where nearly all tokens are off, the few that are right do not say why.
+        covers = cause is None and place.weight < MIN_WEIGHT and best.tokens.sum() > 0.9 * data.num_kept
+        state = [_state(data.without(~best.tokens))] if covers and place.code in (ONSET.code, ONE_PLACE.code) else []
+        return [*state, place if cause is None else _confined(data, cause, best)]
     inside = data.without(~best.tokens)
-    if cause is None and is_excessive(inside):
+    if cause is None and (is_excessive(inside) or place.numbers["column"] in BY_TIME):
         cause = _state(inside) if place.since is None else _state(data)
     if cause is None:
         return [place]
     if place.since is not None:
         cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
-    return [place, cause] if best.beside is None and place.since is None else [cause, place]
+    is_named = best.beside is not None or place.since is not None or cause.code != COMPUTATION.code
+    return [cause, place] if is_named else [place, cause]
 
 
 def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
@@ -247,7 +277,7 @@ def _left(data: PairData) -> list[Finding]:
     without = data.within(~off)
     if off.mean() > 0.3 or (off.any() and is_above(without)) or not off.any():
         return [_state(data)]
-    flips = [each.finding for each in find_router_flips(data, off)] or find_fading(data)
+    flips = find_fading(data) or [each.finding for each in find_router_flips(data, off)]
     return flips or find_scattered(data, off) or [unexplained_tokens(data, off, _describing(data, off))]
 
 

@@ -24,6 +24,8 @@ class Hypothesis:
     """[N] bool: the tokens that it explains."""
     gain: float
     """By how many nats d is more likely under the explanation than without one."""
+    left: float = 0.0
+    """Share of the mismatch at its tokens that its prediction leaves; 0 if it does not predict sizes."""
     rank: int = 0
     """0 for an explanation of some tokens or of their values, 1 for one that gives every step a size of its own."""
     right: np.ndarray | None = None
@@ -43,8 +45,10 @@ def predicting(
     if is_right:
         right = np.full(len(data.keep), np.nan)
         right[data.keep] = np.where(tokens, residual, data.d)
+    size = float(np.sum(data.d[tokens] ** 2))
     return Hypothesis(
-        finding=finding, tokens=data.marked(tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right
+        finding=finding, tokens=data.marked(tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right,
+        left=float(np.sqrt(np.sum(left[tokens] ** 2) / max(size, 1e-30))),
     )  # fmt: skip
 
 

@@ -90,13 +90,13 @@ def value_precision(logprobs: np.ndarray) -> str | None:
     if len(np.unique(telling)) < 8:
         return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
     bits = telling.view(np.uint32)
-    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
-        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
-            return dtype
     for decimals in range(5):
         scaled = telling * 10.0**decimals
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
             return f"{decimals} decimals"
+    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
+        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
+            return dtype
     return "float32"
 
 

@@ -76,6 +76,7 @@ FEATURES = {
     "token_id": "the token id",
     "token_before": "the id of the token before",
     "token_repeated": "tokens that occurred before in the row",
+    "before_repeated": "tokens after one that occurred before in the row",
     "later_turn": "the second turn of a conversation or a later one",
     "starts_turn": "the first token after masked ones",
     "step": "the step",
@@ -264,6 +265,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "token_id": ids.astype(float),
         "token_before": before.astype(float),
         "token_repeated": repeated_in_row(data),
+        "before_repeated": np.concatenate([[False], repeated_in_row(data)[:-1]]) & (position > 0),
         "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }
@@ -297,7 +299,7 @@ def _period(data: PairData) -> int | None:
         return None
     usual = int(values[np.argmax(counts)])
     # A token is missed here and there, so that a multiple follows.
-    return usual if 2 <= usual <= _MOST_PERIOD and np.mean(gaps % usual == 0) > 0.9 else None
+    return usual if 2 <= usual <= _MOST_PERIOD and np.mean(gaps % usual == 0) > 0.75 else None
 
 
 def later_turn(sample: Sample) -> np.ndarray:

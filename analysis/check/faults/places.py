@@ -25,7 +25,9 @@ _TOKENS = (
     "starts_turn",
 )
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
-_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0")
+MAX_IDS = 20
+"""Maximum number of token ids that make one place."""
+_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -78,7 +80,10 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             fault = ONE_PLACE
         else:
             continue
-        if len(place.values) > 4 or (place.feature == "from_end" and (place.kind != "before" or place.values[0] > 4)):
+        is_id = place.feature.startswith("token")
+        if len(place.values) > (MAX_IDS if is_id else 4) or (
+            place.feature == "from_end" and (place.kind != "before" or place.values[0] > 4)
+        ):
             continue
         finding = fault.finding(
             data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
@@ -94,7 +99,8 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             if place.feature.startswith("every")
             else 0.0
         )
-        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values) + rows))
+        each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
+        found.append(located(data, finding, place.inside, 2.0 + each * len(place.values) + rows))
     return found
 
 
@@ -110,7 +116,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         by_time = place.feature in BY_TIME
         known = by_time or place.feature in _ROW_SETTINGS or place.feature in data.sample.settings
         known |= place.feature.startswith(("writer", "contract", "finish_reason", "group_id"))
-        if not known or len(place.values) > 20:
+        if not known or len(place.values) > 20 or (place.feature.endswith("_length") and place.kind == "one_of"):
             continue
         steps = data.sample.steps
         since = _since(place, steps, rows) if by_time else None

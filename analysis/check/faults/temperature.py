@@ -52,6 +52,7 @@ TEMPERATURE = Fault(
         "quarters by position (fitted), which accounts for {r2:.0%} of the mismatch{recorded_text}",
     },
     words={"scaled_logits": _recorded, "along_response": _recorded},
+    causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
 )
 
 
@@ -101,7 +102,7 @@ def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
         data, "scaled_logits", weight=fit.r2, next=_confirming(data, temperature),
         numbers={
             "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
-            "r2": fit.r2, "standard_errors": fit.score, **data.names, **_declared(data),
+            "r2": fit.r2, "standard_errors": fit.score, **data.names, **_declared(data), **_cause(data, temperature),
         },
     )  # fmt: skip
     hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
@@ -109,6 +110,12 @@ def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
     named = low / wider < 1 / _to_try(data, temperature) < high * wider
     is_recorded = named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
+
+
+def _cause(data: PairData, temperature: float) -> dict[str, str]:
+    """Return that it need not be a temperature, where all that is recorded of temperatures is 1."""
+    recorded = [value for name, value in _declared(data).items() if name != "logprobs_mode"]
+    return {"cause": "scale"} if recorded and all(value == 1.0 for value in recorded) else {}
 
 
 def _along_response(data: PairData) -> list[Hypothesis]:

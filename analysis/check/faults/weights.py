@@ -23,6 +23,8 @@ CLEAR_ALONG = 4.0
 runs stay below 2.5."""
 MIN_GROWTH = 2.5
 """Ratio between the mismatch of a later step and that of the first step from which it grows with the updates."""
+CLEAR_GROWTH = 5.0
+"""The same ratio from which it need not come near what rounding allows."""
 MIN_TOKEN_EFFECT = 0.15
 """Share of the mismatch explained by token ids from which weights are suspected: they shift a token's logprob in the same
 direction in every context, rounding does not."""
@@ -188,7 +190,8 @@ def find_growth(data: PairData) -> list[Hypothesis]:
         return [_follows_updates(data)]
     if found.since is None or found.ratio < MIN_GROWTH or found.first > allowed_noise(data) / 2:
         return []
-    if found.later < allowed_noise(data) / 2 and not (abs(along_movement(data)) > MIN_ALONG and _is_of_tokens(data)):
+    least = allowed_noise(data) / (2 if found.ratio < CLEAR_GROWTH else 8)
+    if found.later < least and not (abs(along_movement(data)) > MIN_ALONG and _is_of_tokens(data)):
         return []
     fall, score = fades(data)
     is_prefix = fall > np.log(1.5) and score > 6
