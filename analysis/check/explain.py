@@ -149,7 +149,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
     parts = [
         each
         for each in placed
-        if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept and not _is_scheduled(each.finding)
+        if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept and _is_part(each.finding)
     ]
     for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
         inside = data.without(~place.tokens)

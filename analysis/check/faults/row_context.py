@@ -14,7 +14,7 @@ from ..likelihood import explained
 from ..pair_data import PairData
 from ..structure import along_movement, error_structure, exact_rows, fades, grows_inside, repeats
 from ..where import Where, where_text
-from .weights import some_behind
+from .weights import CLEAR_ALONG, some_behind
 
 _PADDING = ("pad_left", "shorter_prompt", "shorter_total", "prompt_length")
 _PACKING = ("forward_row", "not_first_of")
@@ -100,7 +100,7 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
     # The cost of saying which m of n rows they are.
     num = len(np.unique(data.seq))
     cost = len(rows) * (np.log(num / max(len(rows), 1)) + 1)
-    if abs(along_movement(data)) > 2.5 or _begins_later(data, inside):
+    if abs(along_movement(data)) > CLEAR_ALONG or _begins_later(data, inside):
         return [located(data, some_behind(data, exact, inside), inside, cost)]
     if (fading := find_fading(data.within(inside))) and not unsteady:
         return [located(data, fading[0], inside, cost)]
