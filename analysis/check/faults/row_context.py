@@ -100,7 +100,7 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
     # The cost of saying which m of n rows they are.
     num = len(np.unique(data.seq))
     cost = len(rows) * (np.log(num / max(len(rows), 1)) + 1)
-    if abs(along_movement(data)) > CLEAR_ALONG or _begins_later(data, inside):
+    if (abs(along_movement(data)) > CLEAR_ALONG and not unsteady) or _begins_later(data, inside):
         return [located(data, some_behind(data, exact, inside), inside, cost)]
     if (fading := find_fading(data.within(inside))) and not unsteady:
         return [located(data, fading[0], inside, cost)]
