@@ -54,6 +54,8 @@ class PairData:
     """Training attempts; empty if there was only one."""
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     """Comparison of the engine's weights with the trainer's, by digest."""
+    first: tuple[int, float] | None = None
+    """First step of the run and its rms of d, nats, where `steps` leaves it out; None otherwise."""
     keep: np.ndarray
     """[N] bool: True for compared tokens that no earlier finding explains."""
 

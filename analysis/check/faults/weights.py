@@ -96,6 +96,8 @@ WEIGHTS = Fault(
         "some_rows": "{exact:.0%} of the sequences are at the level of rounding and the others are not{behind_text}: one of several "
         "engines, or some of its rows, have other weights",
         "follows": _LEVEL + "{behind_text}",
+        "grew_before": "d has an rms of {first:.2g} nats at step {since}, which is not among the steps asked, and of {later:.2g} in "
+        "those: it grew with the updates",
         "grows": "the median difference of a logit grows from {first:.2g} nats at the first step to {later:.2g}, above that of "
         "rounding from step {since} on: it is not there at version 0 and grows with the updates{fades_text}{behind_text}",
     },
@@ -186,6 +188,10 @@ def find_growth(data: PairData) -> list[Hypothesis]:
     """Detect a mismatch that is no more than rounding at first and grows with the updates, beyond rounding or along their
     direction."""
     found = growth(data)
+    if data.first is not None and data.rms() > CLEAR_GROWTH * data.first[1] and level(data) > allowed_noise(data):
+        numbers = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
+        finding = WEIGHTS.finding(data, "grew_before", weight=0.7, next=commands.weights_replay(data), numbers=numbers)
+        return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.0, rank=1)]
     if abs(along_movement(data)) > CLEAR_ALONG and _is_of_tokens(data):
         return [_follows_updates(data)]
     if found.since is None or found.ratio < MIN_GROWTH or found.first > allowed_noise(data) / 2:
