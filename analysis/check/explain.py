@@ -18,7 +18,7 @@ from .faults.mask import find_unsampled
 from .faults.misplaced import find_misplaced
 from .faults.missing import find_missing
 from .faults.not_logprobs import find_positive
-from .faults.other_values import UNRELATED, find_other_quantity, find_scattered, find_unrelated
+from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
 from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
 from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
 from .faults.places import BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
@@ -155,10 +155,12 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside = data.without(~place.tokens)
         if inside.num_kept < MIN_LOGPROBS:
             continue
+        by_position = place.finding.code == ONSET.code or "position" in str(place.finding.numbers.get("feature"))
         for each in _candidates(inside):
-            if each.left > MAX_LEFT or (each.finding.code == UNRELATED.code and place.finding.code == ONSET.code):
-                continue  # from a place on, values that are merely wrong look like those of other tokens
             same = next((other for other in whole if _own_same(each, other)), None)
+            # From a place on, values that are merely wrong look like those of other tokens, or of a smaller vocabulary.
+            if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
+                continue
             beside = None if same else place.finding
             found.append(replace(same or each, gain=each.gain + place.gain, beside=beside))
     return found
@@ -172,7 +174,7 @@ def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
 
 def _is_part(place: Finding) -> bool:
     """Return True if a place divides the run, and is no cause by itself."""
-    ids = place.code == ONE_PLACE.code and str(place.numbers["feature"]).startswith("token")
+    ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
     return ids or place.code in (ROW_CONTEXT.code, SUBSET.code, ONSET.code, WEIGHTS.code)
 
 

@@ -24,8 +24,8 @@ class Hypothesis:
     """[N] bool: the tokens that it explains."""
     gain: float
     """By how many nats d is more likely under the explanation than without one."""
-    left: float = 0.0
-    """Share of the mismatch at its tokens that its prediction leaves; 0 if it does not predict sizes."""
+    left: float | None = None
+    """Share of the mismatch at its tokens that its prediction leaves; None if it does not predict sizes."""
     rank: int = 0
     """0 for an explanation of some tokens or of their values, 1 for one that gives every step a size of its own."""
     right: np.ndarray | None = None

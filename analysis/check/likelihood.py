@@ -18,8 +18,8 @@ FALSE_SHARE = 1e-3
 DEGREES = 3.0
 """Degrees of freedom of the Student t distribution of rounding errors in units of their scale: healthy runs of small and
 large models have tails at most as heavy."""
-MAX_FLIP_NATS = 1.0
-"""Largest |d| of single tokens that a flipped expert explains, nats."""
+MAX_FLIP_NATS = 3.0
+"""Largest error of a logit, nats, that another expert is taken to cause where the model is not known to be a mixture."""
 MIN_OFF_TOKENS = 5
 """Minimum number of tokens that are off by less than MAX_FLIP_NATS."""
 LEAST_SHARE = 16.0

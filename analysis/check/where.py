@@ -254,7 +254,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
     total = position + sample.prompt_lengths[data.seq]
     from_end = sample.lengths[data.seq] - 1 - position
     ids = sample.tokens[data.keep]
-    before = np.where(position > 0, np.concatenate([[-1], sample.tokens[:-1]])[data.keep], -1)
+    before = np.concatenate([[-1], sample.tokens[:-1]])[data.keep]
     counted = np.concatenate([[True], sample.mask[:-1]])[data.keep]
     columns: dict[str, np.ndarray] = {
         "first_token": position == 0,
@@ -263,7 +263,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "total_position": total.astype(float),
         "from_end": from_end.astype(float),
         "token_id": ids.astype(float),
-        "token_before": before.astype(float),
+        "token_before": np.where(position > 0, before, np.nan),
         "token_repeated": repeated_in_row(data),
         "before_repeated": np.concatenate([[False], repeated_in_row(data)[:-1]]) & (position > 0),
         "later_turn": later_turn(sample)[data.keep],

@@ -10,6 +10,7 @@ import numpy as np
 from .. import commands
 from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis
+from ..likelihood import MAX_FLIP_NATS
 from ..pair_data import PairData, declared
 from ..rounding import HALF_ULP, dtype_of, precisions
 from ..structure import growth, not_repeatable, repeats
@@ -65,8 +66,6 @@ ROUTER_FLIPS = Fault(
 )
 TAIL_RATIO = 10.0
 """Logit error above which a token is in the tail, in multiples of the median: rounding alone reaches six to eight."""
-MAX_FLIP_NATS = 3.0
-"""Largest error of a logit, nats, that another expert is taken to cause where the model is not known to be a mixture."""
 
 
 def find_not_repeatable(data: PairData) -> list[Finding]:

@@ -174,7 +174,7 @@ def _by_pairs(data: PairData) -> Slope | None:
     ratio = two / one
     scale = float(np.median(ratio))
     left = two - scale * one
-    error = 2 * 1.25 * float(np.median(np.abs(ratio - scale))) / 0.67 / np.sqrt(len(ratio))
+    error = 2 * 1.25 * float(np.median(np.abs(ratio - scale))) / 0.67 / np.sqrt(len(ratio)) + 1e-5 * abs(scale)
     r2 = 1 - float(left @ left) / max(float((two - one) @ (two - one)), 1e-30)
     return Slope(scale, scale - error, scale + error, r2, float(np.sqrt(np.mean(left**2))))
 
