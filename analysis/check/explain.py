@@ -36,7 +36,7 @@ from .hypothesis import Hypothesis
 from .likelihood import nobodys
 from .pair_data import PairData
 from .rounding import allowed_noise
-from .structure import not_repeatable
+from .structure import not_repeatable, systematic
 from .where import Where, places
 
 MIN_LOGPROBS = 30
@@ -206,7 +206,7 @@ def _is_told(data: PairData, place: Where) -> bool:
     inside = level(data.within(place.inside))
     if place.feature in _parts(data):
         return inside > allowed / 8
-    if is_above(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
+    if is_above(data) or systematic(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
         return True
     return inside > allowed / 8 and place.ratio > 5
 
@@ -221,8 +221,9 @@ def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if more is left than rounding, in the whole or at some tokens."""
-    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()))
+    """Return True if more is left than rounding, in the whole or at some tokens, or if what is left depends on what rounding
+    does not depend on."""
+    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or systematic(data) is not None)
 
 
 def is_above(data: PairData) -> bool:
@@ -277,7 +278,7 @@ def _left(data: PairData) -> list[Finding]:
     """Return what is left where nothing predicts it and it is at no particular place."""
     off = nobodys(data)
     without = data.within(~off)
-    if off.mean() > 0.3 or (off.any() and is_above(without)) or not off.any():
+    if off.mean() > 0.3 or (off.any() and (is_above(without) or systematic(without))) or not off.any():
         return [_state(data)]
     flips = find_fading(data) or [each.finding for each in find_router_flips(data, off)]
     return flips or find_scattered(data, off) or [unexplained_tokens(data, off, _describing(data, off))]

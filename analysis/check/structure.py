@@ -16,6 +16,12 @@ from .rounding import allowed_noise, logit_error
 MIN_REPEATS = 20
 """Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
 whether a side repeats itself."""
+MAX_TOKEN_EFFECT = 0.06
+"""Largest share of the variance of d / (1 - p) that token ids explain under rounding."""
+MAX_FALL = 0.3
+"""Largest log ratio between the mismatch in the first and in the last third of a response under rounding."""
+MIN_USUAL = 0.2
+"""Ratio of the median to the rms error of a logit below which most tokens are equal."""
 _LAGS = (1, 2, 4)
 """Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
 sequence rarely falls between the two tokens compared."""
@@ -234,6 +240,28 @@ def token_effect(data: PairData) -> tuple[float, float]:
         return 0.0, 0.0
     cut = float(np.quantile(np.abs(signed), 0.99))
     return variance_between(np.clip(signed, -cut, cut), tokens)
+
+
+@once
+def systematic(data: PairData) -> str | None:
+    """Return what the mismatch depends on that rounding does not, `token` or `place`; None if it looks like rounding.
+
+    Errors of rounding repeat neither by token id nor along a response: over pairs of dtypes, kernels and batch shapes on an
+    H100, token ids explain at most 5 % of them, and they do not fade. Where most tokens are equal bit for bit, the few others
+    say nothing.
+    """
+    if not data.num_kept or float(np.median(np.abs(data.d) / data.scale)) < MIN_USUAL * _rms(data):
+        return None
+    effect, score = token_effect(data)
+    if effect > MAX_TOKEN_EFFECT and score > 6:
+        return "token"
+    fall, certainty = fades(data)
+    return "place" if fall > MAX_FALL and certainty > 6 else None
+
+
+def _rms(data: PairData) -> float:
+    noise = np.abs(data.d) / data.scale
+    return float(np.sqrt(np.mean(np.minimum(noise, np.quantile(noise, 0.99)) ** 2)))
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:

@@ -13,16 +13,18 @@ from ..hypothesis import Hypothesis
 from ..likelihood import MAX_FLIP_NATS
 from ..pair_data import PairData, declared
 from ..rounding import HALF_ULP, dtype_of, precisions
-from ..structure import growth, not_repeatable, repeats
-from .weights import measured
+from ..structure import MAX_TOKEN_EFFECT, growth, not_repeatable, repeats
+from .weights import SIZE, measured
 
-_MEASURED = "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}"
+_MEASURED = SIZE + "{token_text}"
 
 
 def _dtypes(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
-        "share_of_tokens": max(numbers["token_effect"], 0.0),
+        "token_text": f", and {numbers['token_effect']:.0%} of it depends on the token id, on which rounding does not depend"
+        if numbers["token_effect"] > MAX_TOKEN_EFFECT
+        else "",
     }
 
 
