@@ -280,8 +280,10 @@ def _left(data: PairData) -> list[Finding]:
     without = data.within(~off)
     if off.mean() > 0.3 or (off.any() and (is_above(without) or systematic(without))) or not off.any():
         return [_state(data)]
-    flips = find_fading(data) or [each.finding for each in find_router_flips(data, off)]
-    return flips or find_scattered(data, off) or [unexplained_tokens(data, off, _describing(data, off))]
+    found = find_fading(data) or [each.finding for each in find_router_flips(data, off)] or find_scattered(data, off)
+    if found:
+        return found
+    return [_state(data)] if off.mean() > 0.1 else [unexplained_tokens(data, off, _describing(data, off))]
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:

@@ -125,7 +125,9 @@ def nobodys(data: PairData) -> np.ndarray:
     least a sixteenth of what the dtypes allow.
     """
     allowed = allowed_noise(data)
-    sigma = float(np.clip(unexplained(data).sigma, allowed / LEAST_SHARE, allowed))
+    uncertain = data.rest > MIN_REST
+    usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
+    sigma = float(np.clip(max(unexplained(data).sigma, usual), allowed / LEAST_SHARE, allowed))
     # The level of tokens that are nearly certain is not that of the others: they count as off by what the dtypes allow.
     spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale
     chance = _beyond(np.abs(data.d) / np.hypot(spread, 2 * value_rounding(data)))

@@ -16,8 +16,11 @@ from .rounding import allowed_noise, logit_error
 MIN_REPEATS = 20
 """Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
 whether a side repeats itself."""
-MAX_TOKEN_EFFECT = 0.06
-"""Largest share of the variance of d / (1 - p) that token ids explain under rounding."""
+MAX_TOKEN_EFFECT = 0.035
+"""Largest share of the variance of d / (1 - p) that token ids explain with certainty under rounding; copies of the weights in
+16 bits reach 0.03."""
+MIN_SCORE = 7.0
+"""Standard errors from which a dependence is certain: healthy runs reach 5.5."""
 MAX_FALL = 0.3
 """Largest log ratio between the mismatch in the first and in the last third of a response under rounding."""
 MIN_USUAL = 0.2
@@ -232,9 +235,14 @@ def token_effect(data: PairData) -> tuple[float, float]:
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # Sequences in a group can share a prefix; its repeated tokens are not independent evidence.
-    distinct = np.unique(np.stack([tokens, signed]), axis=1)
-    tokens, signed = distinct[0].astype(np.int64), distinct[1]
+    # A token that comes again after the same two, in a loop, in its group or at another step, is no independent evidence.
+    ids = data.sample.tokens.astype(np.int64)
+    before = [np.concatenate([np.full(shift, -1), ids[:-shift]]) for shift in (1, 2)]
+    text = np.stack(
+        [ids, *(np.where(data.sample.position >= shift, before[shift - 1], -1) for shift in (1, 2))], axis=1
+    )
+    _, first = np.unique(text[data.keep][known], axis=0, return_index=True)
+    tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
     if num < max(400, groups + 10):
         return 0.0, 0.0
@@ -246,17 +254,17 @@ def token_effect(data: PairData) -> tuple[float, float]:
 def systematic(data: PairData) -> str | None:
     """Return what the mismatch depends on that rounding does not, `token` or `place`; None if it looks like rounding.
 
-    Errors of rounding repeat neither by token id nor along a response: over pairs of dtypes, kernels and batch shapes on an
-    H100, token ids explain at most 5 % of them, and they do not fade. Where most tokens are equal bit for bit, the few others
-    say nothing.
+    Errors of rounding do not repeat by token id and do not fade along a response, over pairs of dtypes, kernels and batch
+    shapes on an H100. They may grow along a response where one side decodes with a cache. Where most tokens are equal bit for
+    bit, the few others say nothing.
     """
     if not data.num_kept or float(np.median(np.abs(data.d) / data.scale)) < MIN_USUAL * _rms(data):
         return None
     effect, score = token_effect(data)
-    if effect > MAX_TOKEN_EFFECT and score > 6:
+    if effect > MAX_TOKEN_EFFECT and score > MIN_SCORE:
         return "token"
     fall, certainty = fades(data)
-    return "place" if fall > MAX_FALL and certainty > 6 else None
+    return "place" if fall > MAX_FALL and certainty > MIN_SCORE else None
 
 
 def _rms(data: PairData) -> float:

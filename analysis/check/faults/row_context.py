@@ -12,7 +12,7 @@ from ..finding import Fault, Finding, Number
 from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
-from ..structure import along_movement, error_structure, exact_rows, fades, grows_inside, repeats
+from ..structure import MAX_FALL, MIN_SCORE, along_movement, error_structure, exact_rows, fades, grows_inside, repeats
 from ..where import Where, where_text
 from .weights import CLEAR_ALONG, some_behind
 
@@ -83,7 +83,7 @@ def _cause(place: Where) -> str | None:
 def find_fading(data: PairData) -> list[Finding]:
     """Detect that the mismatch is largest at the first tokens and fades along the response."""
     fall, score = fades(data)
-    if fall < np.log(2) or score < 6:
+    if fall < MAX_FALL or score < MIN_SCORE:
         return []
     numbers: dict[str, Number] = {**data.names, "cause": "prompt", "left": float(np.exp(-fall)), "score": score}
     return [ROW_CONTEXT.finding(data, "fades", weight=0.7, next=commands.query(data, "by-position"), numbers=numbers)]
