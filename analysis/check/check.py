@@ -110,8 +110,18 @@ def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sampl
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         attempts=attempts(database),
         engine=_engine(database),
+        first=_first_step(database, pair, trace),
         keep=sample.compared,
     )
+
+
+def _first_step(database: Database, pair: Pair, trace: str) -> tuple[int, float] | None:
+    """Return the run's first step and its rms of d, nats, if the steps asked leave it out."""
+    if database.steps == ALL_STEPS:
+        return None
+    query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"
+    asked, first = (each.connection.execute(query).fetchall() for each in (database, open_database(trace)))
+    return None if not first or not asked or first[0][0] == asked[0][0] else (int(first[0][0]), float(first[0][1]))
 
 
 _engine = cached(read_engine_verdict)

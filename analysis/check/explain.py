@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..advice import NOTHING
-from .faults.computation import find_computation, find_not_repeatable, find_router_flips
+from .faults.computation import COMPUTATION, find_computation, find_not_repeatable, find_router_flips
 from .faults.copies import find_copied_rows, find_equal
 from .faults.engine_weights import find_engine_weights, weights_agree
 from .faults.grammar import find_grammar
@@ -21,22 +21,22 @@ from .faults.not_logprobs import find_positive
 from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
 from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
 from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
-from .faults.places import BY_TIME, SUBSET, find_place, find_subset
-from .faults.positions import find_onset, find_own_places, find_persistence, find_prefix_cache
-from .faults.row_context import find_exact_rows, find_fading, find_row_context
+from .faults.places import BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
+from .faults.positions import ONSET, find_onset, find_own_places, find_persistence, find_prefix_cache
+from .faults.row_context import ROW_CONTEXT, find_exact_rows, find_fading, find_row_context
 from .faults.row_pairing import find_row_pairing
 from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
 from .faults.temperature import find_temperature
 from .faults.truncation import find_one_sided
 from .faults.unexplained import rounding, too_few, unexplained_tokens
 from .faults.unit import find_shared_unit, find_unit
-from .faults.weights import find_adapter, find_declared, find_growth, level
+from .faults.weights import WEIGHTS, find_adapter, find_declared, find_growth, level
 from .finding import Finding
 from .hypothesis import Hypothesis
 from .likelihood import nobodys
 from .pair_data import PairData
 from .rounding import allowed_noise
-from .structure import not_repeatable
+from .structure import not_repeatable, systematic
 from .where import Where, places
 
 MIN_LOGPROBS = 30
@@ -45,6 +45,12 @@ more of the sum of squares."""
 MIN_GAIN_NATS = 12.0
 """Minimum evidence for an explanation, nats, beyond the cost of its parameters: chance gives as much once in 100,000 runs."""
 _MAX_ROUNDS = 5
+MIN_WEIGHT = 0.1
+"""Minimum share of the variance of the level of mismatch that a place of nearly all tokens explains to come first."""
+MAX_LEFT = 0.4
+"""Maximum share of the mismatch that an explanation of one place alone may leave."""
+_MAX_PARTS = 3
+"""Maximum number of places whose tokens alone are explained."""
 _MAX_PLACES = 16
 """Maximum number of places compared by likelihood, those that explain most of the level first."""
 
@@ -108,8 +114,9 @@ def _explained(data: PairData) -> list[Finding]:
         declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
         if any(each.is_expected for each in declared):
             return declared
-        where = [place for place in places(data) if _is_told(data, place)]
-        best = _best([*_candidates(data), *_since(data, where), *_places(data, where)])
+        placed = _places(data, [place for place in places(data) if _is_told(data, place)])
+        whole = _candidates(data)
+        best = _best([*whole, *placed, *_inside(data, placed, whole)])
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
             return [*found, *(_behind(each, behind) for each in left)]
@@ -135,20 +142,40 @@ def _candidates(data: PairData) -> list[Hypothesis]:
     return [each for find in tried for each in find(data)]
 
 
-def _since(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    """Return the explanations of the mismatch from one step on, if it is far larger from there on."""
-    split = next((place for place in where if place.feature == "step" and place.kind == "from"), None)
-    if split is None:
-        return []
-    step = int(split.values[0])
-    return [
-        replace(
-            each,
-            gain=each.gain - 5.0,
-            finding=replace(each.finding, numbers=each.finding.numbers | {"since_step": step}),
-        )
-        for each in _candidates(data.within(split.inside))
+def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the explanations of the values at each of the best places: they are worth what the place and the values are worth
+    together."""
+    found = []
+    parts = [
+        each
+        for each in placed
+        if each.gain > MIN_GAIN_NATS and each.tokens.sum() < 0.97 * data.num_kept and _is_part(each.finding)
     ]
+    for place in sorted(parts, key=lambda each: -each.gain)[:_MAX_PARTS]:
+        inside = data.without(~place.tokens)
+        if inside.num_kept < MIN_LOGPROBS:
+            continue
+        by_position = place.finding.code == ONSET.code or "position" in str(place.finding.numbers.get("feature"))
+        for each in _candidates(inside):
+            same = next((other for other in whole if _own_same(each, other)), None)
+            # From a place on, values that are merely wrong look like those of other tokens, or of a smaller vocabulary.
+            if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
+                continue
+            beside = None if same else place.finding
+            found.append(replace(same or each, gain=each.gain + place.gain, beside=beside))
+    return found
+
+
+def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
+    """Return True if two explanations own about the same tokens, and the second is supported without naming a place."""
+    shared, either = (one.tokens & other.tokens).sum(), (one.tokens | other.tokens).sum()
+    return other.gain > MIN_GAIN_NATS and shared > 0.8 * either
+
+
+def _is_part(place: Finding) -> bool:
+    """Return True if a place divides the run, and is no cause by itself."""
+    ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
+    return ids or place.code in (ROW_CONTEXT.code, SUBSET.code, ONSET.code, WEIGHTS.code)
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
@@ -179,9 +206,9 @@ def _is_told(data: PairData, place: Where) -> bool:
     inside = level(data.within(place.inside))
     if place.feature in _parts(data):
         return inside > allowed / 8
-    if is_above(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
+    if is_above(data) or systematic(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
         return True
-    return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5
+    return inside > allowed / 8 and place.ratio > 5
 
 
 def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
@@ -194,8 +221,9 @@ def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if more is left than rounding, in the whole or at some tokens."""
-    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()))
+    """Return True if more is left than rounding, in the whole or at some tokens, or if what is left depends on what rounding
+    does not depend on."""
+    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or systematic(data) is not None)
 
 
 def is_above(data: PairData) -> bool:
@@ -208,21 +236,34 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the finding, and for a part of the run what the mismatch in it depends on; that first if the part is the rest of
-    the run from a step on."""
+    """Return the cause with the place to which it is confined, if any, and the place as a finding of its own if that is a part
+    of the run."""
     if best.finding.signal == "grows":
         return [*_part_that_grows(data, best.finding), best.finding]
-    if best.finding.code != SUBSET.code:
-        return [best.finding]
+    place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
+    if place.code != SUBSET.code:
+        # Where nearly all tokens are off, the few that are right do not say why.
+        covers = cause is None and place.weight < MIN_WEIGHT and best.tokens.sum() > 0.9 * data.num_kept
+        state = [_state(data.without(~best.tokens))] if covers and place.code in (ONSET.code, ONE_PLACE.code) else []
+        return [*state, place if cause is None else _confined(data, cause, best)]
     inside = data.without(~best.tokens)
-    if not is_excessive(inside):
-        return [best.finding]
-    since = best.finding.since
-    if since is None:
-        within = _best(_candidates(inside))
-        return [best.finding, within.finding if within else _state(inside)]
-    cause = _state(data)
-    return [replace(cause, numbers=cause.numbers | {"since_step": since}), best.finding]
+    if cause is None and (is_excessive(inside) or place.numbers["column"] in BY_TIME):
+        cause = _state(inside) if place.since is None else _state(data)
+    if cause is None:
+        return [place]
+    if place.since is not None:
+        cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
+    is_named = best.beside is not None or place.since is not None or cause.code != COMPUTATION.code
+    return [cause, place] if is_named else [place, cause]
+
+
+def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
+    """Return the cause, with where it holds."""
+    assert best.beside is not None
+    rows = data.sample.seq[best.tokens & data.keep]
+    numbers = {f"part_{name}": best.beside.numbers.get(name) for name in ("feature", "kind", "values")}
+    counted = {"part_sequences": len(np.unique(rows)), "part_of": len(np.unique(data.seq))}
+    return replace(cause, numbers=cause.numbers | numbers | counted)
 
 
 def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
@@ -237,10 +278,20 @@ def _left(data: PairData) -> list[Finding]:
     """Return what is left where nothing predicts it and it is at no particular place."""
     off = nobodys(data)
     without = data.within(~off)
-    if off.mean() > 0.3 or (off.any() and is_above(without)) or not off.any():
+    if off.mean() > 0.3 or (off.any() and (is_above(without) or systematic(without))) or not off.any():
         return [_state(data)]
-    flips = [each.finding for each in find_router_flips(data, off)] or find_fading(data)
-    return flips or find_scattered(data, off) or [unexplained_tokens(data, off, None)]
+    found = find_fading(data) or [each.finding for each in find_router_flips(data, off)] or find_scattered(data, off)
+    if found:
+        return found
+    return [_state(data)] if off.mean() > 0.1 else [unexplained_tokens(data, off, _describing(data, off))]
+
+
+def _describing(data: PairData, off: np.ndarray) -> Where | None:
+    """Return the place that describes the tokens `off`, [K] bool, best, if most of them are there and most tokens there are
+    off."""
+    shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
+    share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
+    return place if share > 0.5 else None
 
 
 def _state(data: PairData) -> Finding:

@@ -24,10 +24,14 @@ class Hypothesis:
     """[N] bool: the tokens that it explains."""
     gain: float
     """By how many nats d is more likely under the explanation than without one."""
+    left: float | None = None
+    """Share of the mismatch at its tokens that its prediction leaves; None if it does not predict sizes."""
     rank: int = 0
     """0 for an explanation of some tokens or of their values, 1 for one that gives every step a size of its own."""
     right: np.ndarray | None = None
     """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
+    beside: Finding | None = None
+    """Where the tokens are, if the explanation is of the values at one place alone."""
 
 
 def predicting(
@@ -41,8 +45,10 @@ def predicting(
     if is_right:
         right = np.full(len(data.keep), np.nan)
         right[data.keep] = np.where(tokens, residual, data.d)
+    size = float(np.sum(data.d[tokens] ** 2))
     return Hypothesis(
-        finding=finding, tokens=data.marked(tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right
+        finding=finding, tokens=data.marked(tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right,
+        left=float(np.sqrt(np.sum(left[tokens] ** 2) / max(size, 1e-30))),
     )  # fmt: skip
 
 

@@ -10,14 +10,21 @@ from math import lgamma, log, pi, sqrt
 
 import numpy as np
 
-from .pair_data import PairData, once
-from .rounding import FLOOR_NATS, allowed_noise, logit_error, token_scale, value_rounding
+from .pair_data import MIN_REST, PairData, once
+from .rounding import FLOOR_NATS, allowed_noise, logit_error, value_rounding
 
 FALSE_SHARE = 1e-3
 """Expected share of wrong ones among the tokens that are called off (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
 """Degrees of freedom of the Student t distribution of rounding errors in units of their scale: healthy runs of small and
 large models have tails at most as heavy."""
+MAX_FLIP_NATS = 3.0
+"""Largest error of a logit, nats, that another expert is taken to cause where the model is not known to be a mixture."""
+MIN_OFF_TOKENS = 5
+"""Minimum number of tokens that are off by less than MAX_FLIP_NATS."""
+LEAST_SHARE = 16.0
+"""Share of the noise that the dtypes allow, as its inverse, below which a run's own noise does not count as its usual level:
+a run whose tokens are nearly all equal bit for bit has none."""
 MAX_SCORED_TOKENS = 20_000
 """Maximum number of tokens on which explanations are compared; rows are taken whole, evenly over the sample."""
 _CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
@@ -80,7 +87,7 @@ def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
 
 def _fit(data: PairData, residual: np.ndarray) -> Fit:
     chosen = scored(data)
-    return fit(residual[chosen], token_scale(data)[chosen], value_rounding(data)[chosen], allowed_noise(data))
+    return fit(residual[chosen], data.scale[chosen], value_rounding(data)[chosen], allowed_noise(data))
 
 
 @once
@@ -94,7 +101,7 @@ def apart(data: PairData, *parts: np.ndarray) -> float:
     """Return the gain in log likelihood, nats, if each part of the tokens, [K] bool, has its own rounding and its own share and
     size of unexplained errors."""
     chosen = scored(data)
-    scale, values, most = token_scale(data), value_rounding(data), allowed_noise(data)
+    scale, values, most = data.scale, value_rounding(data), allowed_noise(data)
     within = [part & chosen for part in parts]
     own = [fit(data.d[part], scale[part], values[part], most).log_likelihood for part in within if part.any()]
     return sum(own) - unexplained(data).log_likelihood if len(own) > 1 else 0.0
@@ -114,19 +121,25 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 def nobodys(data: PairData) -> np.ndarray:
     """Return [K] bool: the tokens whose d is more than rounding gives, with at most FALSE_SHARE of them wrong.
 
-    Rounding errors of a logit follow a t distribution with four degrees of freedom, whose scale is that of the run, at
-    least a quarter of what the dtypes allow.
+    Rounding errors of a logit follow a t distribution with six degrees of freedom, whose scale is that of the run, at
+    least a sixteenth of what the dtypes allow.
     """
     allowed = allowed_noise(data)
-    sigma = float(np.clip(unexplained(data).sigma, allowed / 4, allowed))
-    size = np.abs(data.d) / np.hypot(sigma * token_scale(data), 2 * value_rounding(data))
-    chance = _beyond(size)
+    uncertain = data.rest > MIN_REST
+    usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
+    sigma = float(np.clip(max(unexplained(data).sigma, usual), allowed / LEAST_SHARE, allowed))
+    # The level of tokens that are nearly certain is not that of the others: they count as off by what the dtypes allow.
+    spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale
+    chance = _beyond(np.abs(data.d) / np.hypot(spread, 2 * value_rounding(data)))
     order = np.sort(chance)
     passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
-    return chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
+    off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
+    # One router in a mixture of experts that flips by chance moves a token by less than this.
+    return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > MAX_FLIP_NATS)
 
 
 def _beyond(size: np.ndarray) -> np.ndarray:
-    """Return the probability that |t| with four degrees of freedom exceeds a size."""
-    u = size / np.sqrt(4 + size**2)
-    return np.asarray(np.maximum(1 - u * (1.5 - 0.5 * u**2), 12 / np.maximum(size, 1) ** 4 * (size > 50)))
+    """Return the probability that |t| with six degrees of freedom exceeds a size."""
+    t = size / np.sqrt(6 + size**2)
+    near = 1 - t * (1 + (1 - t**2) / 2 + 3 / 8 * (1 - t**2) ** 2)
+    return np.asarray(np.where(size > 50, 270 / np.maximum(size, 1) ** 6, np.maximum(near, 0.0)))

@@ -24,6 +24,8 @@ Result = TypeVar("Result")
 MIN_REST = 0.02
 """Minimum 1 - p for a token to be informative, with p its probability: below it, a change in the logits hardly affects
 the logprob."""
+LEAST_REST = 1e-3
+"""Smallest 1 - p that a change in a token's logit is computed with."""
 TOKEN_SHRINKAGE = 10.0
 """Strength of the shrinkage towards the overall mean when averaging per token id, as a number of added tokens."""
 
@@ -52,6 +54,8 @@ class PairData:
     """Training attempts; empty if there was only one."""
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     """Comparison of the engine's weights with the trainer's, by digest."""
+    first: tuple[int, float] | None = None
+    """First step of the run and its rms of d, nats, where `steps` leaves it out; None otherwise."""
     keep: np.ndarray
     """[N] bool: True for compared tokens that no earlier finding explains."""
 
@@ -128,11 +132,19 @@ class PairData:
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
-    def noise(self) -> np.ndarray:
-        """[K] |d| / (1 - p), nats: the change in the token's logit that would explain d; NaN where 1 - p is too
-        small."""
+    def scale(self) -> np.ndarray:
+        """[K] d / (change in the token's logit that explains it): 1 - p where d is small (arXiv 2512.23087), and between
+        both sides' 1 - p, each at least LEAST_REST, where it is not, as such a change adds itself to the log-odds."""
+        rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
+        moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(self.rest > MIN_REST, np.abs(self.d) / self.rest, np.nan)
+            scale = np.where(np.abs(moved) > 1e-4, self.d / moved, np.minimum(*rest))
+        return np.asarray(np.clip(scale, np.minimum(*rest), np.maximum(*rest)))
+
+    @cached_property
+    def noise(self) -> np.ndarray:
+        """[K] |d| / scale, nats: the change in the token's logit that explains d; NaN where 1 - p is too small."""
+        return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property
     def level(self) -> np.ndarray:

@@ -57,6 +57,10 @@ def placement(data: PairData) -> Placement | None:
     by_chance = tree.query(mixed, p=1)[0]
     limit = min(float(np.quantile(by_chance, 0.02)), WIDTH * own[wanted].mean() / 4)
     fits = distance < limit
+    # The same text has about the same values wherever it stands.
+    ids = data.sample.tokens[data.keep]
+    one, two = start[wanted][:, None] + span, start[nearest][:, None] + span
+    fits &= np.any(ids[one] != ids[two], axis=1) | (nearest == wanted)
     if fits.sum() < 10 or fits.mean() < 0.1 or fits.mean() < 4 * np.mean(by_chance < limit):
         return None
     return _extended(data, start[wanted[fits]], start[nearest[fits]])

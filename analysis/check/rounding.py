@@ -12,18 +12,17 @@ import numpy as np
 from ...schemas.contract import Contract, engine_dtype
 from .pair_data import PairData, declared, once
 
-HEALTHY_NOISE = {"bfloat16": 0.08, "float16": 0.012, "tf32": 0.012, "float32": 4e-3, "float64": 4e-3}
-"""dtype -> maximum rms error of a logit from rounding, nats: twice the rms measured between trainer and engine for models
-with 0.5 to 8 billion parameters (0.031 to 0.045 in bfloat16, 0.005 in float16, 0.0019 to 0.0022 in float32).
-TensorFloat-32 has as many mantissa bits as float16."""
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
+"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. Engine and trainer in float32
+differ by more than float32 rounds, since their kernels round inputs of products (0.0019 nats rms at 8 billion parameters)."""
+NOISE_FACTOR = 20.0
+"""Maximum rms error of a logit, in units of the roundoff times the standard deviation of the log-odds log(p / (1 - p)) of the
+sampled tokens: large logits have large errors. Measured 0.3 to 10 on an H100 (models of up to 130 million parameters, six
+attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
 """dtype -> number of significant bits; float8 is e4m3."""
-SHARPENED = 8.0
-"""Factor on the allowed noise for a policy with a mean 1 - p below 0.2: its logits differ by tens of nats, and rounding
-is proportional to the logits."""
-SMALL_MODELS = 2.0
-"""Factor on the allowed noise for any other policy: kernels, long sequences and small models exceed HEALTHY_NOISE by up to
-that much."""
+MIN_SPREAD = 0.5
+"""Smallest standard deviation of the log-odds that the noise is computed with."""
 FLOOR_NATS = 1e-5
 """Smallest scale of d that is judged, nats: float32 logprobs below 16 nats have errors of 1e-6."""
 _GRID_STEPS = {"bfloat16": 2.0**7, "float16": 2.0**12}
@@ -52,7 +51,7 @@ class Precision:
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
         seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP]
-        return max(seen, key=lambda dtype: HEALTHY_NOISE.get(dtype, 0.0)) if seen else None
+        return max(seen, key=lambda dtype: UNIT_ROUNDOFF.get(dtype, 0.0)) if seen else None
 
 
 @once
@@ -90,23 +89,29 @@ def value_precision(logprobs: np.ndarray) -> str | None:
     if len(np.unique(telling)) < 8:
         return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
     bits = telling.view(np.uint32)
-    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
-        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
-            return dtype
     for decimals in range(5):
         scaled = telling * 10.0**decimals
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
             return f"{decimals} decimals"
+    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
+        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
+            return dtype
     return "float32"
 
 
 @once
 def allowed_noise(data: PairData) -> float:
     """Return the largest rms error of a logit that rounding explains, nats."""
-    known = [side.coarsest for side in precisions(data) if side.coarsest in HEALTHY_NOISE]
-    largest = max((HEALTHY_NOISE[dtype] for dtype in known if dtype), default=HEALTHY_NOISE["bfloat16"])
-    is_sharp = bool(data.num_kept) and data.rest.mean() < 0.2
-    return largest * (SHARPENED if is_sharp else SMALL_MODELS)
+    # An unknown dtype may be bfloat16.
+    dtypes = [side.coarsest if side.coarsest in UNIT_ROUNDOFF else "bfloat16" for side in precisions(data)]
+    spread = (
+        min((float(np.std(_log_odds(values))) for values in (data.a, data.b)), default=0.0) if data.num_kept else 0.0
+    )
+    return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * max(spread, MIN_SPREAD)
+
+
+def _log_odds(logprobs: np.ndarray) -> np.ndarray:
+    return np.asarray(logprobs - np.log(np.maximum(-np.expm1(np.minimum(logprobs, 0.0)), 1e-6)))
 
 
 @once
@@ -133,16 +138,9 @@ def is_coarse(dtype: str | None) -> bool:
 
 
 @once
-def token_scale(data: PairData) -> np.ndarray:
-    """Return [K] the factor by which an error of a logit reaches the logprob: 1 - p, p the larger of both sides'
-    probabilities (arXiv 2512.23087), at least 1e-3."""
-    return np.asarray(np.maximum(data.rest, 1e-3))
-
-
-@once
 def logit_error(data: PairData) -> np.ndarray:
     """Return [K] the size of the error of a logit that explains d, and what rounding of the recorded values adds, nats."""
-    return np.asarray(np.abs(data.d) / token_scale(data) + value_rounding(data))
+    return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
 def _has_tf32(contract: Contract) -> bool:

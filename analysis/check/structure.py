@@ -11,11 +11,20 @@ import numpy as np
 
 from ..statistics.moments import pearson
 from .pair_data import PairData, once
-from .rounding import allowed_noise, logit_error, token_scale
+from .rounding import allowed_noise, logit_error
 
 MIN_REPEATS = 20
 """Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
 whether a side repeats itself."""
+MAX_TOKEN_EFFECT = 0.035
+"""Largest share of the variance of d / (1 - p) that token ids explain with certainty under rounding; copies of the weights in
+16 bits reach 0.03."""
+MIN_SCORE = 7.0
+"""Standard errors from which a dependence is certain: healthy runs reach 5.5."""
+MAX_FALL = 0.3
+"""Largest log ratio between the mismatch in the first and in the last third of a response under rounding."""
+MIN_USUAL = 0.2
+"""Ratio of the median to the rms error of a logit below which most tokens are equal."""
 _LAGS = (1, 2, 4)
 """Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
 sequence rarely falls between the two tokens compared."""
@@ -45,7 +54,7 @@ def repeats(data: PairData) -> RepeatedTokens:
     one, two = one[twin], two[twin]
     if len(one) < MIN_REPEATS:
         return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
-    scale = token_scale(data)[one]
+    scale = data.scale[one]
 
     def rms(values: np.ndarray) -> float:
         return float(np.sqrt(np.mean((values / scale) ** 2) / 2))
@@ -103,7 +112,7 @@ def grows_inside(data: PairData, inside: np.ndarray) -> float:
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind
-    has at least five times the mismatch, more than a quarter of what rounding allows, and the sequences of that other kind; 0
+    has at least five times the mismatch, more than an eighth of what rounding allows, and the sequences of that other kind; 0
     and none if they do not."""
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -120,7 +129,7 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     at = int(np.argmax(between)) + 1
     low, high = float(np.median(middle[:at])), float(np.median(middle[at:]))
     is_parted = between.max() > 0.6 * float(np.sum((logs - logs.mean()) ** 2)) and high > 5 * low
-    if not is_parted or high < allowed_noise(data) / 4 or low > allowed_noise(data) / 2:
+    if not is_parted or high < allowed_noise(data) / 8 or low > allowed_noise(data) / 2:
         return 0.0, rows[:0]
     return at / len(middle), rows[at:]
 
@@ -226,14 +235,41 @@ def token_effect(data: PairData) -> tuple[float, float]:
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # Sequences in a group can share a prefix; its repeated tokens are not independent evidence.
-    distinct = np.unique(np.stack([tokens, signed]), axis=1)
-    tokens, signed = distinct[0].astype(np.int64), distinct[1]
+    # A token that comes again after the same two, in a loop, in its group or at another step, is no independent evidence.
+    ids = data.sample.tokens.astype(np.int64)
+    before = [np.concatenate([np.full(shift, -1), ids[:-shift]]) for shift in (1, 2)]
+    text = np.stack(
+        [ids, *(np.where(data.sample.position >= shift, before[shift - 1], -1) for shift in (1, 2))], axis=1
+    )
+    _, first = np.unique(text[data.keep][known], axis=0, return_index=True)
+    tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
     if num < max(400, groups + 10):
         return 0.0, 0.0
     cut = float(np.quantile(np.abs(signed), 0.99))
     return variance_between(np.clip(signed, -cut, cut), tokens)
+
+
+@once
+def systematic(data: PairData) -> str | None:
+    """Return what the mismatch depends on that rounding does not, `token` or `place`; None if it looks like rounding.
+
+    Errors of rounding do not repeat by token id and do not fade along a response, over pairs of dtypes, kernels and batch
+    shapes on an H100. They may grow along a response where one side decodes with a cache. Where most tokens are equal bit for
+    bit, the few others say nothing.
+    """
+    if not data.num_kept or float(np.median(np.abs(data.d) / data.scale)) < MIN_USUAL * _rms(data):
+        return None
+    effect, score = token_effect(data)
+    if effect > MAX_TOKEN_EFFECT and score > MIN_SCORE:
+        return "token"
+    fall, certainty = fades(data)
+    return "place" if fall > MAX_FALL and certainty > MIN_SCORE else None
+
+
+def _rms(data: PairData) -> float:
+    noise = np.abs(data.d) / data.scale
+    return float(np.sqrt(np.mean(np.minimum(noise, np.quantile(noise, 0.99)) ** 2)))
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:

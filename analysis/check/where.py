@@ -30,6 +30,8 @@ MIN_PART_UNITS = 4
 """Minimum number of sequences, or tokens, on both sides of a threshold."""
 MAX_COVERED = 0.95
 """Maximum share of the tokens that a set of values may cover: a mismatch of nearly all tokens is not concentrated."""
+MIN_PERIODIC = 20
+"""Minimum number of tokens that are off, and of distances between them, to see a period."""
 _MOST_PERIOD = 64
 _MICRO_BATCHES = (2, 4, 8, 16, 32)
 
@@ -74,6 +76,7 @@ FEATURES = {
     "token_id": "the token id",
     "token_before": "the id of the token before",
     "token_repeated": "tokens that occurred before in the row",
+    "before_repeated": "tokens after one that occurred before in the row",
     "later_turn": "the second turn of a conversation or a later one",
     "starts_turn": "the first token after masked ones",
     "step": "the step",
@@ -100,6 +103,8 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     name, _, last = feature.rpartition("_")
     if name in ("first_of_chunk", "last_of_chunk"):
         return f"all at the {name.split('_')[0]} token of a chunk, where prompt and response are cut into {last} equal ones"
+    if name == "every":
+        return f"all at every {last}th token of a row, counted from a place that differs by row"
     if name == "not_first_of":
         return f"all in rows that are not the first of each {last}"
     if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
@@ -249,7 +254,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
     total = position + sample.prompt_lengths[data.seq]
     from_end = sample.lengths[data.seq] - 1 - position
     ids = sample.tokens[data.keep]
-    before = np.where(position > 0, np.concatenate([[-1], sample.tokens[:-1]])[data.keep], -1)
+    before = np.concatenate([[-1], sample.tokens[:-1]])[data.keep]
     counted = np.concatenate([[True], sample.mask[:-1]])[data.keep]
     columns: dict[str, np.ndarray] = {
         "first_token": position == 0,
@@ -258,8 +263,9 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "total_position": total.astype(float),
         "from_end": from_end.astype(float),
         "token_id": ids.astype(float),
-        "token_before": before.astype(float),
+        "token_before": np.where(position > 0, before, np.nan),
         "token_repeated": repeated_in_row(data),
+        "before_repeated": np.concatenate([[False], repeated_in_row(data)[:-1]]) & (position > 0),
         "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }
@@ -267,10 +273,33 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         chunk = -(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts)
         columns[f"first_of_chunk_{parts}"] = total % np.maximum(chunk, 1) == 0
         columns[f"last_of_chunk_{parts}"] = ((total + 1) % np.maximum(chunk, 1) == 0) & (from_end > 0)
+    if (period := _period(data)) is not None:
+        # The place in the period that is off may differ by row, as where prompts of unknown length come first.
+        place = position % period
+        noise = np.bincount(data.seq * period + place, levels(data), minlength=sample.num_sequences * period)
+        count = np.bincount(data.seq * period + place, minlength=len(noise))
+        mean = np.where(count > 0, noise / np.maximum(count, 1), -np.inf).reshape(-1, period)
+        columns[f"every_{period}"] = place == mean.argmax(axis=1)[data.seq]
     for period in (2, 4, 8, 16, 32, _MOST_PERIOD):
         columns[f"phase_{period}"] = (position % period).astype(float)
         columns[f"phase_total_{period}"] = (total % period).astype(float)
     return columns
+
+
+def _period(data: PairData) -> int | None:
+    """Return the distance at which tokens that are off follow each other in their row, if it is nearly always the same."""
+    size = logit_error(data)
+    off = np.flatnonzero(size > 20 * np.median(size))
+    if not MIN_PERIODIC <= len(off) < data.num_kept / 2:
+        return None
+    same = data.seq[off[1:]] == data.seq[off[:-1]]
+    gaps = (data.position[off[1:]] - data.position[off[:-1]])[same]
+    values, counts = np.unique(gaps, return_counts=True)
+    if len(gaps) < MIN_PERIODIC:
+        return None
+    usual = int(values[np.argmax(counts)])
+    # A token is missed here and there, so that a multiple follows.
+    return usual if 2 <= usual <= _MOST_PERIOD and np.mean(gaps % usual == 0) > 0.75 else None
 
 
 def later_turn(sample: Sample) -> np.ndarray:

@@ -274,7 +274,7 @@ def test_a_cause_stands_beside_the_part_that_it_acts_in(tmp_path):
         rows = zip(in_float32(step, number), hot, step.groups, strict=True)
         return [b if group in ("prompt-2", "prompt-5") else a for a, b, group in rows]
 
-    assert codes(Recording(rollout=rollout).write(tmp_path / "trace")) == ["subset", "temperature"]
+    assert codes(Recording(rollout=rollout).write(tmp_path / "trace")) == ["temperature", "subset"]
 
 
 @pytest.mark.parametrize(("first", "since"), [(5, 5), (2, 2), (9, None)])

@@ -10,18 +10,21 @@ import numpy as np
 from .. import commands
 from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis
+from ..likelihood import MAX_FLIP_NATS
 from ..pair_data import PairData, declared
-from ..rounding import HALF_ULP, dtype_of, precisions, token_scale
-from ..structure import growth, not_repeatable, repeats
-from .weights import measured
+from ..rounding import HALF_ULP, dtype_of, precisions
+from ..structure import MAX_TOKEN_EFFECT, growth, not_repeatable, repeats
+from .weights import SIZE, measured
 
-_MEASURED = "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}"
+_MEASURED = SIZE + "{token_text}"
 
 
 def _dtypes(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
-        "share_of_tokens": max(numbers["token_effect"], 0.0),
+        "token_text": f", and {numbers['token_effect']:.0%} of it depends on the token id, on which rounding does not depend"
+        if numbers["token_effect"] > MAX_TOKEN_EFFECT
+        else "",
     }
 
 
@@ -65,8 +68,6 @@ ROUTER_FLIPS = Fault(
 )
 TAIL_RATIO = 10.0
 """Logit error above which a token is in the tail, in multiples of the median: rounding alone reaches six to eight."""
-MAX_FLIP_NATS = 3.0
-"""Largest error of a logit, nats, that another expert is taken to cause where the model is not known to be a mixture."""
 
 
 def find_not_repeatable(data: PairData) -> list[Finding]:
@@ -111,7 +112,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Hypothesis]:
     """Detect that most tokens agree within rounding and a few differ by far more in either direction, in a mixture of
     experts. `off`, [K] bool, are the tokens that rounding does not explain."""
     mixture = is_mixture(data)
-    noise = np.abs(data.d) / token_scale(data)
+    noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))
     tail = off | (noise > TAIL_RATIO * bulk)
     both = min(np.mean(data.d[tail] > 0), np.mean(data.d[tail] < 0)) if tail.any() else 0.0
@@ -120,7 +121,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Hypothesis]:
         return []
     if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > MAX_FLIP_NATS):
         return []
-    expected = _rounds_routers(data) and tail.mean() < 0.025
+    expected = bool(_rounds_routers(data) and tail.mean() < 0.025)
     if mixture is None and not expected:
         return []
     finding = ROUTER_FLIPS.finding(

@@ -11,7 +11,7 @@ from ....schemas.contract import Contract
 from .. import commands
 from ..finding import Fault, Finding
 from ..pair_data import PairData, declared
-from ..rounding import dtype_of
+from ..rounding import allowed_noise, dtype_of
 
 _EQUAL = {
     "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
@@ -84,7 +84,11 @@ def find_copied_rows(data: PairData) -> list[Finding]:
         return []
     beside = others & np.isin(data.sample.steps, data.sample.steps[copied])
     # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
-    telling_others = (beside if beside.any() else others)[data.seq] & (data.b < -1e-3)
+    beside = beside if beside.any() else others
+    # So it is in rows at the level of rounding, if there are others: no token of a row that is wrong is equal.
+    size = np.bincount(data.seq, data.d**2, len(num)) / np.maximum(num, 1)
+    fine = beside & (size < allowed_noise(data) ** 2)
+    telling_others = (fine if fine.any() else beside)[data.seq] & (data.b < -1e-3)
     equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
     share = np.bincount(data.seq[telling_others], (data.d == 0.0)[telling_others], len(num))
     share = share / np.maximum(np.bincount(data.seq[telling_others], minlength=len(num)), 1)

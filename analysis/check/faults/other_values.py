@@ -8,6 +8,7 @@ from .. import commands
 from ..finding import Broken, Fault, Finding
 from ..hypothesis import Hypothesis, of_signs, predicting
 from ..pair_data import PairData
+from ..rounding import allowed_noise
 from ..structure import sampled_mean, sampled_score
 
 _SAMPLED = {
@@ -28,7 +29,7 @@ UNRELATED = Fault(
         "most_probable": "{side} is never below {other} and equal where the sampled token is the most probable one: it holds "
         "the logprobs of the most probable tokens, not of the {num_tokens:,} sampled ones",
         "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
-        "{num_tokens:,} tokens){sampled_text}",
+        "{num_tokens:,} tokens, or over those of one id){sampled_text}",
         "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and there {side} and {other} are "
         "uncorrelated (correlation {correlation:.2f}): they are values of other tokens, in {num_sequences:,} of "
         "{of_sequences:,} sequences",
@@ -96,7 +97,22 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
     if data.num_kept < 30 or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
         return []
     correlation = max(_correlation(data.a, data.b), _correlation(_ranks(data.a), _ranks(data.b)))
+    if correlation >= MIN_CORRELATION:
+        # Values of the right token in another context have its mean in common and nothing else.
+        correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     return [_whole(data, correlation)] if correlation < MIN_CORRELATION else []
+
+
+def _within_ids(data: PairData) -> float | None:
+    """Return the correlation of both passes over tokens of the same id; None where the contexts of an id do not differ by
+    more than rounding, or too few ids repeat."""
+    _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
+    often = counts[place] >= 4
+    if often.sum() < 200:
+        return None
+    own = [(values - (np.bincount(place, values) / counts)[place])[often] for values in (data.a, data.b)]
+    least = 5 * allowed_noise(data) * float(np.sqrt(np.mean(data.rest[often] ** 2)))
+    return _correlation(*own) if min(np.std(each) for each in own) > least else None
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:

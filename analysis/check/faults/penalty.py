@@ -39,6 +39,10 @@ def _recorded(value: float | None) -> str:
     return "" if value is None else f"; recorded: repetition_penalty {value:g}"
 
 
+MIN_SIGNS = 0.85
+"""Minimum share of the tokens that are off whose d has the sign that a penalty gives it; chance gives one half."""
+
+
 def find_penalty(data: PairData) -> list[Hypothesis]:
     """Detect that d has one sign where a token occurred before in its row and the other sign elsewhere. A repetition penalty
     counts prompt and response, frequency and presence penalties the response alone."""
@@ -55,7 +59,7 @@ def _of_repeats(data: PairData, counted: str, repeated: np.ndarray) -> Hypothesi
         return None
     means = float(data.d[repeated & off].mean()), float(data.d[~repeated & off].mean())
     sign = np.where(repeated, np.sign(means[0]), np.sign(means[1]))
-    if means[0] * means[1] >= 0 or np.mean(np.sign(data.d[off]) == sign[off]) < 0.9:
+    if means[0] * means[1] >= 0 or np.mean(np.sign(data.d[off]) == sign[off]) < MIN_SIGNS:
         return None
     side = "b" if means[0] > 0 else "a"  # the penalised side gives repeated tokens less
     flip = -1.0 if side == "b" else 1.0

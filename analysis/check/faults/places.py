@@ -25,7 +25,9 @@ _TOKENS = (
     "starts_turn",
 )
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
-_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0")
+MAX_IDS = 20
+"""Maximum number of token ids that make one place."""
+_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -68,15 +70,20 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     """Detect that the tokens that are off stand at one kind of place."""
     found = []
     for place in places:
-        if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase")):
-            if place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10):
+        if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
+            if place.inside.mean() > 0.5 or (
+                place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10)
+            ):
                 continue
             fault = BOUNDARY
         elif place.feature in _TOKENS and place.inside.mean() < 0.5 and not _is_onset(place):
             fault = ONE_PLACE
         else:
             continue
-        if len(place.values) > 4 or (place.feature == "from_end" and (place.kind != "before" or place.values[0] > 4)):
+        is_id = place.feature.startswith("token")
+        if len(place.values) > (MAX_IDS if is_id else 4) or (
+            place.feature == "from_end" and (place.kind != "before" or place.values[0] > 4)
+        ):
             continue
         finding = fault.finding(
             data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
@@ -87,7 +94,13 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
                 "share_lower": float(np.mean(data.d[place.inside] < 0)),
             },
         )  # fmt: skip
-        found.append(located(data, finding, place.inside, 2.0 + 3.0 * len(place.values)))
+        rows = (
+            len(np.unique(data.seq)) * np.log(float(place.feature.split("_")[1]))
+            if place.feature.startswith("every")
+            else 0.0
+        )
+        each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
+        found.append(located(data, finding, place.inside, 2.0 + each * len(place.values) + rows))
     return found
 
 
@@ -103,7 +116,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         by_time = place.feature in BY_TIME
         known = by_time or place.feature in _ROW_SETTINGS or place.feature in data.sample.settings
         known |= place.feature.startswith(("writer", "contract", "finish_reason", "group_id"))
-        if not known or len(place.values) > 20:
+        if not known or len(place.values) > 20 or (place.feature.endswith("_length") and place.kind == "one_of"):
             continue
         steps = data.sample.steps
         since = _since(place, steps, rows) if by_time else None

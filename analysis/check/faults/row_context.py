@@ -12,10 +12,9 @@ from ..finding import Fault, Finding, Number
 from ..hypothesis import Hypothesis, located
 from ..likelihood import explained
 from ..pair_data import PairData
-from ..rounding import token_scale
-from ..structure import along_movement, error_structure, exact_rows, fades, grows_inside, growth, repeats
+from ..structure import MAX_FALL, MIN_SCORE, along_movement, error_structure, exact_rows, fades, grows_inside, repeats
 from ..where import Where, where_text
-from .weights import some_behind
+from .weights import CLEAR_ALONG, some_behind
 
 _PADDING = ("pad_left", "shorter_prompt", "shorter_total", "prompt_length")
 _PACKING = ("forward_row", "not_first_of")
@@ -84,7 +83,7 @@ def _cause(place: Where) -> str | None:
 def find_fading(data: PairData) -> list[Finding]:
     """Detect that the mismatch is largest at the first tokens and fades along the response."""
     fall, score = fades(data)
-    if fall < np.log(2) or score < 6:
+    if fall < MAX_FALL or score < MIN_SCORE:
         return []
     numbers: dict[str, Number] = {**data.names, "cause": "prompt", "left": float(np.exp(-fall)), "score": score}
     return [ROW_CONTEXT.finding(data, "fades", weight=0.7, next=commands.query(data, "by-position"), numbers=numbers)]
@@ -93,22 +92,34 @@ def find_fading(data: PairData) -> list[Finding]:
 def find_exact_rows(data: PairData) -> list[Hypothesis]:
     """Detect that some rows are exact and others are not, from the first step on, where nothing recorded tells them apart."""
     exact, rows = exact_rows(data)
-    if not 0.05 < exact < 0.95 or growth(data).ratio > 5 or error_structure(data).persistence < 0.2:
+    inside = np.isin(data.seq, rows)
+    if not 0.05 < exact < 0.99 or error_structure(data).persistence < 0.2 or grows_inside(data, inside) > 5:
         return []
     twins = repeats(data)
     unsteady = "a" if twins.a > 3 * twins.b and twins.a > twins.d / 4 else "b" if twins.b > 3 * twins.a else ""
-    inside = np.isin(data.seq, rows)
-    if abs(along_movement(data)) > 2.5:
-        return [located(data, some_behind(data, exact, inside), inside, np.log(2) * len(np.unique(data.seq)))]
+    # The cost of saying which m of n rows they are.
+    num = len(np.unique(data.seq))
+    cost = len(rows) * (np.log(num / max(len(rows), 1)) + 1)
+    if (abs(along_movement(data)) > CLEAR_ALONG and not unsteady) or _begins_later(data, inside):
+        return [located(data, some_behind(data, exact, inside), inside, cost)]
+    if (fading := find_fading(data.within(inside))) and not unsteady:
+        return [located(data, fading[0], inside, cost)]
     finding = ROW_CONTEXT.finding(
         data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
         numbers={
-            **data.names, "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / token_scale(data)[inside])),
+            **data.names, "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / data.scale[inside])),
             "unsteady": data.names[unsteady] if unsteady else None,
         },
     )  # fmt: skip
-    # Each row costs a choice between the two kinds.
-    return [located(data, finding, inside, np.log(2) * len(np.unique(data.seq)))]
+    return [located(data, finding, inside, cost)]
+
+
+def _begins_later(data: PairData, inside: np.ndarray) -> bool:
+    """Return True if no row of the first step is off, [K] bool, where at least four would be if steps did not matter."""
+    first = data.sample.steps[data.seq] == data.sample.steps[data.seq].min()
+    rows, off = np.unique(data.seq[first]), np.unique(data.seq[inside])
+    expected = len(rows) * len(off) / max(len(np.unique(data.seq)), 1)
+    return expected > 4 and not np.isin(rows, off).any()
 
 
 def _replay(data: PairData, is_padding: bool) -> Advice:

@@ -14,7 +14,7 @@ from .. import commands
 from ..finding import Fault
 from ..hypothesis import Hypothesis, predicting
 from ..pair_data import PairData, declared
-from ..rounding import context_pairs, value_rounding
+from ..rounding import allowed_noise, context_pairs, value_rounding
 
 MIN_R2 = 0.6
 """Minimum share of the mismatch that one factor on the logits must explain, read from either side. Other faults that
@@ -47,9 +47,12 @@ TEMPERATURE = Fault(
     broken="recording",
     evidence={
         "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
-        "accounts for {r2:.0%} of the mismatch{recorded_text}"
+        "accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "along_response": "{b}'s logits are {a}'s divided by a temperature that changes along the response: {temperatures} in its "
+        "quarters by position (fitted), which accounts for {r2:.0%} of the mismatch{recorded_text}",
     },
-    words={"scaled_logits": _recorded},
+    words={"scaled_logits": _recorded, "along_response": _recorded},
+    causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
 )
 
 
@@ -72,32 +75,75 @@ class ScaleFit:
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
     """Detect that one pass's logits are the other's times a factor. The factor is fitted to logprob + entropy where entropies
-    are recorded, else to the log-odds."""
-    found: list[Hypothesis] = []
+    are recorded, and to the log-odds; tokens that share a context give it exactly."""
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
     if not 0.02 < lower < 0.98:
         return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
-    for fit in (_by_entropy(data), _by_odds(data)):
-        if fit is not None and is_temperature(fit) and not _contradicted(data, fit.scale):
-            wider = float(np.exp(abs(np.log(fit.scale)) * max((1 - fit.r2) / 2, _MODEL_ERROR)))
-            temperature = 1 / fit.scale
-            finding = TEMPERATURE.finding(
-                data, "scaled_logits", weight=fit.r2, next=_confirming(data, temperature),
-                numbers={
-                    "temperature": temperature, "least": 1 / (fit.highest * wider),
-                    "largest": wider / max(fit.lowest, 1 / MAX_TEMPERATURE), "r2": fit.r2, "standard_errors": fit.score,
-                    **data.names, **_declared(data),
-                },
-            )  # fmt: skip
-            hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
-            # A recorded temperature is asked first.
-            named = fit.lowest / wider < 1 / _to_try(data, temperature) < fit.highest * wider
-            is_recorded = (
-                named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
-            )
-            found.append(replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis)
-    return found
+    exact = _by_pairs(data)
+    found = [_scaled(data, fit, exact) for fit in _fits(data) if _agrees(data, fit, exact)]
+    return found or _along_response(data)
+
+
+def _fits(data: PairData) -> list[ScaleFit]:
+    fits = (_by_entropy(data), _by_odds(data))
+    return [fit for fit in fits if fit is not None and is_temperature(fit)]
+
+
+def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
+    middle, low, high = (
+        (fit.scale, fit.lowest, fit.highest) if exact is None else (exact.scale, exact.lowest, exact.highest)
+    )
+    # A fit over contexts is exact to first order in log T.
+    error = 0.0 if exact else max((1 - fit.r2) / 2, _MODEL_ERROR, abs(np.log(middle)) / 2)
+    wider = float(np.exp(abs(np.log(middle)) * error))
+    temperature = 1 / middle
+    finding = TEMPERATURE.finding(
+        data, "scaled_logits", weight=fit.r2, next=_confirming(data, temperature),
+        numbers={
+            "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
+            "r2": fit.r2, "standard_errors": fit.score, **data.names, **_declared(data), **_cause(data, temperature),
+        },
+    )  # fmt: skip
+    hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
+    # A recorded temperature is asked first.
+    named = low / wider < 1 / _to_try(data, temperature) < high * wider
+    is_recorded = named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
+    return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
+
+
+def _cause(data: PairData, temperature: float) -> dict[str, str]:
+    """Return that it need not be a temperature, where all that is recorded of temperatures is 1."""
+    recorded = [value for name, value in _declared(data).items() if name != "logprobs_mode"]
+    return {"cause": "scale"} if recorded and all(value == 1.0 for value in recorded) else {}
+
+
+def _along_response(data: PairData) -> list[Hypothesis]:
+    """Detect a factor that changes along the response."""
+    cuts = np.quantile(data.position, [0.25, 0.5, 0.75])
+    parts = [np.searchsorted(cuts, data.position, side="left") == part for part in range(4)]
+    fits = [max(_fits(data.within(part)), key=lambda fit: fit.r2, default=None) for part in parts if part.sum() >= 100]
+    scales = [1.0 if fit is None else fit.scale for fit in fits]
+    known = [fit for fit in fits if fit is not None and fit.r2 > 0.8]
+    steps = np.diff(np.log(scales))
+    if (
+        len(known) < 3
+        or not (np.all(steps > -0.02) or np.all(steps < 0.02))
+        or abs(np.log(scales[-1] / scales[0])) < 0.1
+    ):
+        return []
+    residual = data.d.copy()
+    for part, fit in zip(parts, fits, strict=True):
+        if fit is not None:
+            residual[part] = fit.residual
+    r2 = float(np.mean([fit.r2 for fit in known]))
+    finding = TEMPERATURE.finding(
+        data, "along_response", weight=r2, next=commands.query(data, "by-position"),
+        numbers={
+            "temperatures": ", ".join(f"{1 / scale:.3g}" for scale in scales), "r2": r2, **data.names, **_declared(data),
+        },
+    )  # fmt: skip
+    return [predicting(data, finding, residual, 8.0 * len(fits), np.ones(data.num_kept, bool))]
 
 
 def is_temperature(fit: ScaleFit) -> bool:
@@ -105,16 +151,40 @@ def is_temperature(fit: ScaleFit) -> bool:
     return abs(np.log(fit.scale)) >= MIN_SHIFT and fit.score >= 6 and fit.r2 >= MIN_R2
 
 
-def _contradicted(data: PairData, scale: float) -> bool:
-    """Return True if pairs of tokens in one context rule a factor out: there the differences of the two passes' logprobs
-    have a ratio of exactly the factor."""
+@dataclass(frozen=True, slots=True)
+class Slope:
+    """logits_b / logits_a from tokens that share a context, where the normaliser cancels."""
+
+    scale: float
+    lowest: float
+    highest: float
+    r2: float
+    """Share of the sum of squared differences that the scale explains."""
+    left: float
+    """Rms of what it leaves of a logit difference, nats."""
+
+
+def _by_pairs(data: PairData) -> Slope | None:
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
-    told = (np.abs(one) > 0.5) & (np.abs(one) < 15)
-    if told.sum() < 12:
-        return False
-    left = np.abs(two[told] - scale * one[told])
-    return bool(np.median(left / np.abs(scale * one[told])) > 0.15)
+    known = (np.abs(one) > 0.3) & (np.abs(one) < 15)
+    if known.sum() < 12:
+        return None
+    one, two = one[known], two[known]
+    ratio = two / one
+    scale = float(np.median(ratio))
+    left = two - scale * one
+    error = 2 * 1.25 * float(np.median(np.abs(ratio - scale))) / 0.67 / np.sqrt(len(ratio)) + 1e-5 * abs(scale)
+    r2 = 1 - float(left @ left) / max(float((two - one) @ (two - one)), 1e-30)
+    return Slope(scale, scale - error, scale + error, r2, float(np.sqrt(np.mean(left**2))))
+
+
+def _agrees(data: PairData, fit: ScaleFit, exact: Slope | None) -> bool:
+    """Return False if tokens that share a context rule the factor out."""
+    if exact is None:
+        return True
+    is_scale = exact.r2 > 0.95 or exact.left < allowed_noise(data)
+    return is_scale and exact.scale > 0 and np.log(exact.scale) * np.log(fit.scale) > 0
 
 
 def _by_entropy(data: PairData) -> ScaleFit | None:

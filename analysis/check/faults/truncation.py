@@ -10,7 +10,7 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis, of_signs
 from ..pair_data import PairData
-from ..rounding import allowed_noise, token_scale
+from ..rounding import allowed_noise
 
 TRUNCATION = Fault(
     code="truncation",
@@ -61,7 +61,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         return []
     # Lost mass moves every token one way; the few others are rounding. Any wrong computation moves some by nats the other way.
     other = (data.d > 0) if negative > 0.5 else (data.d < 0)
-    most = 3 * allowed_noise(data) * token_scale(data)
+    most = 3 * allowed_noise(data) * data.scale
     if np.sum(size[other] > most[other]) > 0.02 * other.sum() or _grows_with_surprise(data):
         return []
     raised, lowered = ("b", "a") if negative > 0.5 else ("a", "b")

@@ -24,6 +24,7 @@ _NAMES = {
     "cumulative": "cumulative sums of logprobs along the sequence",
     "factor": "logprobs times {factor:.4g}",
     "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
+    "floor": "logarithms of p + {factor:.3g}: nothing is less probable than that",
 }
 
 UNIT = Fault(
@@ -76,6 +77,9 @@ def find_unit(data: PairData) -> list[Hypothesis]:
         if scale is not None:
             found += _converted(data, side, "factor", values / scale - other, scale)
         found += _converted(data, side, "cumulative", _differences(data, values) - other, None)
+        floor = _floor(values, other)
+        if floor is not None:
+            found += _converted(data, side, "floor", _log(np.exp(values) - floor) - other, floor)
         by_row = _row_factors(data, values, other)
         if by_row is not None:
             found += _converted(data, side, "factor_by_length", values / by_row[data.seq] - other, None)
@@ -94,7 +98,7 @@ def _converted(data: PairData, side: str, unit: str, residual: np.ndarray, facto
         ),
         numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": factor},
     )  # fmt: skip
-    cost = {"factor": 8.0, "factor_by_length": 4.0 * len(np.unique(data.seq))}.get(unit, 2.0)
+    cost = {"factor": 8.0, "floor": 8.0, "factor_by_length": 4.0 * len(np.unique(data.seq))}.get(unit, 2.0)
     every = np.ones(data.num_kept, bool)
     return [predicting(data, finding, residual if side == "a" else -residual, cost, every, is_right=True)]
 
@@ -118,6 +122,15 @@ def _slope(values: np.ndarray, other: np.ndarray) -> float | None:
     middle = float(np.median(ratio))
     spread = float(np.median(np.abs(ratio - middle)))
     return middle if abs(np.log(middle)) > 0.02 and spread < 0.02 * middle else None
+
+
+def _floor(values: np.ndarray, other: np.ndarray) -> float | None:
+    """Return the constant that one side adds to every probability; None if there is none."""
+    raised = np.exp(values) - np.exp(other)
+    unlikely = other < np.quantile(other, 0.2)
+    middle = float(np.median(raised[unlikely])) if unlikely.any() else 0.0
+    spread = float(np.median(np.abs(raised[unlikely] - middle))) if unlikely.any() else 0.0
+    return middle if middle > 1e-12 and spread < 0.1 * middle and np.min(values) > np.log(middle) else None
 
 
 def _row_factors(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray | None:

@@ -23,6 +23,8 @@ CLEAR_ALONG = 4.0
 runs stay below 2.5."""
 MIN_GROWTH = 2.5
 """Ratio between the mismatch of a later step and that of the first step from which it grows with the updates."""
+CLEAR_GROWTH = 5.0
+"""The same ratio from which it need not come near what rounding allows."""
 MIN_TOKEN_EFFECT = 0.15
 """Share of the mismatch explained by token ids from which weights are suspected: they shift a token's logprob in the same
 direction in every context, rounding does not."""
@@ -75,10 +77,8 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_LEVEL = (
-    "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}, and "
-    "{share_of_tokens:.0%} of it depends on the token id"
-)
+SIZE = "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}"
+_LEVEL = SIZE + ", and {share_of_tokens:.0%} of it depends on the token id, on which rounding does not depend"
 
 WEIGHTS = Fault(
     code="weights_differ",
@@ -94,6 +94,8 @@ WEIGHTS = Fault(
         "some_rows": "{exact:.0%} of the sequences are at the level of rounding and the others are not{behind_text}: one of several "
         "engines, or some of its rows, have other weights",
         "follows": _LEVEL + "{behind_text}",
+        "grew_before": "d has an rms of {first:.2g} nats at step {since}, which is not among the steps asked, and of {later:.2g} in "
+        "those: it grew with the updates",
         "grows": "the median difference of a logit grows from {first:.2g} nats at the first step to {later:.2g}, above that of "
         "rounding from step {since} on: it is not there at version 0 and grows with the updates{fades_text}{behind_text}",
     },
@@ -184,11 +186,16 @@ def find_growth(data: PairData) -> list[Hypothesis]:
     """Detect a mismatch that is no more than rounding at first and grows with the updates, beyond rounding or along their
     direction."""
     found = growth(data)
+    if data.first is not None and data.rms() > CLEAR_GROWTH * data.first[1] and level(data) > allowed_noise(data):
+        numbers = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
+        finding = WEIGHTS.finding(data, "grew_before", weight=0.7, next=commands.weights_replay(data), numbers=numbers)
+        return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.0, rank=1)]
     if abs(along_movement(data)) > CLEAR_ALONG and _is_of_tokens(data):
         return [_follows_updates(data)]
     if found.since is None or found.ratio < MIN_GROWTH or found.first > allowed_noise(data) / 2:
         return []
-    if found.later < allowed_noise(data) / 2 and not (abs(along_movement(data)) > MIN_ALONG and _is_of_tokens(data)):
+    least = allowed_noise(data) / (2 if found.ratio < CLEAR_GROWTH else 8)
+    if found.later < least and not (abs(along_movement(data)) > MIN_ALONG and _is_of_tokens(data)):
         return []
     fall, score = fades(data)
     is_prefix = fall > np.log(1.5) and score > 6
