@@ -22,8 +22,8 @@ from ...tracer.dense import HIDDEN, LOGITS, LOGPROBS, TAIL, TOKEN_IDS
 from ...tracer.dense_group import DenseGroup, open_dense, widen
 from ...tracer.journal import BFLOAT16
 from ...tracer.store import Store
+from ...tracer.weights.checkpoints import open_weights
 from ...tracer.weights.reader import Tensor
-from ...tracer.weights.source import open_weights
 from ..trace.ragged import ARROW
 from ..trace.source import Source
 from .bounds import compare_partly

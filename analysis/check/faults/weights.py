@@ -187,8 +187,8 @@ def find_growth(data: PairData) -> list[Hypothesis]:
     direction."""
     found = growth(data)
     if data.first is not None and data.rms() > CLEAR_GROWTH * data.first[1] and level(data) > allowed_noise(data):
-        numbers = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
-        finding = WEIGHTS.finding(data, "grew_before", weight=0.7, next=commands.weights_replay(data), numbers=numbers)
+        known: dict[str, Number] = {"cause": "", "since": data.first[0], "first": data.first[1], "later": data.rms()}
+        finding = WEIGHTS.finding(data, "grew_before", weight=0.7, next=commands.weights_replay(data), numbers=known)
         return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.0, rank=1)]
     if abs(along_movement(data)) > CLEAR_ALONG and _is_of_tokens(data):
         return [_follows_updates(data)]
