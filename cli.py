@@ -684,7 +684,7 @@ def diagnose(trace: str, control: str | None, verbose: bool, form: _Form, **opti
 @_ray
 @_prints(csv=False, wide=False)
 def check(trace: str, form: _Form, **options: Any) -> None:
-    """Say whether two passes may be compared, or which fault lies between them.
+    """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     The exit code is 1 when there is one, and 2 when the trace is damaged or incomplete, unless --partial. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
     synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,

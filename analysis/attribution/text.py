@@ -24,9 +24,9 @@ _SHOWN = 0.02
 EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "any": {
         "prior": "prior, before any evidence",
-        "control_differs_and_did_not_fall": "the baseline differs in this and did not collapse",
-        "control_is_alike": "the baseline differs only in something else",
-        "control_differs_and_fell": "the baseline differs in this and collapsed too",
+        "control_differs_and_did_not_fall": "the baseline run differs in this and did not collapse",
+        "control_is_alike": "the baseline run differs only in something else",
+        "control_differs_and_fell": "the baseline run differs in this and collapsed too",
         "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
         "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
         "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
@@ -59,7 +59,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "update_is_equal": "the update of step {step} has the baseline's gradient norm and size, yet gives different weights",
         "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from it",
         "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to it",
-        "weights_jump": "the update of step {step} gives weights {apart:.2g} nats per token away from the baseline's: too far for a loss term",
+        "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by "
+        "{apart:.2g} nats per token: too much for a loss term",
         "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than the baseline's",
         "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
     },
@@ -73,10 +74,10 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), after the drop began: it follows the drop",
         "not_sampled_so": "since the drop, tokens have -logprob {surprisal:.2g} nats where the entropy is {entropy:.2g} ({ratio_since:.2g} times as "
         "much, {ratio_before:.2g} before): they are not sampled from the logprobs the engine returns",
-        "engine_disagrees": "since the mismatch began, the engine gives {share:.0%} of equal openings in one step two different logprobs and the trainer "
-        "one: the engine's computation is noisy",
-        "trainer_disagrees": "since the mismatch began, the trainer gives {share:.0%} of equal openings in one step two different logprobs and the engine "
-        "one: the trainer's scoring is noisy, as with dropout",
+        "engine_disagrees": "since the mismatch began, the engine gives {share:.0%} of identical prefixes within a "
+        "step two different logprobs and the trainer only one: the engine's computation is noisy",
+        "trainer_disagrees": "since the mismatch began, the trainer gives {share:.0%} of identical prefixes within a "
+        "step two different logprobs and the engine only one: the trainer's scoring is noisy, as with dropout",
         "trainer_moves_first": "where the mismatch jumps, the engine samples as before and the trainer's scores change: the trainer's weights changed "
         "abruptly",
         "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
@@ -85,10 +86,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "explained_by_stale_weights": "the engine's logprobs of repeated openings match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
         "mismatch remains, {num_openings:,} openings): staleness",
         "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins with the first updates: staleness",
-        "explained_by_earlier_weights": "the engine has earlier weights of the trainer",
-        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise the same logprobs while the trainer's "
+        "explained_by_earlier_weights": "the engine has earlier trainer weights",
+        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise "
+        "identical logprobs while the trainer's "
         "change: it gets no new weights, which is staleness",
-        "explained_by_steady_size": "the mismatch begins with the first updates and then keeps its size, as with weights that lag behind: staleness",
+        "explained_by_steady_size": "the mismatch appears with the first updates and then stays constant, as with "
+        "lagging weights: staleness",
     },
     "data": {
         "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its "
@@ -136,7 +139,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "staleness": {
         "declared_fresh": "the recorded policy versions say at every step that the sampling weights were the scoring weights",
-        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise the same logprobs as some steps earlier, "
+        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise "
+        "identical logprobs as some steps earlier, "
         "the trainer {trainer_share:.0%}: the engine gets no new weights",
         "declared_fresh_and_still": "the recorded policy versions say at every step that the sampling weights were the scoring weights, but the engine's "
         "logprobs contradict them",
@@ -144,16 +148,16 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
         "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is "
         "{mean_abs_d:.2g} nats",
-        "ordinary_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them, as before the drop: the run learned "
-        "with this lag",
+        "ordinary_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them, the "
+        "same as before the drop: the run learned despite this lag",
         "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: "
         "the lag did not cause it",
-        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's of step "
-        "{version}: the engine kept those weights",
-        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's from {version} "
-        "steps earlier",
-        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs of {num_openings:,} openings are the trainer's of some "
-        "earlier step; {by_chance:,} would be by chance",
+        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} "
+        "openings equal the trainer's at step {version}: the engine kept those weights",
+        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs for "
+        "{num_agreeing:,} openings equal the trainer's from {version} steps earlier",
+        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs for "
+        "{num_openings:,} openings equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
         "stale_weights_match": "the engine's logprobs of repeated openings match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
         "mismatch remains, {num_openings:,} openings)",
         "stale_weights_excluded": "the engine's logprobs of repeated openings match the trainer's at no step up to {max_distance} earlier (at best "
@@ -161,9 +165,10 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "engine_moves_on": "the engine gives {num_openings:,} repeated openings different logprobs at each step: it gets new weights",
         "mismatch_at_first_step": "the mismatch exists at the first recorded step",
         "mismatch_at_first_step_without_lag": "the mismatch exists at the first recorded step, where weights cannot be stale unless the run was resumed",
-        "mismatch_steady": "the mismatch begins with the first updates and then keeps its size, as with weights that lag a few updates behind",
-        "mismatch_steady_and_check": "the mismatch begins with the first updates and then keeps its size (check finds stale weights), as with weights that lag a "
-        "few updates behind",
+        "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that "
+        "lag a few updates behind",
+        "mismatch_steady_and_check": "the mismatch appears with the first updates and then stays constant (check finds "
+        "stale weights), as with weights that lag a few updates behind",
     },
     "optimizer": {
         "learning_rate_spike_before_fall": "the learning rate is {factor:.3g} times its median from step {step} on, before the drop begins",
@@ -224,7 +229,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with rewards "
         "shifted by {shift} rows within the step",
         "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are "
-        "missing from their steps ({by_chance:.0f} would be by chance): the rewards are in the wrong rows",
+        "missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
         "rewards_move_rows": "from step {step} on, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, "
         "{mean_before:.3g} before): they are in the wrong rows",
         "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses seen earlier under the prompt {shift:+d} places away have the reward they earned "
@@ -236,7 +241,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "logprobs_of_other_rows": "from step {step} on, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of "
         "them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the "
         "wrong rows",
-        "logprobs_in_other_rows": "check finds logprobs of the two passes in each other's rows",
+        "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     },
     "entropy": {
         "entropy_impossible": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: more than any vocabulary "
@@ -300,7 +305,7 @@ DIFFERENCES: Mapping[str, str] = {
     "that were not sampled",
     "engine_parts": "first difference at step {step}: the engine gives equal tokens different logprobs ({apart:.2g} nats apart), the trainer the same",
     "scoring_parts": "first difference at step {step}: the trainer gives equal tokens different logprobs ({apart:.2g} nats apart), the engine the same",
-    "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's of other rows",
+    "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's for other rows",
     "rewards_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward",
     "rewards_permuted_part": "first difference at step {step}: its rewards are the baseline's in a different order",
     "rewards_by_length_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward, depending on their length (correlation "
@@ -314,8 +319,8 @@ DIFFERENCES: Mapping[str, str] = {
     "reference_parts": "first difference at step {step}: the reference gives equal tokens different logprobs ({apart:.2g} nats apart)",
     "advantages_part": "first difference at step {step}: equal responses with equal rewards have different advantages",
     "advantages_permuted_part": "first difference at step {step}: its advantages are the baseline's in a different order",
-    "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} gives weights {apart:.2g} "
-    "nats per token apart",
+    "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} "
+    "gives weights whose logprobs differ by {apart:.2g} nats per token",
     "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each, more so the longer they are "
     "(correlation {correlation:.2f})",
     "rewards_permuted": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each, and a step's rewards are the "
@@ -399,7 +404,7 @@ def verdict_sentence(result: Attribution) -> str:
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Say which series are NaN or infinite up to the end of the run, and from which step; empty if none is."""
+    """Say which series are NaN or infinite until the end of the run, and from which step; empty if there are none."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -407,7 +412,7 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
     for step, names in by_step.items():
         *others, last = names
         subject = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-        parts.append(f"{subject} NaN or infinite from step {step} to the end")
+        parts.append(f"{subject} NaN or infinite from step {step} until the end")
     return ", ".join(parts)
 
 

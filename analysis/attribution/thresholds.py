@@ -155,8 +155,9 @@ HIDDEN = 0.3
 """Minimum ratio of the recorded reward's relative drop to the evaluation's; below this ratio the recorded reward hides the drop."""
 
 PAID_MORE = 0.2
-"""Minimum relative growth of the recorded reward while the evaluation drops, for the reward to be wrong; with a correct reward the two hardly
-ever move apart like this."""
+"""Minimum relative growth of the recorded reward while the evaluation drops, for the reward to be wrong; with a correct
+reward the two hardly ever diverge like this.
+"""
 LENGTH_MOVES = 1.3
 """Minimum factor by which response length changes to count as evidence by itself."""
 LENGTH_MOVES_PAID = 1.05

@@ -1,4 +1,4 @@
-"""What rounding alone does to a logprob: the dtypes of both passes, and the scale of d that they allow per token.
+"""The effect of rounding on a logprob: the dtypes of both passes, and the scale of d that they allow per token.
 
 Shapes: K kept tokens.
 """
@@ -25,7 +25,7 @@ SMALL_MODELS = 2.0
 """Factor on the allowed noise for any other policy: kernels, long sequences and small models exceed HEALTHY_NOISE by up to
 that much."""
 FLOOR_NATS = 1e-5
-"""Smallest scale of d that is judged, nats: float32 logprobs below 16 nats have errors of 1e-6."""
+"""Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
 _GRID_STEPS = {"bfloat16": 2.0**7, "float16": 2.0**12}
 """dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16)."""
 _GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
@@ -84,8 +84,9 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or as many
-    `decimals`; None if too few are informative."""
+    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or a number
+    of `decimals`; None if too few are informative.
+    """
     telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
     if len(np.unique(telling)) < 8:
         return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
@@ -128,20 +129,21 @@ def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def is_coarse(dtype: str | None) -> bool:
-    """Return True if a dtype of values is coarser than float32."""
+    """Return True if the values have a dtype coarser than float32."""
     return dtype is not None and dtype != "float32"
 
 
 @once
 def token_scale(data: PairData) -> np.ndarray:
-    """Return [K] the factor by which an error of a logit reaches the logprob: 1 - p, p the larger of both sides'
-    probabilities (arXiv 2512.23087), at least 1e-3."""
+    """Return [K] the factor by which a logit error changes the logprob: 1 - p, with p the larger of both sides'
+    probabilities (arXiv 2512.23087), at least 1e-3.
+    """
     return np.asarray(np.maximum(data.rest, 1e-3))
 
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return [K] the size of the error of a logit that explains d, and what rounding of the recorded values adds, nats."""
+    """Return [K] the logit error that would explain d, and the error added by rounding of the recorded values, nats."""
     return np.asarray(np.abs(data.d) / token_scale(data) + value_rounding(data))
 
 

@@ -1,4 +1,4 @@
-"""What the mismatch depends on: repeated contexts, updates, rows, the distribution that sampled.
+"""What the mismatch depends on: repeated contexts, updates, rows, the sampling distribution.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -14,8 +14,9 @@ from .pair_data import PairData, once
 from .rounding import allowed_noise, logit_error, token_scale
 
 MIN_REPEATS = 20
-"""Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
-whether a side repeats itself."""
+"""Minimum number of repeated tokens, i.e. the same token after the same prefix in the same step, to judge whether a
+side is deterministic.
+"""
 _LAGS = (1, 2, 4)
 """Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
 sequence rarely falls between the two tokens compared."""
@@ -23,10 +24,10 @@ sequence rarely falls between the two tokens compared."""
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTokens:
-    """How far a side's values for the same token after the same prefix lie apart within a step."""
+    """Differences between a side's values for the same token after the same prefix within a step."""
 
     num: int
-    """Number of tokens with an earlier twin."""
+    """Number of repeated tokens."""
     a: float
     """Rms difference of pass a, as an error of the logit, nats."""
     b: float
@@ -55,7 +56,7 @@ def repeats(data: PairData) -> RepeatedTokens:
 
 
 def not_repeatable(data: PairData) -> str | None:
-    """Return the side that does not repeat itself, `a` or `b`, where that accounts for the mismatch; None otherwise."""
+    """Return the non-deterministic side, `a` or `b`, if that accounts for the mismatch; None otherwise."""
     found = repeats(data)
     if found.num < MIN_REPEATS:
         return None
@@ -96,15 +97,16 @@ def growth(data: PairData) -> MismatchGrowth:
 
 
 def grows_inside(data: PairData, inside: np.ndarray) -> float:
-    """Return by which factor the mismatch of the tokens `inside`, [K] bool, grows after the first step."""
+    """Return the factor by which the mismatch at the tokens `inside`, [K] bool, grows after the first step."""
     return growth(data.within(inside)).ratio
 
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind
-    has at least five times the mismatch, more than a quarter of what rounding allows, and the sequences of that other kind; 0
-    and none if they do not."""
+    """Return the share of sequences at the level of rounding, and the other sequences, if the sequences fall into two
+    kinds: the others must have at least five times the mismatch, and more than a quarter of what rounding allows.
+    Otherwise return 0 and no sequences.
+    """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
     rows, starts, num = np.unique(data.seq[order], return_index=True, return_counts=True)
@@ -126,9 +128,10 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 
 def fades(data: PairData, inside: np.ndarray | None = None) -> tuple[float, float]:
-    """Return the log ratio between the mismatch in the first third of each sequence and that in the last third, averaged over
-    the sequences inside, [K] bool, and this mean in standard errors. The effect of another prompt or of a cached one fades
-    along the response; that of different weights does not."""
+    """Return the log ratio between the mismatch in the first and the last third of a sequence, averaged over the
+    sequences inside, [K] bool, and this mean in standard errors. The effect of a different or cached prompt fades along
+    the response; the effect of different weights does not.
+    """
     level = data.level_beyond_tokens
     there = np.isfinite(level) if inside is None else np.isfinite(level) & inside
     place = data.position / np.maximum(data.sample.lengths[data.seq], 1)

@@ -18,8 +18,9 @@ from ..pair_data import PairData, once
 from ..rows import CAP_NATS, MIN_OFF_NATS, Grid, grid_of, row_means, token_values
 
 PAIRED_SHARE = 0.15
-"""Maximum share of a row's difference that may remain when it is compared with another row instead. The correct row leaves
-only rounding, a chance match a third."""
+"""Maximum share of a row's difference that may remain when it is compared with another row instead. The correct row
+leaves only rounding; a chance match leaves a third.
+"""
 _MAX_PAIRED_ROWS = 64
 _CHANCE_TRIALS = 4
 
