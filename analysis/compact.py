@@ -93,7 +93,7 @@ def _kept_sums(trace: str) -> _Sums:
 
 
 def _keep_sums(trace: str, sums: _Sums) -> None:
-    """Write the sums back for the merged rows, and index the new files."""
+    """Store the sums again for the merged rows, and index the new files."""
     try:
         source = open_source(trace)
         if source.is_live:
@@ -112,5 +112,5 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 def compaction_text(found: Compaction, width: int | None = None) -> str:
     """Render a compaction."""
     if not found.has_changed:
-        return f"{found.trace}: nothing to merge: few files"
+        return f"{found.trace}: nothing to merge, the trace has few files"
     return to_text(found.tables, width)

@@ -1,8 +1,7 @@
 """Per-step sums for a triangulation, over the tokens scored by the trainer, the engine and a replay.
 
-With t, r and f the logprobs from trainer, engine and replay: e_t = t - f, e_r = r - f, d = t - r. A step's sums do not depend
-on where its tokens are read,
-and steps are added in order, so results are reproducible.
+With t, r and f the logprobs from trainer, engine and replay: e_t = t - f, e_r = r - f, d = t - r. A step's sums do not
+depend on which process reads its tokens, and steps are added in order, so results are reproducible.
 
 Shapes: N tokens in a step, G groups.
 """

@@ -17,7 +17,7 @@ def gradient_text(found: GradientReport, by: str = "step", width: int | None = N
     rows = gradient_rows(found, by)
     loss = found.loss
     corrected = "" if loss.correction == "none" else f", correction {loss.correction}"
-    facts = f"loss {loss.kind} of {loss.level} ratios over {loss.denominator}, {loss.aggregation}{corrected}"
+    facts = f"loss {loss.kind} with {loss.level}-level ratios over {loss.denominator}, {loss.aggregation}{corrected}"
     return "\n\n".join([gradient_sentence(found), facts, to_text(rows, width, MAIN_COLUMNS["gradient"]), *found.notes])
 
 
@@ -36,7 +36,8 @@ def gradient_sentence(found: GradientReport) -> str:
     why = f" ({'; '.join(first.notes)})" if first.notes else ""
     return (
         f"The recorded gradient norm was reproduced in {len(logged) - len(wrong)} of {len(logged)} steps; step {first.step} gives "
-        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Distances to a gradient that was not reproduced mean less."
+        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Distances to a gradient that was not "
+        f"reproduced are less reliable."
     )
 
 

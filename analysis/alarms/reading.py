@@ -109,7 +109,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
         (rule.gap_bends, "mean_abs_d", "mean |d|", f"> {rule.GAP:g} for {rule.TIMES} steps", "a mismatch of this size can bias the run", True),
         (rule.rate_jumps, "learning_rate", "the learning rate", f"> {rule.RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (rule.norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
+        (rule.norm_jumps, "grad_norm", "the gradient norm divided by its median over the 20 steps before",
          f"> {rule.NORM:g} for {rule.TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for fires, metric, definition, condition, summary, of_mismatch in signs:
@@ -137,7 +137,7 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
         steps, counts = of_tokens[NOT_FINITE]
         alarm = Alarm(
             who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
-            definition="tokens that count and have a NaN or infinite logprob in either pass",
+            definition="tokens in the loss with a NaN or infinite logprob in either pass",
             summary="the figures of the mismatch exclude these tokens", source="logprobs", of_mismatch=True,
         )  # fmt: skip
         yield _reading(alarm, steps, counts > 0, counts)

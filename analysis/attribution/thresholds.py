@@ -329,11 +329,15 @@ RELOADED = 0.95
 """Minimum correlation between two runs' logprob differences and the distance from the reference, for the weights to have been reset to the
 reference as a whole instead."""
 REWARD_MOVED = 0.1
-"""Minimum standard deviation of reward differences of equal responses, relative to that of the rewards, for the reward to no longer measure the
-policy: the smallest of 7 runs harmed by a length penalty had 0.19, one that was not harmed 0.05."""
+"""Minimum ratio of the standard deviation of reward differences between identical responses to that of the rewards,
+above which the reward no longer measures the policy: it was at least 0.19 in 7 runs harmed by a length penalty, and
+0.05 in one that was not harmed.
+"""
 SAME_SIZE = 0.9
-"""Minimum correlation of the sizes of advantages and of rewards minus their group's mean, for advantages to be in the right rows."""
+"""Minimum correlation between |advantage| and |reward - group mean| for advantages to be in the right rows."""
 ENTROPY_UNLEARNED = 0.7
-"""Minimum share of the initial entropy at the onset for the policy to be still uncertain."""
+"""Minimum ratio of the entropy at the onset to the initial entropy for the policy to count as still uncertain."""
 ENTROPY_GONE = 0.1
-"""Maximum share of that entropy left at the end if entropy is penalised: 5 of 42 collapses by entropy reach both, 8 of 440 others."""
+"""Maximum ratio of the final entropy to the initial entropy for entropy to count as penalised: 5 of 42 collapses caused
+by entropy and 8 of 440 others reach both thresholds.
+"""

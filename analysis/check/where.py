@@ -200,7 +200,7 @@ def _best(
         order = np.argsort(-(sums / counts), kind="stable")
         inside, part = np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]
         size = np.arange(1, len(known))
-        # Naming m of n values costs the logarithm of n over m.
+        # Naming m of n values costs the logarithm of the number of ways to choose m of n.
         worth = gains(inside, part) - size * (np.log(len(known) / size) + 1) - np.log(len(known))
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))

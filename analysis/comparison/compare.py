@@ -33,7 +33,7 @@ def compare(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Comparison:
-    """Say what differs first between two runs, and what else, by the step at which each difference begins.
+    """List the differences between two runs, earliest first, with the step at which each begins.
 
     Compares settings, sampling settings and contracts (most frequent per pass and step). Over the steps with sequences
     in both runs it compares:
@@ -42,12 +42,13 @@ def compare(
     - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
     - rewards of equal responses, with a tolerance of 1e-6 of the largest;
     - advantages of equal responses if all rewards of their group are equal;
-    - lags of policy versions;
-    - every series of `dynamics`. It differs from the first segment, between change points of the difference, whose mean
-    is beyond 4.5 standard errors.
+    - policy-version lags;
+    - every series that `dynamics` reads. A series differs from the first segment (between change points of the
+    difference) whose mean exceeds 4.5 standard errors.
 
-    Sequences are paired within a step: equal ones first, then by equal prompt in the order of recording. `pair` names
-    the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
+    Sequences are paired within a step: identical ones first, then those with the same prompt, in recording order.
+    `pair` names the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not
+    compared.
 
     Raises NothingToCompare if the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -96,8 +97,9 @@ def _share_steps(a: Mapping[str, Series], b: Mapping[str, Series]) -> bool:
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:
-    """Return the sort key for a difference: step, then kind in causal order, then for series the size, with noise-free
-    series first."""
+    """Return the sort key of a difference: step, kind in causal order and, for series, size, with noise-free series
+    first.
+    """
     size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
     return one.step, KINDS.index(one.kind), size, one.name
 

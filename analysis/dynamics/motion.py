@@ -44,7 +44,7 @@ def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Gro
     """Return the growth of the mismatch over the run and over its last third; arXiv 2510.18855 predicts a constant
     factor.
 
-    No line is fitted across a jump: with one, only the last third is fitted, and only from the last jump on.
+    No line is fitted across a jump: if there is one, only the part of the last third after the last jump is fitted.
     """
     if k3 is None:
         return ()
@@ -115,4 +115,4 @@ class Dynamics(Result):
     growth: tuple[Growth, ...]
     """Growth rates of k3."""
     unanswered_codes: tuple[Statement, ...]
-    """What the trace cannot show, as codes in text.UNANSWERED."""
+    """Questions that the trace cannot answer, as codes in text.UNANSWERED."""

@@ -1,4 +1,6 @@
-"""Correlations of rewards, advantages, lengths and logprobs, and the step from which equal responses get other values."""
+"""Correlations of rewards, advantages, lengths and logprobs, and the step from which identical responses get different
+values.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from .rollouts import (
 _BY_CHANCE = 1.32
 """One-sided 10 % bound on the correlation between unrelated values, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses per length, and minimum number of such lengths, to relate rewards to length."""
+"""Minimum number of responses per length, and of such lengths, to relate rewards to length."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Minimum number of responses per length within a step, and minimum number of such lengths, to relate the step's rewards to length."""
+"""Minimum number of responses per length within a step, and of such lengths, to relate the step's rewards to length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,8 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return how much of the variance in reward differences between identical responses length explains, and the sign.
+    """Return the share of the variance in reward differences between identical responses that length explains, and the
+    sign of the relation.
 
     The share is the largest of those explained by length, by length minus its group mean and, if material, by length among
     responses with equal rewards. The fit is monotone or has one turning point. The share is 0 if fewer than two lengths have
@@ -205,7 +208,7 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 
 _INTERVAL = 1.92
-"""Amount by which the log-likelihood is below its maximum at the ends of a 95 % confidence interval."""
+"""Decrease of the log-likelihood from its maximum to the ends of a 95 % confidence interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

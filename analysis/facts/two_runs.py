@@ -68,7 +68,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Return for each row the number of earlier rows of the same kind, [N]."""
+    """Return [N] for each row the number of earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
     ordered, places = kind_N[order], np.arange(len(kind_N))
     begins = (

@@ -65,8 +65,8 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of macros that read tokens. All numbers follow from the rows of these macros, which have
-        run, step and seq_id.
+        """Return the calls of macros that read tokens. All numbers are computed from the rows of these macros, which
+        contain run, step and seq_id.
 
         Other options may require reading the tokens again. A macro may use the macros listed before it.
         """

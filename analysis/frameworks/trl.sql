@@ -1,6 +1,6 @@
 -- Numbers of TRL 1.16.0. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens that
 -- count in the loss.
--- Mismatch, after _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
+-- Mismatch, following _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
 --   sampling_logp_difference: mean and maximum of |d| over tokens with logprobs; 0 if none has any.
 --   importance_sampling_ratio: minimum, mean and maximum of exp(d) over tokens, or of exp(sum of d) over sequences; ratios
 --   outside the bounds are clamped (truncate) or set to 0 (mask). A token without a logprob has d = 0, a sequence without

@@ -31,7 +31,7 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 
 
 def is_count(metric: str) -> bool:
-    """Return True for a number that counts, such as `num_tokens`, and so grows with the steps."""
+    """Return True for a count, such as `num_tokens`, which grows with the number of steps."""
     return metric.rsplit("/", 1)[-1].startswith("num_")
 
 
@@ -93,12 +93,13 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Say which tokens the numbers of a pair exclude: any with NaN or an infinity, or most counted tokens without a
-    logprob; empty if none."""
+    """Return a sentence on the tokens that the numbers of a pair exclude: tokens with NaN or infinity, or, if they are
+    the majority, tokens without a logprob; empty if there are none.
+    """
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
     num_null = num_counted - num_finite - num_nan - num_inf
     if num_null > MOST_NULL * num_counted:
-        parts.append(f"{num_null:,} have no logprob of both passes")
-    return f"of {num_counted:,} tokens that count, {' and '.join(parts)} and are left out" if parts else ""
+        parts.append(f"{num_null:,} have no logprob in one of the passes")
+    return f"of {num_counted:,} tokens in the loss, {' and '.join(parts)}; they are left out" if parts else ""
