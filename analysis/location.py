@@ -74,7 +74,7 @@ class Location(Result):
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share of mean d^2 that the own errors of all operators account for together: 1 if the model is linear in the errors;
+    """Share of mean d^2 that the operators' own errors account for together: 1 if the model is linear in the errors;
     None without a mismatch."""
     first: Divergence | None
     weights: tuple[WeightDifference, ...]

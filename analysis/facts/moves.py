@@ -1,7 +1,8 @@
 """The exact order in which quantities change around a drop, and how steeply the reward drops.
 
-A change point has an interval of several steps. A fault at one step shows in the order in which quantities leave their
-earlier level: prompts and sampled tokens, their rewards, the correlation of both, the gradient, and a step later the policy.
+The interval of a change point spans several steps, whereas a fault at a single step shows in the order in which
+quantities leave their earlier level: prompts and sampled tokens, their rewards, the correlation of both, the gradient,
+and a step later the policy.
 """
 
 from __future__ import annotations

@@ -45,9 +45,10 @@ class Relation:
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups, pooled and group by group; NaN if both vary in fewer than 30 groups.
+    """Correlate two columns within groups, pooled and per group; NaN if both vary in fewer than 30 groups.
 
-    Subtracting a baseline and dividing by the group's spread leave the correlation between rewards and advantages at 1.
+    The correlation between rewards and advantages stays 1 if a baseline is subtracted or the result is divided by the
+    group's spread.
     """
     x, y, known = _in_groups(rollouts, first, second)
     group = rollouts.group[known]

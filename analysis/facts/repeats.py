@@ -112,9 +112,10 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
 
 
 def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the share of groups with sorted rewards, descending or ascending, whichever is more; and the share by chance.
+    """Return the share of groups with sorted rewards (descending or ascending, whichever is larger), and the share
+    expected by chance.
 
-    Only groups whose rewards differ. NaN if there are fewer than 30.
+    Only groups whose rewards differ count; NaN if there are fewer than 30.
     """
     if not len(rollouts.group):
         return math.nan, math.nan

@@ -114,9 +114,10 @@ class Prefixes:
     """[K] number of shared tokens."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [K] the number of shared tokens with a logprob under a pass in both runs, and [T] the logprobs of A and of B.
+        """Return the number of shared tokens, [K], that have a logprob under a pass in both runs, and the logprobs in A
+        and in B, [T].
 
-        A pair counts with all its shared tokens, or with none."""
+        All shared tokens of a pair count, or none."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)

@@ -31,9 +31,9 @@ class NemoRl(Framework):
     """True to take ratios per sequence instead of per token."""
     truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
     """Treatment of ratios outside the bounds; None keeps them unchanged."""
-    truncated_importance_sampling_ratio: float | None = option_field(None, "Its upper bound.", metavar="C")
+    truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound of the ratio.", metavar="C")
     """Upper bound of the importance ratio."""
-    truncated_importance_sampling_ratio_min: float | None = option_field(None, "Its lower bound.", metavar="C")
+    truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound of the ratio.", metavar="C")
     """Lower bound of the importance ratio; None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1

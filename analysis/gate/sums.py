@@ -68,11 +68,11 @@ class SequenceColumns:
         return len(self.unit_N)
 
     def reach(self) -> float:
-        """Return the size of a sequence's log ratio, sqrt(sum of d^2) in nats, that a further sequence exceeds with a
-        probability of one in a thousand.
+        """Return the size of a sequence's log ratio, sqrt(sum of d^2) in nats, that a new sequence exceeds with a
+        probability of 1 in 1,000.
 
-        It is extrapolated as for a lognormal size, because the sequences that dominate exp(sum of d) are rare. The quantile
-        is Student's with groups - 1 degrees of freedom, so that few groups reach further.
+        It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. The
+        quantile is Student's with groups - 1 degrees of freedom, so it is larger if there are few groups.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2

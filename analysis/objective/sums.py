@@ -30,7 +30,8 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Over a sequence's tokens that count and have a finite logprob in every pass; num_nan and num_inf count the others.
+"""Sums over a sequence's tokens that count and have a finite logprob in every pass; num_nan and num_inf count the other
+tokens.
 
 d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
@@ -38,7 +39,7 @@ and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(curr
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Over terms by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
+"""Sums over terms, separately by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
 
 size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
 unclipped: A (w rho_used - rho*);
@@ -116,8 +117,9 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's replace those of a
-    missing pass."""
+    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's logprobs replace
+    those of a missing pass.
+    """
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -135,7 +137,7 @@ class SequenceSums:
     """Sums as [N] arrays with one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
-    """Number of the group (group_id and step) that the row belongs to, or of the sequence itself if it has no group."""
+    """Index of the row's group (group_id and step), or of the sequence itself if it has no group."""
     updates: list[tuple[int, int]]
     """[U] (step, inner iteration)."""
     update_N: np.ndarray
@@ -157,7 +159,7 @@ class _Batch:
     keys: dict[str, np.ndarray]
     """Name in _KEYS -> [R] keys."""
     is_whole_R: np.ndarray
-    """bool: True if the logprobs of the row are comparable, which makes it one of the N rows."""
+    """bool: True if the row's logprobs are comparable, so that it is one of the N rows."""
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss."""
     columns_CN: np.ndarray
@@ -249,7 +251,7 @@ class LossRows:
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss according to the mask alone."""
     micro_batch_R: np.ndarray
-    """Number of the micro-batch; 0 if not recorded."""
+    """Index of the micro-batch; 0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:

@@ -105,7 +105,7 @@ def factor_answer(subject: Subject) -> Answer:
             code="replay",
             severity=GOOD if found.checked.is_valid else BAD,
             short=f"confirmed by a replay: {replay.arm}",
-            figure=f"{replay.removed:.1%} of the mean square of d removed",
+            figure=f"{replay.removed:.1%} of the mean squared d removed",
             basis=f"{replay.num_tokens:,} tokens replayed",
             detail=f"{effect_text(replay)}. {numerics}",
         )
@@ -170,7 +170,8 @@ def objective_answer(subject: Subject) -> Answer:
         code=code,
         severity=BAD if size >= LARGE else NOTICE if pushes else GOOD,
         short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling{_free(found, unclipped)}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as sum of absolute "
+        f"biases{_free(found, unclipped)}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )
@@ -222,7 +223,7 @@ def fall_answer(subject: Subject) -> Answer:
         return Answer(
             code="not_finite",
             severity=BAD,
-            short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite to the end",
+            short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite until the end",
             figure=f"from step {found.not_finite[0].step} on",
             basis=steps,
             detail=detail,

@@ -18,10 +18,10 @@ _NOT_SHOWN = ("none", "token-is", "sequence-is")
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",
-    "ratio-": "What the loss sees of it",
-    "contribution-": "What the loss sees of it",
-    "arms": "What would remove or cut it",
-    "corrections": "What would remove or cut it",
+    "ratio-": "How the mismatch enters the loss",
+    "contribution-": "How the mismatch enters the loss",
+    "arms": "What would remove or reduce the mismatch",
+    "corrections": "What would remove or reduce the mismatch",
 }
 """Prefix of a chart's key -> the heading under which the chart is shown."""
 
@@ -131,7 +131,7 @@ def _arms(subject: Subject) -> BarChart | None:
     )  # fmt: skip
     a, b = subject.pair
     return BarChart(
-        key="arms", title="What each replay removes of the mismatch", unit="share of mean d squared",
+        key="arms", title="Share of the mismatch that each replay removes", unit="share of mean d squared",
         note=text.arms_note(a, b),
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip

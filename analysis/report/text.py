@@ -75,7 +75,7 @@ PROFILES = {
     ),
     "entropy": (
         "Mean |d| by entropy", "entropy of the next-token distribution, nats",
-        "A mismatch that grows with entropy comes from uncertain tokens, as expected of rounding.",
+        "A mismatch that grows with entropy comes from uncertain tokens, as expected from rounding.",
     ),
 }  # fmt: skip
 """Breakdown -> (title, axis label, note) for the breakdown's chart."""
@@ -103,13 +103,14 @@ def density_note(envelope: float | None) -> str:
 
 def arms_note(a: str, b: str) -> str:
     return (
-        f"The replay replaces {a}: 1 means it agrees with {b}, 0 that it changes nothing, below 0 that the mismatch grows. "
+        f"The replay replaces {a}: 1 means that it agrees with {b}, 0 that it changes nothing, and a negative value "
+        f"that the mismatch grows. "
         "Lines are 95% CIs over groups of sequences."
     )
 
 
 def corrections_note(part: str) -> str:
     return (
-        f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {part}. For how much a correction helps, see "
-        "docs/evidence/remedies.md."
+        f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {part}. How much a correction helps: see "
+        f"docs/evidence/remedies.md."
     )

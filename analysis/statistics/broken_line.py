@@ -1,4 +1,4 @@
-"""Find where a level turns into a linear decline to another level.
+"""Find where a constant level turns into a linear decline to another level.
 
 Shapes: N values, one per step, without gaps; E candidate ends of the decline.
 """
@@ -18,7 +18,7 @@ _LARGEST_E = 12
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
     """Return the first index of a decline between two given levels, with its interval: (low, index, high).
 
-    The index minimises the sum of squares. The 90 % interval has the indices whose sum of squares is within the F
+    The index minimises the sum of squares. The 90 % interval contains the indices whose sum of squares is within the F
     quantile with 1 and N - 3 degrees of freedom.
     """
     n = len(values)

@@ -16,8 +16,9 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in pure noise with known variance; if the variance is estimated, it is below
-0.01."""
+"""Probability of a false change point in pure noise with known variance; with estimated variance, the probability is
+below 0.01.
+"""
 
 _ROUNDS = 4
 
@@ -28,8 +29,8 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Return an upper bound on the probability that, in pure noise, cutting a line in two gains `gain` long-run
-    variances.
+    """Return an upper bound on the probability that, in pure noise, cutting a line in two reduces the sum of squares by
+    `gain` long-run variances.
 
     0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
     all positions; the factor comes from simulations of white noise with 20 to 1,000 steps.
@@ -39,8 +40,9 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in long-run variances: at false-positive rate SIGNIFICANT, and at least 3 ln
-    n."""
+    """Return the minimum gain of a cut, in long-run variances: the gain with a false-positive rate of SIGNIFICANT, but
+    at least 3 ln n.
+    """
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -69,8 +71,8 @@ class StretchSquares:
 def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance that was used.
 
-    The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a
-    cut from a series without one makes the estimate too small, which `_margin` compensates.
+    The variance is estimated after the best single cut, then after the cuts found, until the cuts are stable. Fitting a
+    cut to a series without a change makes the estimate too small, which `_margin` compensates.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:

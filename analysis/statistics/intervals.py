@@ -1,6 +1,6 @@
 """Confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
 
-Groups are resampled: the sequences of one step with the same `group_id`, or one sequence without one.
+Groups are resampled: the sequences of one step with the same `group_id`, or a single sequence if it has no `group_id`.
 benchmarks/coverage.py measures the coverage; docs/evidence/intervals.md has the table.
 
 Shapes: N sequences, G units (one or several groups), R resamples, C columns.
@@ -35,16 +35,18 @@ PARTS = 20
 """Maximum number of parts in a jackknife. Each part consists of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Between these limits, enough are drawn for _BEYOND of them to be beyond each
-bound."""
+"""Minimum and maximum number of resamples. Between these limits, enough are drawn that _BEYOND of them fall beyond each
+bound.
+"""
 _BEYOND = 25
 
 _STEP = 1e-5
 """Relative step size of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error, relative to its terms, below which it is only rounding error in the derivatives, i.e. all groups are
-equal."""
+"""Standard error, relative to its terms, below which it is only rounding error in the derivatives, which means that all
+groups are equal.
+"""
 
 _NO_SPREAD = 1e-6
 """Standard error of a resample, relative to that of the run, below which all groups in the resample count as equal."""
@@ -60,9 +62,11 @@ class NoInterval(StrEnum):
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
     UNDEFINED = "undefined without some groups"
-    CARRIED = "too few groups determine it"
+    CARRIED = "too few groups determine the value"
     SINGLE = "single sequences determine it"
-    UNSEEN = "single sequence weights can be so large that the run need not contain the ones that determine it"
+    UNSEEN = (
+        "single sequence weights can be so large that the run may not contain the sequences that determine the value"
+    )
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
@@ -91,7 +95,7 @@ def bootstrap(
     Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard
     error), with the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982); the bounds are
     value - t * standard error at two quantiles of t. Because few groups underestimate the variance, the interval is
-    wider than the textbook's in two ways: the quantiles are expanded after Hesterberg 2015 (What Teachers Should Know
+    wider than the textbook's in two ways: the quantiles are expanded as in Hesterberg 2015 (What Teachers Should Know
     About the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees
     of freedom. scipy.stats.bootstrap supports neither groups nor t.
 
@@ -138,10 +142,10 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic from its values without each of P parts, made of whole groups.
+    """Return the interval of a smooth statistic, given its value without each of P parts that consist of whole groups.
 
     Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. Returns FEW with fewer than MIN_GROUPS
-    parts, and SINGLE if leaving out most parts does not change the value, as for a maximum.
+    parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -254,7 +258,7 @@ class _Resampling:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
             off_G = np.asarray(by_unit_G - total / self._number, np.float64)
-            # No BLAS: on busy cores, waiting for its threads takes fifty times longer than the computation.
+            # BLAS is avoided: on busy cores, waiting for its threads takes fifty times longer than the computation.
             resampled_R = np.asarray(total + np.einsum("rg,g->r", self._counts_RG, off_G), np.float64)
             self._by_unit[name] = max(abs(total), scale), total, off_G, resampled_R
         return self._by_unit[name]

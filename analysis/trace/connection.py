@@ -25,12 +25,12 @@ _most: list[int] = []
 
 
 def limit_threads(most: int) -> None:
-    """Limit the number of threads that any reading in this process uses."""
+    """Limit the number of threads used for reading in this process."""
     _most[:] = [most]
 
 
 def num_threads() -> int:
-    """Return the number of threads for a reading: the number of CPU cores, or the limit if it is lower."""
+    """Return the number of threads used for reading: the number of CPU cores, or the limit if that is lower."""
     return min([os.cpu_count() or 1, *_most])
 
 
@@ -95,8 +95,7 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries. Attributes that it does not define are those of DuckDB's
-    connection."""
+    """A DuckDB connection for tim-trace's own queries. Attributes not defined here are those of DuckDB's connection."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
@@ -135,8 +134,9 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Yield the results of a function applied to batches of a query's rows, computed by at least one thread besides
-        the one that reads."""
+        """Yield the results of a function applied to batches of a query's rows, computed by at least one thread other
+        than the one that reads.
+        """
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:

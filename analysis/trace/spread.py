@@ -1,5 +1,6 @@
-"""Divide readings of all tokens into units, processed one after the other in this process or by the actors of a Ray
-cluster."""
+"""Divide the reading of all tokens into units, processed one after the other in this process or by the actors of a Ray
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,7 @@ CPUS = 4
 traces."""
 
 UNITS = 64
-"""Minimum number of units that a reading on a cluster is divided into, so that actors that finish early find more
-work."""
+"""Minimum number of units per reading on a cluster, so that actors that finish early find more work."""
 
 
 def spread(
@@ -64,8 +64,8 @@ def places(database: Database) -> tuple[str, ...]:
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
-                f"{source.store.url} is being recorded, or was not finished, and the nodes would not see the same rows of it; ask "
-                "without a cluster",
+                f"{source.store.url} is being recorded or was not finished, so the nodes would not all see the same "
+                f"rows; run the command without a cluster",
                 option="ray",
             )
     return tuple(
@@ -90,4 +90,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Do nothing, as a reader writes nothing."""
+        """Do nothing, because a reader writes nothing."""

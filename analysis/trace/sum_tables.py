@@ -48,8 +48,9 @@ class ComputedFile:
 
 @dataclass(slots=True, kw_only=True)
 class Coverage:
-    """Pairs whose tables cover every sequence, or every run, in the views -> True if the sums were computed, False if
-    stored."""
+    """Pair whose tables cover every sequence, or every run, in the views -> True if the sums were computed, False if
+    stored.
+    """
 
     sequences: dict[Pair, bool] = field(default_factory=dict)
     runs: dict[Pair, bool] = field(default_factory=dict)

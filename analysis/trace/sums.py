@@ -1,4 +1,4 @@
-"""Per-sequence sums of a pair of passes: computed once from the tokens, and stored in the trace beside the scores."""
+"""Per-sequence sums of a pair of passes: computed once from the tokens, and stored in the trace next to the scores."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ Unit = tuple[Chunk, ...]
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Ensure that the tables of sums contain every sequence of a pair, and return whether anything was computed.
+    """Ensure that the tables of sums contain every sequence of a pair; return True if anything was computed.
 
     Only steps without stored sums have their tokens read, once each. `of_run` also requests quantiles over whole runs.
     These are exact for up to EXACT_TOKENS tokens; if sums were stored for only some steps, exact quantiles require a
