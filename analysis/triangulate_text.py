@@ -22,8 +22,8 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("steps", steps),
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
-        ("correlation", f"{found.correlation:.3g} of the two errors"),
-        ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
+        ("correlation", f"{found.correlation:.3g} between the two errors"),
+        ("resolution", f"{found.resolution:.1g} nats, because the reference is stored as float32"),
     ]
     parts = [
         sentence(found),
@@ -42,13 +42,13 @@ def sentence(found: Triangulation) -> str:
     larger = max(found.sides, key=lambda side: side.share)
     if larger.share < 0.6:
         trainer, engine = (f"{side.share:.0%}" for side in found.sides)
-        return f"Both sides account for the mismatch: the trainer for {trainer} of its mean square, the engine for {engine}."
+        return f"Both sides account for the mismatch: the trainer for {trainer} of mean squared d, the engine for {engine}."
     who = "trainer" if larger.name == TRAIN else "engine"
     if larger.share_low is None or larger.share_high is None:
         interval = f"no interval: {found.no_interval}"
     else:
         interval = f"95% CI over {found.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
-    return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean square of d; {interval})."
+    return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean squared d; {interval})."
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:

@@ -147,7 +147,7 @@ def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write the sums, quantiles and histograms of every step, both stored and newly computed ones, in a fixed order.
+    """Write the sums, quantiles and histograms of every step, stored or newly computed, in a fixed order.
 
     The fixed order makes totals identical whichever steps had stored sums.
     """
@@ -290,9 +290,9 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store the per-sequence sums of a pair beside the scores, so that statistics need not read tokens.
+    """Store the per-sequence sums of a pair next to the scores, so that statistics need not read tokens.
 
-    Returns True if sums were written: they are not if they exist already, while a trace is live, or if it is read-only.
+    Returns True if sums were written. Nothing is written if the sums exist, or if the trace is live or read-only.
     """
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
@@ -402,13 +402,13 @@ def _missing(pair: Pair, chunk: Chunk) -> str:
 
 
 def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
-    """Return the number of tokens of these steps to process at once."""
+    """Return the number of tokens to process at once."""
     return unit_tokens(database, CHUNK_TOKENS, sum(step.num_tokens for step in steps))
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
     """Yield ranges of neighbouring steps that all have stored sums or all lack them, of up to `most_tokens` tokens and
-    CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
+    CHUNK_SEQUENCES sequences. A larger step forms its own range."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         chunk: Chunk | None = None
         for step in of_kind:
@@ -426,7 +426,7 @@ def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return the runs all of whose tokens are to be read and fit in memory."""
+    """Return the runs whose tokens all have to be read and fit in memory."""
     found = set()
     for run, of_run in groupby(chunks, key=lambda chunk: chunk.run):
         parts = list(of_run)
@@ -459,8 +459,7 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Return the runs without quantiles of the whole run, after taking over stored quantiles that cover the whole
-    run."""
+    """Return the runs whose whole-run quantiles are still missing after copying the stored ones."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -486,8 +485,9 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return the quantiles of a run: exact for up to EXACT_TOKENS tokens, which reads them again, otherwise from step
-    histograms."""
+    """Return the quantiles of a run: exact for up to EXACT_TOKENS tokens, which are read again, otherwise from step
+    histograms.
+    """
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)

@@ -39,13 +39,13 @@ def token_query(
     """Return an SQL query with one row per sequence; `tokens_of_rows` converts its rows to tokens.
 
     The columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may use
-    `s` (the sequence) and the keys of `passes`; the `lists` mask and advantages, with the advantage per sequence; and
-    `entropy`, from the first of the named passes that has one.
+    `s` (the sequence) and the keys of `passes`; the `lists` mask and advantages, the latter together with the advantage
+    per sequence; and `entropy`, from the first of the named passes that has one.
 
-    Only sequences with a score under every non-optional pass are read, optionally of one run and some steps; a range of
-    steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences` requires it,
-    as the join takes a third of the time. `keys` is a condition on step and seq_id applied to every table; `where` is a
-    condition on the joined row.
+    Only sequences with a score under every non-optional pass are read, optionally limited to one run and some steps; a
+    range of steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences`
+    requires it, as the join takes a third of the time. `keys` is a condition on step and seq_id applied to every table;
+    `where` is a condition on the joined row.
     """
     within = _within(run, steps, keys)
     columns = [*rows, *(_list(name, scored) for name, scored in passes.items() if scored.logprobs)]
@@ -73,7 +73,9 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, optional: Sequence[str] = ()) -> Tokens:
-    """Return the tokens from rows of `token_query`; every pass in `passes` is required, those in `optional` are not."""
+    """Return the tokens from rows of `token_query`; every pass in `passes` is required, the passes in `optional` are
+    not.
+    """
     names = rows.schema.names
 
     def column(name: str) -> object:

@@ -25,8 +25,8 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view. With `again`, a view replaces the previous view, until the views end or Ctrl-C is pressed; the last view
-    stays on the screen.
+    """Draw each view. With `again`, each view replaces the previous one until the views end or Ctrl-C is pressed; the
+    last view stays on the screen.
 
     Views fit the terminal and are redrawn when it is resized.
     """
