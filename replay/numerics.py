@@ -31,7 +31,7 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """torch's name of the dtype that every weight is rounded to; None if each keeps its own."""
+        """torch's name of the dtype that every weight is rounded to; None if each weight keeps its own dtype."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property

@@ -1,4 +1,4 @@
-"""The remaining work in a replay, and how long it is expected to take."""
+"""The remaining work in a replay, and its expected duration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of rows of a step under one arm."""
+"""Scores for rows of a step under one arm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .recorded import RecordedRow
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """Scores of rows of a step under one arm."""
+    """Scores for rows of a step under one arm."""
 
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)

@@ -170,7 +170,8 @@ def of_branch(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Return a bound on the error of attention computed by custom code, relative to the largest element of all tokens.
+    """Return a bound on the error of attention computed by custom code, relative to the largest element over all
+    tokens.
 
     Custom code may use float32 even in a float64 model.
     """

@@ -19,7 +19,7 @@ _SEED = 20260000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Chosen sequences of a step, at least one; all have the first one's policy version."""
+    """Chosen sequences of a step, at least one; all have the same policy version as the first."""
 
     rows: tuple[RecordedRow, ...]
     how: str
@@ -29,7 +29,9 @@ class Chosen:
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Return the sequences chosen by `8`, `random:8` or ids. Raises InvalidOption, and CannotReplay without any."""
+    """Return the sequences selected by a text such as `8`, `random:8`, or ids. Raises InvalidOption, and CannotReplay
+    without any.
+    """
     usable = [row for row in rows if row.scored.any()]
     if not usable:
         raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")

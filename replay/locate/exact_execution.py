@@ -30,7 +30,7 @@ class ExactExecution(Execution):
     is_other_code = False
     rounds_scores = False
     coarsest = None
-    """None, since it rounds only once, to the dtype of its outputs."""
+    """None, since this engine rounds only once, to the dtype of its outputs."""
     _keeps_double = False
 
     @property
@@ -40,7 +40,7 @@ class ExactExecution(Execution):
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """Part of the weighted values that its attention cuts off, as a share of the largest."""
+        """Part of the weighted values that the engine's attention cuts off, as a share of the largest."""
         slices = self.built.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 

@@ -1,4 +1,4 @@
-"""Measures the mismatch left when operators of one execution are computed by the other's code."""
+"""Measures the mismatch that remains when operators of one execution are computed by the other's code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def patched(
     is_asked: Names,
     progress: Progress,
 ) -> Iterator[Patch]:
-    """Patch either execution for `rows`, in batches of `of`; `wanted` selects routers, `is_asked` operators."""
+    """Patch each execution in turn for `rows`, scored in the batches of the rows `of`; `wanted` selects routers,
+    `is_asked` operators.
+    """
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())

@@ -143,8 +143,9 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest score not
-    chosen."""
+    """Return the largest margin among tokens whose experts differ, i.e. the lowest chosen score minus the highest score
+    not chosen.
+    """
     import torch
 
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]

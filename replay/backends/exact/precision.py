@@ -1,4 +1,4 @@
-"""The precision of activations, and the number of slices that represent one."""
+"""The precision of activations, and the number of slices per number."""
 
 from __future__ import annotations
 
