@@ -10,10 +10,11 @@ _PER_SEQUENCE = "one element per sequence of the result, in the order of its JSO
 
 OPERATORS = Table(
     name="operators",
-    doc="One row per (side, operator): the error it introduced over all sequences, against float64 on the same inputs.",
+    doc="One row per (side, operator): the error that the operator introduced over all sequences, compared with "
+    "float64 on the same inputs.",
     columns=(
         Column(name="side", type=pa.string(), doc="the execution, `a` or `b`", null=""),
-        Column(name="forward_order", type=pa.int64(), doc="position in the forward; the head is last", null=""),
+        Column(name="forward_order", type=pa.int64(), doc="position in the forward pass; the head is last", null=""),
         Column(
             name="operator",
             type=pa.string(),
@@ -27,13 +28,14 @@ OPERATORS = Table(
         Column(
             name="introduced",
             type=pa.float64(),
-            doc="RMS of the error it introduced, relative to the RMS of the exact result",
+            doc="RMS of the error that the operator introduced, relative to the RMS of the exact result",
             null="",
         ),
         Column(
             name="ratio",
             type=pa.float64(),
-            doc="largest error it introduced, divided by the rounding bound; rounding cannot explain values above 1",
+            doc="largest error that the operator introduced, divided by the rounding bound; rounding cannot explain "
+            "values above 1",
             null="",
         ),
         Column(name="seq_id", type=pa.string(), doc="sequence with the largest `ratio`", null=""),
@@ -64,17 +66,18 @@ OPERATORS = Table(
         Column(
             name="products",
             type=pa.list_(pa.float64()),
-            doc="sum over tokens of d times the contribution of its error to d, to first order",
+            doc="sum over tokens of d times the contribution of the operator's error to d, to first order",
             unit="nats^2",
             alignment=_PER_SEQUENCE,
-            null="not propagated to the logprobs; an element: not for this sequence",
+            null="not propagated to the logprobs; for an element: not propagated for this sequence",
         ),
     ),
 )
 
 PATCHES = Table(
     name="patches",
-    doc="One row per (patch, taker): the mismatch left when some of the taker's operators run the other side's code.",
+    doc="One row per (patch, patched side): the mismatch that remains if some operators of the patched side run the "
+    "other side's code.",
     columns=(
         Column(
             name="patch",
@@ -87,7 +90,7 @@ PATCHES = Table(
         Column(
             name="squares_left",
             type=pa.list_(pa.float64()),
-            doc="sum of d squared with the operators replaced",
+            doc="sum of d squared after replacing the operators",
             unit="nats^2",
             alignment=_PER_SEQUENCE,
             null="",

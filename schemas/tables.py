@@ -83,7 +83,7 @@ class Table:
 _STEP = Column(
     name="step",
     type=pa.int64(),
-    doc="training step that first used the sequence, as numbered in the framework's logs (first: 1)",
+    doc="training step that first used the sequence, as numbered in the framework's logs (the first is 1)",
     null="",
 )
 _SEQ_ID = Column(
@@ -105,7 +105,7 @@ _ATTEMPT = Column(
 _WRITER = Column(
     name="writer",
     type=pa.string(),
-    doc="the process that recorded the row: a file in writers/",
+    doc="name of the process that recorded the row: a file in writers/",
     null="",
     is_made=True,
     repeats=True,
@@ -159,7 +159,7 @@ SEQUENCES_TABLE = Table(
         Column(
             name="reward",
             type=pa.float64(),
-            doc="the weighted sum of the reward functions, before baselines",
+            doc="weighted sum of the reward functions, before subtracting a baseline",
             takes_flags=True,
         ),
         Column(
@@ -191,7 +191,8 @@ SEQUENCES_TABLE = Table(
         Column(
             name="finish_reason",
             type=pa.string(),
-            doc="why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own word",
+            doc="reason why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the "
+            "engine's own term",
             repeats=True,
         ),
         _ATTEMPT,
@@ -201,7 +202,7 @@ SEQUENCES_TABLE = Table(
 
 SCORES_TABLE = Table(
     name=SCORES,
-    doc="One row a (pass, step, sequence, iteration): what one pass gave each token of one sequence.",
+    doc="One row per (pass, step, sequence, iteration): the scores of one pass for each token of one sequence.",
     columns=(
         Column(
             name="pass",
@@ -229,8 +230,8 @@ SCORES_TABLE = Table(
         Column(
             name="logprobs",
             type=FLOATS,
-            doc="log-probability of each sampled token, as the framework had it; an element is NULL if the pass "
-            "has none for the token (tool output, masked parts)",
+            doc="log-probability of each sampled token, as the framework computed it; an element is NULL if the pass "
+            "has no logprob for the token (tool output, masked parts)",
             unit="nats",
             alignment=PER_RESPONSE_TOKEN,
         ),
@@ -244,23 +245,28 @@ SCORES_TABLE = Table(
         Column(
             name="top2_gap",
             type=FLOATS,
-            doc="logprob of the most probable token minus that of the second",
+            doc="logprob of the most probable token minus that of the second most probable",
             unit="nats",
             alignment=PER_RESPONSE_TOKEN,
         ),
         Column(
             name="forward_id",
             type=pa.int64(),
-            doc="rows with the same (writer, pass, forward_id) went through the model together",
+            doc="rows with the same (writer, pass, forward_id) shared a forward",
         ),
-        Column(name="forward_row", type=pa.int32(), doc="index of the row in that forward, from 0"),
-        Column(name="forward_rows", type=pa.int32(), doc="number of rows in that forward", unit="rows"),
-        Column(name="pad_left", type=pa.int32(), doc="padding before the prompt in that forward", unit="tokens"),
+        Column(name="forward_row", type=pa.int32(), doc="index of the row in its forward, from 0"),
+        Column(name="forward_rows", type=pa.int32(), doc="number of rows in the forward", unit="rows"),
+        Column(
+            name="pad_left",
+            type=pa.int32(),
+            doc="number of padding tokens before the prompt in the forward",
+            unit="tokens",
+        ),
         Column(
             name="pad_right",
             type=pa.int32(),
-            doc="padding after the response in that forward; the width is pad_left + prompt + response + pad_right, summed "
-            "over packed rows",
+            doc="number of padding tokens after the response in the forward; its width is pad_left + prompt + response "
+            "+ pad_right, summed over packed rows",
             unit="tokens",
         ),
         Column(
@@ -273,7 +279,7 @@ SCORES_TABLE = Table(
         Column(
             name="dense_start",
             type=pa.int64(),
-            doc="first row of this sequence in that group's arrays, followed by one row per response token",
+            doc="index of this sequence's first row in the group's arrays, which have one row per response token",
             unit="rows",
             null="none were captured",
         ),
@@ -286,8 +292,8 @@ SCORES_TABLE = Table(
         Column(
             name="routing_start",
             type=pa.int64(),
-            doc="first row of this sequence in that group's arrays, followed by one row per prompt token, then per response "
-            "token",
+            doc="index of this sequence's first row in the group's arrays, which have one row per prompt token, then "
+            "per response token",
             unit="rows",
             null="not recorded, or no mixture of experts",
         ),
@@ -309,7 +315,7 @@ METRICS_TABLE = Table(
             name="text",
             type=pa.string(),
             doc="the value, if it is not a number",
-            null="the value is a number, or was None",
+            null="the value is a number or None",
         ),
         Column(name="logged_at", type=pa.timestamp("us", tz="UTC"), doc="when it was recorded"),
         _ATTEMPT,
@@ -319,8 +325,9 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row per (step, tensor): the trainer's tensor when the engine began sampling for the step, and the engine's. "
-    "Digests have 64 bits and are taken in `dtype`; equal bits give equal digests.",
+    doc="One row per (step, tensor): digests of the trainer's tensor at the time when the engine began sampling for "
+    "the step, and of the engine's. Digests have 64 bits and are computed in `dtype`; equal bits give equal "
+    "digests.",
     columns=(
         Column(name="step", type=pa.int64(), doc="step for which the engine sampled", null=""),
         Column(
@@ -330,7 +337,13 @@ ENGINE_WEIGHTS_TABLE = Table(
             unit="updates",
             null="",
         ),
-        Column(name="tensor", type=pa.string(), doc="name under which the engine receives it", null="", repeats=True),
+        Column(
+            name="tensor",
+            type=pa.string(),
+            doc="name under which the engine receives the tensor",
+            null="",
+            repeats=True,
+        ),
         Column(
             name="dtype",
             type=pa.string(),
@@ -367,7 +380,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             type=pa.string(),
             doc="dtype that, applied to the trainer's tensor, yields the engine's; `N values` if each row of the engine's "
             "tensor is the trainer's rounded to at most N distinct values",
-            null="none, or the engine has the trainer's tensor of some step",
+            null="no such dtype, or the engine has the trainer's tensor from some step",
         ),
         _ATTEMPT,
         _WRITER,

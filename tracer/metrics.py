@@ -34,9 +34,7 @@ def _check(value: Any, what: str) -> None:
     if isinstance(value, str):
         text(value, what)
     elif isinstance(value, Mapping):
-        raise InvalidRecord(
-            f"{what}: got {shown(value)}; give each of its values its own name, for example 'loss/policy'"
-        )
+        raise InvalidRecord(f"{what}: got {shown(value)}; give each value its own name, for example 'loss/policy'")
     elif is_tensor(value) or isinstance(value, (np.ndarray, np.generic)):
         if int(np.prod(value.shape)) != 1:
             raise InvalidRecord(

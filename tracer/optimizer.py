@@ -11,7 +11,7 @@ PREFIX = "optimizer/"
 CHUNK_BYTES = 56 << 20
 """Chunk size on a GPU, bytes; a GPU needs one temporary tensor of that size. A CPU needs up to three, so its chunks
 are a third
-as large, counted as at least float32."""
+as large, calculated for at least float32."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:

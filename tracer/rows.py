@@ -20,7 +20,7 @@ from .scalars import per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Maximum logprob, per dtype, that counts as 0 exceeded by rounding, nats; a larger one is invalid. It is one unit in
+"""dtype -> largest positive logprob, nats, that rounding explains; a larger one is invalid. It is one unit in
 the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 

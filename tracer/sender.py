@@ -76,7 +76,7 @@ class Sender:
         note = Timer(
             _QUIET_S,
             self._print,
-            [f"uploading the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"],
+            [f"uploading the rest of the trace to {self.url}; stops after {self._max_wait:.0f} s without progress"],
         )
         note.daemon = True
         note.start()

@@ -1,4 +1,6 @@
-"""Upload a local trace to object storage: each file once, then the writers' states that list it, the manifest last."""
+"""Upload a local trace to object storage: every file once, then the writers' states that list them, and finally the
+manifest.
+"""
 
 from __future__ import annotations
 

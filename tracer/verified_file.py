@@ -15,13 +15,15 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _KEPT_BYTES = 64 << 20
-"""Size of the cache for blocks read from object storage, bytes per process. Caching pays, since consecutive reads are
-often adjacent."""
+"""Size of the cache for blocks read from object storage, bytes per process. Caching is worthwhile because consecutive
+reads are often adjacent.
+"""
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests to object storage for exact ranges of a file; later requests read ahead, each twice as far as
-the previous one."""
+"""Number of requests to object storage for exact ranges of a file; later requests read ahead, each twice as much as the
+previous one.
+"""
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10
@@ -95,7 +97,8 @@ class VerifiedFile:
 
     def _gone(self) -> QueryFailed:
         return QueryFailed(
-            f"{self.store.shown(self.relative)}: disappeared while reading: it was merged or removed; try again"
+            f"{self.store.shown(self.relative)}: disappeared while being read, because it was merged or removed; try "
+            f"again"
         )
 
     @property

@@ -154,7 +154,7 @@ class TraceWriter:
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
         """Call a function of one part of the recording; return None once that part has ended. An error ends the part.
 
-        Raises InvalidRecord if the function does.
+        Raises any InvalidRecord that the function raises.
         """
         if part in self._ended:
             return None
@@ -175,7 +175,7 @@ class TraceWriter:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         sentence = f"tim-trace: not recorded from here on: {part} ({reason}); everything else continues"
         print(sentence, file=sys.stderr, flush=True)
-        self.note(f"{part} after an error ({reason})")
+        self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
         """Record a note that something is not recorded."""
@@ -314,7 +314,7 @@ class TraceWriter:
     def _is_whole(self) -> bool:
         if self.state.state != FAILED:
             return True
-        _say(f"process {self.state.pid} has recorded nothing since its recording stopped: {self.state.error}")
+        _say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
         return False
 
     @property

@@ -31,7 +31,7 @@ _HOOKS = {
 
 
 def activate() -> Session | None:
-    """Arrange that TRL's trainers, verl, ray and vllm are hooked when imported. Return None outside of `tim-trace
+    """Arrange for TRL's trainers, verl, ray and vllm to be hooked when imported. Return None outside of `tim-trace
     record`.
     """
     order = Order.from_environment()

@@ -14,7 +14,7 @@ from .trl_release import NEEDED, NEEDED_ASYNC, OUTPUT
 from .versions import tested_releases, untested, version_sentence
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Prefixes of module names. A loss defined in such a module is one that recording knows."""
+"""Prefixes of the modules whose losses recording knows."""
 
 
 def name_of(trainer_class: type) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 POINTS = {
-    "train": "the repeated steps of a second call of train() as an attempt of their own",
+    "train": "the steps that a second call of train() repeats, as a separate attempt",
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",
@@ -65,8 +65,8 @@ SERVER_URL = Attribute(  # TRL 0.28 and newer, before 0.28, and AsyncGRPOTrainer
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 """Attributes read from every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from a trainer that generates its own samples. Rewards are among them only here, since queued samples
-carry their own.
+"""Attributes read from a trainer that generates its own samples. Only these include rewards, since queued samples carry
+their own.
 """
 
 

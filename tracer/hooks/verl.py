@@ -45,7 +45,7 @@ from .verl_progress import progress_of
 from .versions import version_sentence
 
 POINTS = {
-    "fit": "steps of a second training in a process as an attempt of their own",
+    "fit": "steps of a second training in the same process, as a separate attempt",
     "_compute_advantage": "sequences, rewards, advantages, rollout, train and reference logprobs",
     "_update_actor": "current logprobs",
 }
@@ -131,8 +131,8 @@ def install_main(session: Session, module: Any) -> Patches:
 
 _OLDER_POINTS = {
     "fit": POINTS["fit"],
-    "_compute_old_log_prob": "which rows of the train pass went through the model together",
-    "_compute_ref_log_prob": "which rows of the reference pass went through the model together",
+    "_compute_old_log_prob": "which rows of the train pass shared a forward",
+    "_compute_ref_log_prob": "which rows of the reference pass shared a forward",
     "_update_actor": "sequences, rewards, advantages and every pass",
 }
 

@@ -36,7 +36,7 @@ UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
-    "which needs Triton, and tim-trace does not read them yet; the trainer's are recorded"
+    "which needs Triton, and tim-trace does not read them yet; the trainer's router choices are recorded"
 )
 _NO_TOKENIZER = "the trace has no tokenizer, so tokens are shown as ids: the engine has none (skip_tokenizer_init)"
 EMBEDDED = (
@@ -141,7 +141,7 @@ class OfflineHooks(EngineHooks):
         self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
         """Return the call's arguments, changed to request the logprobs that recording needs, and the caller's own
-        request per prompt.
+        request for each prompt.
         """
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"

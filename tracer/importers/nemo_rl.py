@@ -78,8 +78,8 @@ NEMO_RL = Format(
     writes="the logger, by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i], index 0 has no value; prompt and tool tokens hold 0; if prev_logprobs are all 0, "
-    "they were not computed (force_on_policy_ratio)",
+    alignment="index i belongs to token_ids[i], index 0 has no value; prompt and tool tokens have 0; if prev_logprobs "
+    "are all 0, they were not computed (force_on_policy_ratio)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _rows, at_once=64),
     lacks={

@@ -99,8 +99,8 @@ PRIME_RL = Format(
     writes="`trainer.enable_token_export = true`",
     files="token_exports/step_<N>/rank_<r>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null means none; the response "
-    "begins at the first token in the loss mask",
+    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null means no "
+    "logprob; the response begins at the first token in the loss mask",
     pattern=_FILE,
     parts=_parts,
     read=lambda reading: read_rows(reading, _rows, at_once=64),

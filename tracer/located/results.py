@@ -186,7 +186,7 @@ class LocatedFacts:
     device: str
     """`cpu` or `cuda`."""
     a: str
-    """Name of the replay arm that execution a is."""
+    """Name of the replay arm that defines execution a."""
     b: str
     chosen: str
     """Description of how the compared sequences were chosen."""

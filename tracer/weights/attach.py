@@ -53,7 +53,7 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Keep the weights of a Hugging Face folder as a policy version's, so that a trace of a dump can be replayed.
+    """Store the weights of a Hugging Face folder as a policy version, so that an imported dump can be replayed.
 
     `folder` holds config.json and safetensors files, as written by `save_pretrained`, for one of transformers' own
     model classes; code in the folder is never run. The model's config is stored with the weights, and so is the
@@ -145,7 +145,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a copy") from error
     for words, names in (("lacks", told["missing_keys"]), ("has another shape of", told["mismatched_keys"])):
         if names:
-            raise WeightsMissing(f"{path}: {words} {_listed(sorted(map(str, names)))}; is it a whole {name}?")
+            raise WeightsMissing(f"{path}: {words} {_listed(sorted(map(str, names)))}; is it a complete {name}?")
     with torch.no_grad():
         _put_own_dtypes(model, path)
     return model, _tokenizer(path, tokenizer)
@@ -221,7 +221,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
             other = [name for name in _DECIDING if _size(recorded, name) != _size(config, name)]
             if other:
                 told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
-                raise InvalidOption(f"{there}: does not match the model of {where}: {told}")
+                raise InvalidOption(f"{there}: does not match the model in {where}: {told}")
     most = max((_largest(rows) for rows in _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])), default=-1)
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:

@@ -37,8 +37,8 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Number of versions per segment if many elements change between versions. A segment gets more while its deltas are
-together smaller than its keyframe.
+"""Number of versions per segment if many elements change between versions. A segment gets more versions as long as its
+deltas together are smaller than its keyframe.
 """
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
@@ -71,7 +71,7 @@ ChunkChanges = dict[str, list[Changes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How a version is to be stored in the current segment."""
+    """How a version will be stored in the current segment."""
 
     base_row: int | None = None
     changes: ChunkChanges | None = None
