@@ -16,7 +16,7 @@ from ..statistics.location import RAMP
 from .motion import Dynamics
 
 SUMMARY: Mapping[str, str] = {
-    "too_short": "Too short to find what changed first: {num_steps} steps recorded, at least {min_steps} needed.",
+    "too_short": "Too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
     "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows one straight "
     "line.",
     "moved_first": "{onset} changed first{followers}.",

@@ -385,7 +385,9 @@ def test_a_heading_stands_over_the_figures_that_there_are(made):
     assert [one.key for charts in grouped(made.mismatch).values() for one in charts] == keys
     without = [one for one in made.mismatch if not one.key.startswith("d-by-p")]
     assert list(grouped(without)) == list(grouped(made.mismatch))
-    assert "What the loss sees of it" not in grouped(one for one in made.mismatch if one.key.startswith("d-by-"))
+    assert "How the mismatch enters the loss" not in grouped(
+        one for one in made.mismatch if one.key.startswith("d-by-")
+    )
 
 
 def test_rewards_that_are_no_numbers_are_told_and_sorted_as_none(tmp_path):

@@ -98,7 +98,7 @@ def test_flipped_routes_are_counted_and_are_no_divergence(traces):
     found = locate(traces("qwen3_moe"), arm="dtype=bf16", patch="none")
     assert found.first is None
     assert sum(router.num_flipped for router in found.routers) > 0
-    assert "choices of experts differ, first in model.layers." in location_text(found)
+    assert "expert choices differ, first in model.layers." in location_text(found)
 
 
 def other_experts(model):

@@ -197,7 +197,7 @@ def test_a_patch_of_another_form_is_left_out_by_name(trace):
         (torch.nn.Linear(2, 2), "base_model, no get_input_embeddings, no get_output_embeddings, no a config of transformers"),
         (
             SimpleNamespace(base_model=1, get_input_embeddings=1, get_output_embeddings=lambda: None, config=None),
-            "a module that gives logits, no a config of transformers",
+            "a module that computes logits, no a config of transformers",
         ),
     ],
 )  # fmt: skip

@@ -55,7 +55,7 @@ def refused(recorder, message, **changes):
 
 @pytest.mark.parametrize("step", [1.5, 1.0, "1", True, None, -1, 2**63, np.float64(1), torch.tensor(1.0), [1], NAN])
 def test_a_step_is_an_integer_from_0_on(recorder, step):
-    refused(recorder, r"^step: got .*; give an integer from 0 on", step=step)
+    refused(recorder, r"^step: got .*; give a non-negative integer", step=step)
     with pytest.raises(InvalidRecord, match=r"^step: got"):
         recorder.add_metrics(step, {"loss": 1.0})
 
@@ -202,7 +202,9 @@ def test_a_mask_is_0_or_1_where_the_batch_has_cells(recorder, mask, message):
 
 def test_a_row_without_a_token_is_recorded_with_a_warning(recorder):
     mask = np.array([[1, 1], [0, 0]])
-    with pytest.warns(TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without tokens"):
+    with pytest.warns(
+        TimTraceWarning, match=r"row 1 contains only 0 \(1 of 2 rows do\), so it is recorded without tokens"
+    ):
         recorder.add_sequences(step=1, response_ids=PADDED, response_attention_mask=mask)
     recorder.close()
     assert table(recorder, "sequences", "response_ids") == [([1, 2],), ([],)]

@@ -83,7 +83,7 @@ def generation_contract(trainer: Any) -> Contract:
         "engine": "transformers",
         "function": "generate_batch" if continuous else "generate",
         "logprobs": None,
-        "logprobs_note": "transformers' generation returns no logprobs, so this pass has no scores",
+        "logprobs_note": "transformers' generation returns none, so this pass has no scores",
         "sampling": sampling(trainer),
         "device": environment.device_name(trainer.accelerator.device),
         "model": numerics(trained_model(trainer)),
@@ -108,7 +108,7 @@ def server_contract(trainer: Any, server: Any) -> Contract:
     """
     return {
         "engine": "vllm",
-        "function": "a vLLM server, called through TRL's VLLMClient.generate",
+        "function": "a server, through TRL's VLLMClient.generate",
         "server": server,
         "sampling": sampling(trainer),
         "versions": environment.numeric_versions(),
@@ -123,8 +123,7 @@ def worker_contract(trainer: Any, server: Any) -> Contract:
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),
         "server": server,
-        "weights_note": "policy_version is the version at the first request of a group; running requests continue with "
-        "newer weights",
+        "weights_note": "policy_version is that of the first request of a group; running requests continue with newer weights",
         "sampling": sampling(trainer),
         "versions": environment.numeric_versions(),
     }

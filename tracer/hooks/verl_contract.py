@@ -59,7 +59,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
         "settings": {name: as_json(getattr(settings, name)) for name in _ENGINE if hasattr(settings, name)},
         "autocast": autocast,
         "temperature": temperature,
-        "logprobs_of": "logits divided by the temperature, over the whole head including vocabulary padding",
+        "logprobs_of": "logits divided by the temperature, over every row of the head",
         "logprobs_dtype": str(dtype).removeprefix("torch."),
         "packing": PACKED_ROWS if getattr(settings, "use_remove_padding", False) else None,
         "prompt_padding_side": "right",

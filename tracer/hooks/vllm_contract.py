@@ -151,9 +151,9 @@ def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[st
 
 _MODES = {
     "raw_logprobs": "the model's logits, before temperature, penalties and truncation",
-    "processed_logprobs": "the logits after temperature, penalties and truncation, i.e. the sampling distribution",
-    "raw_logits": "the model's logits, not normalised",
-    "processed_logits": "the processed logits, not normalised",
+    "processed_logprobs": "the logits after temperature, penalties and truncation: the distribution sampled from",
+    "raw_logits": "the model's logits themselves, not normalised",
+    "processed_logits": "the processed logits themselves, not normalised",
 }
 
 
