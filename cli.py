@@ -1412,7 +1412,7 @@ def _sampled(sample: Sample) -> str:
 
 
 def _attached(trace: str, found: Any) -> str:
-    """Return a text that states what was attached, and the next command."""
+    """Return a text that names the attached weights, and the next command."""
     tokenizer = " and its tokenizer" if found.has_tokenizer else ""
     return (
         f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} from {found.folder} as version "

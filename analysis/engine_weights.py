@@ -137,7 +137,7 @@ class EngineFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """The result of comparing the digests of engine and trainer for some steps."""
+    """The result of comparing the digests of engine and trainer for the given steps."""
 
     faults: tuple[EngineFault, ...] = ()
     """Faults found, starting with the cause that explains the most differences."""
@@ -271,7 +271,7 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
-    """Return the verdict for some steps, or for all steps if `steps` is None."""
+    """Return the verdict for the given steps, or for all steps if `steps` is None."""
     asked = [each for each in versions if steps is None or each.step in steps]
     is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
     by_cause: dict[str, list[tuple[EngineVersion, list[EngineTensor]]]] = defaultdict(list)

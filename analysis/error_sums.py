@@ -40,7 +40,7 @@ class SideSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """Sums over the tokens in some steps."""
+    """Sums over the tokens in the given steps."""
 
     num_sequences: int
     num_tokens: int
@@ -53,8 +53,9 @@ class ErrorSums:
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
-        """Sum over the tokens in one step, of which there must be at least one. Columns are those of the query in
-        `triangulate`."""
+        """Sum over the tokens in one step, which must have at least one token. Columns are those of the query in
+        `triangulate`.
+        """
         error_t, error_r = tokens["train"] - tokens["replayed"], tokens["rollout"] - tokens["replayed"]
         d = tokens["train"] - tokens["rollout"]
         squares = d * d, error_t * error_t, error_r * error_r

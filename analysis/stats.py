@@ -172,7 +172,8 @@ def likeness(
     like: str | None = None,
     **options: Any,
 ) -> list[str]:
-    """Name the framework whose numbers `stats` returns, with notes for these traces; empty without `like`.
+    """Return a text that names the framework whose numbers `stats` returns, with notes for these traces; empty without
+    `like`.
 
     `options` are those of `stats`.
     """

@@ -85,7 +85,7 @@ class ArmOption:
             raise InvalidOption(f"got {value}; use a number above 0{bound}", option=name)
 
     def made_name(self, name: str, value: Any) -> str:
-        """Return the part of a generated arm name that stands for this value."""
+        """Return the part of a generated arm name that represents this value."""
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label
         return label + ("" if value is True else str(value).replace(":", "-"))
 

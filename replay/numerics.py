@@ -109,7 +109,7 @@ class Numerics:
 
     @property
     def head_in_fp32(self) -> bool:
-        """True if the head projects in float32, whatever the other dtypes."""
+        """True if the head projects in float32, regardless of the other dtypes."""
         return self.arm.lm_head == "fp32" or bool(self.recorded.get("cast_lm_head_to_fp32"))
 
     @property

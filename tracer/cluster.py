@@ -24,9 +24,9 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address that stands for the cluster that this machine belongs to."""
+"""Address that means the cluster to which this machine belongs."""
 LOCAL = "local"
-"""Address that stands for a temporary cluster on this machine, which is stopped after the work."""
+"""Address that means a temporary cluster on this machine, which is stopped after the work."""
 STORE_BYTES = 10**8
 """Size of a local cluster's object store in bytes; it can be small, since units and results are small."""
 CONNECT_S = 10.0

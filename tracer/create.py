@@ -67,9 +67,11 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
 
 @contextmanager
 def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """`new_trace` for a trace that is written as a whole: yield a folder to write to, which is moved into place at the end.
+    """Like `new_trace`, for a trace that is written as a whole: yield a folder to write to, which is moved into place
+    at the end.
 
-    The previous content stays untouched until then, however this process ends. Raises as `new_trace`, at either end.
+    The previous content stays untouched until then, however this process ends. Raises the same errors as `new_trace`,
+    at the start or the end.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):

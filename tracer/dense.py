@@ -53,7 +53,8 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The whole distribution of each position, up to a constant per row: logits, or logprobs if that is what the engine returns.
+    """The whole distribution of each position, up to a constant per row: logits, or logprobs if the engine returns only
+    those.
 
     Logits are before temperature and truncation; logprobs are as the engine processed them.
     """
@@ -72,7 +73,8 @@ class Logits:
 class Hidden:
     """The last hidden state of each position, after the final norm: the input of the head.
 
-    `head` in the pass's contract says how to compute logits, with the weights of the score's policy version.
+    `head` in the pass's contract describes how to compute logits from it, with the weights of the score's policy
+    version.
     """
 
     hidden: Any
@@ -96,7 +98,9 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
-    """Pack rows of one array for the journal; `dtype` says how to interpret the bits (bfloat16 is passed as uint16)."""
+    """Pack rows of one array for the journal; `dtype` is the dtype that the bits represent (bfloat16 is passed as
+    uint16).
+    """
     row = (group, array, _typed(dtype, values), start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
     return pa.record_batch(columns, schema=DENSE_SCHEMA)

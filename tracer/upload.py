@@ -133,7 +133,7 @@ class Upload:
                     filesystem.pipe_file(target, content)
                 self.num_bytes += 1  # an empty file is progress too
                 return
-            except Exception as error:  # whatever a file system's library raises
+            except Exception as error:  # file system libraries raise arbitrary errors
                 if content is None and not (self.folder / path).exists():  # merged or removed since it was listed
                     return
                 if attempt == tries:

@@ -425,7 +425,9 @@ class Facts:
 
     @cached_property
     def drop(self) -> Drop | None:
-        """The steepest fall of the reward near the onset; None if the mismatch is large, which alone may cause a steep fall."""
+        """The steepest drop of the reward near the onset; None if the mismatch is large, which alone may cause a steep
+        drop.
+        """
         is_far = self.mismatch is not None and self.mismatch.size > t.LARGE_MISMATCH
         return None if is_far else read_drop(self.series, self.rollouts, self.fall)
 

@@ -83,11 +83,11 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
         "check_passes": "check finds {finding_title}",
         "check_fails": "check finds: {finding_title}",
-        "explained_by_stale_weights": "the engine's logprobs of repeated openings match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
-        "mismatch remains, {num_openings:,} openings): staleness",
+        "explained_by_stale_weights": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
+        "mismatch remains, {num_openings:,} prefixes): staleness",
         "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins with the first updates: staleness",
         "explained_by_earlier_weights": "the engine has earlier trainer weights",
-        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise "
+        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes bitwise "
         "identical logprobs while the trainer's "
         "change: it gets no new weights, which is staleness",
         "explained_by_steady_size": "the mismatch appears with the first updates and then stays constant, as with "
@@ -139,7 +139,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "staleness": {
         "declared_fresh": "the recorded policy versions say at every step that the sampling weights were the scoring weights",
-        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise "
+        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes bitwise "
         "identical logprobs as some steps earlier, "
         "the trainer {trainer_share:.0%}: the engine gets no new weights",
         "declared_fresh_and_still": "the recorded policy versions say at every step that the sampling weights were the scoring weights, but the engine's "
@@ -153,16 +153,16 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: "
         "the lag did not cause it",
         "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} "
-        "openings equal the trainer's at step {version}: the engine kept those weights",
+        "prefixes equal the trainer's at step {version}: the engine kept those weights",
         "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs for "
-        "{num_agreeing:,} openings equal the trainer's from {version} steps earlier",
+        "{num_agreeing:,} prefixes equal the trainer's from {version} steps earlier",
         "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs for "
-        "{num_openings:,} openings equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
-        "stale_weights_match": "the engine's logprobs of repeated openings match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
-        "mismatch remains, {num_openings:,} openings)",
-        "stale_weights_excluded": "the engine's logprobs of repeated openings match the trainer's at no step up to {max_distance} earlier (at best "
+        "{num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
+        "stale_weights_match": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
+        "mismatch remains, {num_openings:,} prefixes)",
+        "stale_weights_excluded": "the engine's logprobs of repeated prefixes match the trainer's at no step up to {max_distance} earlier (at best "
         "{left_share:.0%} of the mismatch remains): the weights are not stale",
-        "engine_moves_on": "the engine gives {num_openings:,} repeated openings different logprobs at each step: it gets new weights",
+        "engine_moves_on": "the engine gives {num_openings:,} repeated prefixes different logprobs at each step: it gets new weights",
         "mismatch_at_first_step": "the mismatch exists at the first recorded step",
         "mismatch_at_first_step_without_lag": "the mismatch exists at the first recorded step, where weights cannot be stale unless the run was resumed",
         "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that "
@@ -184,9 +184,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "reward": {
         "rewards_deterministic": "the reward depends only on the response: {unequal_share:.1%} of {num_pairs:,} repeated responses get two different rewards",
-        "rewards_disagree_in_step": "since the drop, {share:.0%} of equal responses within a step get two different rewards ({before_share:.1%} before): the "
+        "rewards_disagree_in_step": "since the drop, {share:.0%} of identical responses within a step get two different rewards ({before_share:.1%} before): the "
         "reward depends on more than the response",
-        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward since, and equal responses of "
+        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward since, and identical responses of "
         "one step get equal rewards: the reward rule changed",
         "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses to the same prompt get two different rewards, {mean_difference:.2g} "
         "apart",
@@ -303,21 +303,21 @@ DIFFERENCES: Mapping[str, str] = {
     "logprobs",
     "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, the others differ first in tokens "
     "that were not sampled",
-    "engine_parts": "first difference at step {step}: the engine gives equal tokens different logprobs ({apart:.2g} nats apart), the trainer the same",
-    "scoring_parts": "first difference at step {step}: the trainer gives equal tokens different logprobs ({apart:.2g} nats apart), the engine the same",
+    "engine_parts": "first difference at step {step}: the engine gives identical tokens different logprobs ({apart:.2g} nats apart), the trainer the same",
+    "scoring_parts": "first difference at step {step}: the trainer gives identical tokens different logprobs ({apart:.2g} nats apart), the engine the same",
     "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's for other rows",
-    "rewards_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward",
+    "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
     "rewards_permuted_part": "first difference at step {step}: its rewards are the baseline's in a different order",
-    "rewards_by_length_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward, depending on their length (correlation "
+    "rewards_by_length_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward, depending on their length (correlation "
     "{correlation:.2f})",
     "rewards_of_last_step_part": "first difference at step {step}: its rewards are those of the previous step",
-    "advantages_by_distance_part": "first difference at step {step}: equal responses with equal rewards have different advantages, depending on their distance to the "
+    "advantages_by_distance_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their distance to the "
     "reference (correlation {correlation:.2f})",
-    "advantages_by_surprise_part": "first difference at step {step}: equal responses with equal rewards have different advantages, depending on their -logprob "
+    "advantages_by_surprise_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their -logprob "
     "(correlation {correlation:.2f})",
-    "advantages_or_rewards_part": "first difference at step {step}: equal responses have different advantages; their rewards were not recorded",
-    "reference_parts": "first difference at step {step}: the reference gives equal tokens different logprobs ({apart:.2g} nats apart)",
-    "advantages_part": "first difference at step {step}: equal responses with equal rewards have different advantages",
+    "advantages_or_rewards_part": "first difference at step {step}: identical responses have different advantages; their rewards were not recorded",
+    "reference_parts": "first difference at step {step}: the reference gives identical tokens different logprobs ({apart:.2g} nats apart)",
+    "advantages_part": "first difference at step {step}: identical responses with equal rewards have different advantages",
     "advantages_permuted_part": "first difference at step {step}: its advantages are the baseline's in a different order",
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} "
     "gives weights whose logprobs differ by {apart:.2g} nats per token",

@@ -276,8 +276,9 @@ LOSS_MOVES = 3.0
 """Minimum difference from the baseline run's loss, in multiples of its usual size, for a loss term to have been added. All 11 entropy bonuses that
 reached it lowered the loss; of 7 KL terms and 9 other causes, all but one raised it."""
 OF_UPDATES = {"optimizer": 2.0, "entropy": 1.5, "reference": 1.1, "advantages": 1.0}
-"""Suspect -> points that reproduce how often it caused the first differing update: of 119 in 7 benchmark suites, 33 optimizer, 25 entropy, 16
-reference, 45 others."""
+"""Suspect -> points that reproduce how often the suspect caused the first differing update. Of 119 such updates in 7
+benchmark suites, 33 were caused by the optimizer, 25 by entropy, 16 by the reference, and 45 by others.
+"""
 WEIGHTS_JUMP = 0.4
 """Minimum logprob difference from the baseline run after the first update that differs, in nats per token, for the weights to have been replaced.
 None of 8 entropy terms and 9 KL terms reached a tenth of it; 11 of 29 other updates did."""

@@ -37,7 +37,7 @@ KINDS = {
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
-    "rewards_unequal": ("equal responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
+    "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),

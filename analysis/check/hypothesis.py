@@ -1,4 +1,4 @@
-"""An explanation of some tokens' mismatch, and what it leaves of d."""
+"""An explanation of the mismatch at some tokens, and the residual that it leaves."""
 
 from __future__ import annotations
 

@@ -38,10 +38,10 @@ def compare(
     Compares settings, sampling settings and contracts (most frequent per pass and step). Over the steps with sequences
     in both runs it compares:
 
-    - prompts, and responses to equal prompts;
+    - prompts, and responses to identical prompts;
     - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
-    - rewards of equal responses, with a tolerance of 1e-6 of the largest;
-    - advantages of equal responses if all rewards of their group are equal;
+    - rewards of identical responses, with a tolerance of 1e-6 of the largest;
+    - advantages of identical responses if all rewards of their group are equal;
     - policy-version lags;
     - every series that `dynamics` reads. A series differs from the first segment (between change points of the
     difference) whose mean exceeds 4.5 standard errors.

@@ -53,7 +53,7 @@ def summary_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Return sentences that state what the trace cannot show, and what to record to show it."""
+    """Return sentences that list the questions the trace cannot answer, and what to record to answer them."""
     return sentences(found.unanswered_codes, UNANSWERED)
 
 
@@ -84,7 +84,7 @@ def onset_text(onset: FirstChange) -> str:
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:
-    """Render the answer, onsets, series, growth of k3, and what is unknown."""
+    """Render the answer, the onsets, the series, the growth of k3, and the unanswered questions."""
     found = shown(found)
     head = f"{found.run}: {found.num_steps:,} steps ({found.first_step} to {found.last_step}), d = {found.pair}"
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in summary_sentences(found))]

@@ -124,7 +124,7 @@ def _counted(tables: Iterator[pa.Table], database: Database, progress: Progress)
 
 
 def exported_text(exported: Exported) -> str:
-    """Render what was written, and a command that reads the files."""
+    """Render a summary of what was written, and a command that reads the files."""
     if exported.format == PARQUET:
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:

@@ -206,7 +206,7 @@ class RunMismatch:
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (equal weights drift apart), or `later`."""
+        """`from the start`, `with the first updates` (initially equal weights diverge), or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START

@@ -227,7 +227,7 @@ def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
-    """Return for each row the latest reward that the same response got before `step`, [N]; NaN if there is none."""
+    """Return, for each row, the latest reward that the same response got before `step`, [N]; NaN if there is none."""
     _, number = np.unique(rollouts.whole, return_inverse=True)
     earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
     before = (rollouts.step < step) & np.isfinite(rollouts.reward)

@@ -150,7 +150,7 @@ def _differences(reward: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.nda
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return the rewards moved by `shift` rows within each step, wrapping around: [N]."""
+    """Return the rewards, [N], moved by `shift` rows within each step, wrapping around."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     sizes = np.diff(np.r_[firsts, len(rollouts.step)])
     first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
@@ -166,7 +166,7 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
     """Return the number of pairs of identical responses to the same prompt within a step, and the share whose rewards differ.
 
-    A reward that depends only on the response gives such a pair one value. The share is NaN below 20 pairs.
+    A reward that depends only on the response is the same for both. The share is NaN below 20 pairs.
     """
     one, two = successive(rollouts.whole, rollouts.step)
     inside = rollouts.step[one] == rollouts.step[two]

@@ -43,7 +43,7 @@ class Trl(Framework):
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
     """The trainer whose loss is used, `grpo` or `rloo`."""
     loss_type: str = option_field(
-        "dapo", "Loss type in TRL's names: dapo (the default), cispo, ...", metavar="TYPE",
+        "dapo", "Loss type, as named by TRL: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
     )  # fmt: skip
     importance_sampling_level: str = option_field(
@@ -56,7 +56,7 @@ class Trl(Framework):
         None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
     )
     """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
-    delta: float | None = option_field(None, "Largest ratio of the loss.", metavar="C", at_least=0)
+    delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
     """Upper bound of the ratio regardless of the sign of the advantage; None means no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"

@@ -92,15 +92,17 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the distinct names of the passes to read; there is no `now` if the policy inside the loss has no pass of
-    its own."""
+    """Return the distinct names of the passes to read; there is no `now` if the policy inside the loss has no separate
+    pass.
+    """
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterator[pa.RecordBatch]:
-    """Yield batches of all sequences that went through the loss in some steps, including sequences without tokens or
-    logprobs."""
+    """Yield batches of all sequences that went through the loss in the given steps, including sequences without tokens
+    or logprobs.
+    """
     yield from database.connection.batches(_query(sides, steps))
 
 

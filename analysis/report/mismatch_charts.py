@@ -98,13 +98,13 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
-            key="ratio-split", title="What the ratio is made of", unit="nats squared",
+            key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
             note=text.RATIO_SPLIT, sql=asked,
             lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
         yield LineChart(
-            key="contribution-bias", title="What the mismatch adds to the objective", unit="share of sum |f|",
+            key="contribution-bias", title="Contribution of the mismatch to the objective", unit="share of sum |f|",
             note=text.BIAS, sql=asked,
             lines=bias, x_label="step",
         )  # fmt: skip
@@ -150,7 +150,7 @@ def _corrections(subject: Subject) -> BarChart | None:
         for name, key in keys.items()
     }
     return BarChart(
-        key="corrections", title="What each correction would cut", unit="share of tokens",
+        key="corrections", title="Share that each correction would cut", unit="share of tokens",
         note=text.corrections_note(subject.part),
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",
         remark=text.idle(idle, len(weighing)),

@@ -74,7 +74,7 @@ def _source(name: str, subjects: Sequence[Subject]) -> str:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch if the replay takes the place of pass a. On a logarithmic axis, a mismatch of 0
+    """Return one line per replay: the mismatch if the replay replaces pass a. On a logarithmic axis, a mismatch of 0
     becomes NaN."""
     many = len(subjects) > 1
     found = []

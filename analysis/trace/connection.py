@@ -72,8 +72,9 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C. DuckDB reports Ctrl-C as an error of its own, also when it reads files through
-    Python."""
+    """Raise KeyboardInterrupt on Ctrl-C. DuckDB reports Ctrl-C as its own kind of error, also when it reads files
+    through Python.
+    """
     try:
         yield
     except Exception as error:

@@ -167,7 +167,7 @@ class Database:
         self._forget_sums()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit the views of sequences and scores to some steps; logged values of all steps remain."""
+        """Limit the views of sequences and scores to the given steps; logged values of all steps remain."""
         self.views.keep_steps(steps)
         self._forget_sums()
 

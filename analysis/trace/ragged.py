@@ -117,7 +117,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of about _BLOCK_TOKENS tokens from non-empty sequences; a longer sequence is a block of its own."""
+    """Yield blocks of about _BLOCK_TOKENS tokens from non-empty sequences; a longer sequence forms its own block."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0

@@ -471,7 +471,7 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
 
 
 def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
-    """Copy the stored rows of some runs into the table of computed sums."""
+    """Copy the stored rows of the given runs into the table of computed sums."""
     database.connection.execute(f"INSERT INTO computed_{spec.name} {database.sums.kept(spec, pair, runs)}")
 
 

@@ -93,7 +93,7 @@ class TableViews:
         return kept_steps, condition
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit sequences and scores to some steps; logged values of all steps remain."""
+        """Limit sequences and scores to the given steps; logged values of all steps remain."""
         for name in ("sequences", "scores"):
             self._narrow(name, step_condition(steps))
         self.is_whole = False

@@ -127,7 +127,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
     """Return ranges of steps, in order, each of at most `most_tokens` tokens and CHUNK_STEPS steps.
 
-    A step that exceeds the limit is a range of its own.
+    A step that exceeds the limit forms its own range.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]

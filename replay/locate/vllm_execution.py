@@ -250,7 +250,7 @@ def names(model: Any) -> dict[str, list[str]]:
 
 
 def _computes(module: Any) -> bool:
-    """Return True if a module has weights of its own; transformers then has a corresponding module."""
+    """Return True if a module has its own weights; transformers then has a corresponding module."""
     return any(True for _ in module.parameters(recurse=False))
 
 

@@ -23,7 +23,7 @@ from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
 """Maximum number of response tokens per bucket, counted over all passes, since a bucket is sorted in memory. A step
-with more tokens gets a bucket of its own.
+with more tokens gets its own bucket.
 """
 SWEEP_BUCKETS = 128
 """Maximum number of buckets filled in one pass over the files."""

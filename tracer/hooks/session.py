@@ -155,7 +155,7 @@ class Session:
 
     def seal(self) -> None:
         """Seal all records already written, so that other processes can read them. Later records go to a new writer."""
-        with self.guard("what was recorded so far"):
+        with self.guard("the data recorded so far"):
             self._seal()
 
     def _seal(self) -> None:

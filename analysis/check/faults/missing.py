@@ -18,7 +18,7 @@ them."""
 
 
 def missing_at(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Return the phrase that says where logprobs are missing."""
+    """Return a phrase that states where logprobs are missing."""
     if numbers["place"] == "scattered":
         return {"at": f"scattered over {numbers['num_sequences']:,} sequences"}
     if numbers["place"] == "whole":

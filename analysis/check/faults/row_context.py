@@ -1,4 +1,4 @@
-"""Rows whose values depend on what is beside them: padding that is attended to, packed rows that see each other."""
+"""Rows whose values depend on their neighbours: padding that is attended to, packed rows that see each other."""
 
 from __future__ import annotations
 
