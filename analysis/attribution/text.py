@@ -183,14 +183,16 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "grad_norm_grows_after_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, after the drop began",
     },
     "reward": {
-        "rewards_deterministic": "the reward depends only on the response: {unequal_share:.1%} of {num_pairs:,} repeated responses get two different rewards",
-        "rewards_disagree_in_step": "since the drop, {share:.0%} of identical responses within a step get two different rewards ({before_share:.1%} before): the "
-        "reward depends on more than the response",
+        "rewards_deterministic": "the reward depends only on the response: of {num_pairs:,} pairs of identical "
+        "responses, {unequal_share:.1%} have different rewards",
+        "rewards_disagree_in_step": "since the drop, {share:.0%} of the pairs of identical responses within a step "
+        "have different rewards ({before_share:.1%} before): the reward depends on more than the response",
         "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward since, and identical responses of "
         "one step get equal rewards: the reward rule changed",
-        "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses to the same prompt get two different rewards, {mean_difference:.2g} "
-        "apart",
-        "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, about as many as before the drop",
+        "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have "
+        "different rewards, {mean_difference:.2g} apart on average",
+        "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards, about as many as before the drop",
         "likelier_earn_less": "where the drop begins, likelier answers earn less in {negative_share:.0%} of the groups (mean correlation "
         "{correlation:.2f}), as if the reward were inverted",
         "likelier_earn_no_more": "where the drop begins, likelier answers do not earn more (correlation {correlation:.2f} within groups), as if the reward "
@@ -212,32 +214,36 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "pairing": {
         "rewards_sorted": "in {share:.0%} of the groups since the drop the rewards are sorted ({before_share:.0%} before)",
-        "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with each "
-        "step's rewards reversed",
-        "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with each "
-        "group's rewards reversed",
-        "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with all "
-        "groups' first members before all second ones: rows and columns are swapped",
-        "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} if rewards "
-        "are read group by group instead of member by member: rows and columns are swapped",
-        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with the "
-        "reward of the neighbour in its group",
-        "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with the two "
-        "halves of each step swapped",
-        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with the "
-        "rewards of the next step: rewards are recorded one step late",
-        "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with rewards "
-        "shifted by {shift} rows within the step",
+        "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; "
+        "with each step's rewards reversed, only {unequal_shifted_share:.0%} do",
+        "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have "
+        "different rewards; with each group's rewards reversed, only {unequal_shifted_share:.0%} do",
+        "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with all groups' first members before all second ones, only {unequal_shifted_share:.0%} do: rows and "
+        "columns are swapped",
+        "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; if rewards are read group by group instead of member by member, only {unequal_shifted_share:.0%} do: "
+        "rows and columns are swapped",
+        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with the reward of the neighbour in its group, only {unequal_shifted_share:.0%} do",
+        "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; "
+        "with the two halves of each step swapped, only {unequal_shifted_share:.0%} do",
+        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with the rewards of the next step, only {unequal_shifted_share:.0%} do: rewards are recorded one "
+        "step late",
+        "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with rewards shifted by {shift} rows within the step, only {unequal_shifted_share:.0%} do",
         "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are "
         "missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
         "rewards_move_rows": "from step {step} on, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, "
         "{mean_before:.3g} before): they are in the wrong rows",
         "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses seen earlier under the prompt {shift:+d} places away have the reward they earned "
         "there ({chance_share:.0%} by chance): they are graded against the wrong prompt",
-        "rewards_in_their_rows": "{num_pairs:,} repeated responses get the same reward each time ({unequal_share:.1%} differ)",
+        "rewards_in_their_rows": "of {num_pairs:,} pairs of identical responses, only {unequal_share:.1%} have "
+        "different rewards",
         "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
-        "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} if rewards "
-        "are ordered by when responses of that length finish",
+        "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; if rewards are ordered by when responses of that length finish, only {unequal_shifted_share:.0%} do",
         "logprobs_of_other_rows": "from step {step} on, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of "
         "them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the "
         "wrong rows",

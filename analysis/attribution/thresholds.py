@@ -109,7 +109,9 @@ WAS_THERE = 0.5
 """Maximum ratio of reward noise before a drop to reward noise after it for the noise to be a possible cause; a run that learned despite the
 noise did not collapse from it."""
 UNEQUAL = 0.01
-"""Maximum share of repeated responses with two different rewards for the reward to count as deterministic; verifier timeouts cause some."""
+"""Maximum share of repeated responses with two different rewards for the reward to count as deterministic; a few are
+due to verifier timeouts.
+"""
 DISAGREE, AGREE = 0.15, 0.01
 """Share of identical responses within a step that get two different rewards. If it is at least DISAGREE after a drop and at most AGREE before
 it, the reward has begun to depend on more than the response. Of 10 such collapses, eight were reward noise, one misaligned rewards, one cut-off responses."""
@@ -184,7 +186,7 @@ CLIMBS_FOR = 2
 an entropy bonus does not act at once."""
 
 RATE_SPIKE = 3.0
-"""Ratio of the learning rate to its earlier median above which it counts as a spike; a linear warm-up stays at 2."""
+"""Minimum ratio of a spike in the learning rate to the earlier median; a linear warm-up stays at 2."""
 RATE_STAYS = 10.0
 """Minimum factor by which a raised learning rate must still be raised at the onset to be the cause; training does not tolerate such a rate
 for long."""
@@ -262,8 +264,8 @@ PARTS_FIRST = 7.0
 MANY_PART = 0.2
 """Minimum share of a step's responses that differ at once although logprobs are equal, for the sampling to differ."""
 GRADIENT_GROWS = 3.0
-"""Ratio of the run's gradient norm to the baseline run's, at the first update that differs, above which the difference is not an entropy bonus.
-None of 12 bonuses reached 1.6; 7 of 9 KL terms did."""
+"""Ratio between the gradient norms of run and baseline at the first differing update; above it, the difference is not
+an entropy bonus. None of 12 bonuses reached 1.6; 7 of 9 KL terms did."""
 SHOWS_IN_GRADIENT = 1e-4
 """Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
 UPDATE_GROWS = 3.0

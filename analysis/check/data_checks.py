@@ -178,7 +178,7 @@ def _values(run: _Run) -> Iterator[DataFinding]:
             query = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
             yield run.finding("not_finite", lost, at, query, {"column": column, "num": int(lost.sum())})
     rewards = rows["reward"][np.isfinite(rows["reward"])]
-    if len(rewards) >= 30 and np.ptp(rewards) == 0:  # other rewards are less likely than one in ten
+    if len(rewards) >= 30 and np.ptp(rewards) == 0:  # any other reward then has a probability below 0.1
         yield run.finding("rewards_constant", at >= 0, at, _BY_STEP, {"value": float(rewards[0])}, notice=True)
     # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of the
     # rewards.

@@ -17,7 +17,7 @@
 -- slime averages over rollouts of several samples, and normalizes weights per micro-batch; here every sequence is a separate
 -- rollout, and there is one batch. slime multiplies by the mask; here tokens that do not count are left out.
 
--- slime_mean(...): mean of a number with slime's divisor; slime_spread(...): the same for a sequence-level value.
+-- slime_mean(...): mean of a number with slime's divisor; slime_spread(...): mean of a sequence-level value with this divisor.
 CREATE OR REPLACE MACRO slime_mean(total, num_tokens, calculate_per_token_loss) AS
     sum(CASE WHEN calculate_per_token_loss THEN total ELSE total / greatest(num_tokens, 1) END)
     / sum(CASE WHEN calculate_per_token_loss THEN greatest(num_tokens, 1) ELSE 1 END);

@@ -69,7 +69,7 @@ class Trl(Framework):
     """Number of steps per row: TRL logs means over this many steps. None gives one row per step, whose sequences count
     as one batch."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
-    """True to log the first step in a row of its own."""
+    """True to log the first step in a separate row."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"

@@ -87,7 +87,7 @@ def parse_gradient_arm(text: str) -> GradientArm:
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with an arm's correction instead of its own. Raises InvalidOption."""
+    """Return the loss with an arm's correction instead of the recorded one. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")

@@ -249,7 +249,7 @@ def _metric_steps(
     """Return policy version -> step at which its update was logged; None if unknown.
 
     A single update is logged at its own step. Several updates are logged at consecutive steps, as in TRL, if these
-    steps have no sequences of their own; otherwise it is unknown which update was logged.
+    steps have no sequences; otherwise it is unknown which update was logged.
     """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}

@@ -1,6 +1,6 @@
 """Finds the tensors that a vLLM model holds for the weights sent to it.
 
-A weight is stored either as a parameter of its own or as rows in a fused parameter.
+A weight is stored either as a separate parameter or as rows in a fused parameter.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Session:
 
     @property
     def recorder(self) -> Any:
-        """This process's recorder. A forked child process gets a recorder of its own."""
+        """This process's recorder. A forked child process gets its own recorder."""
         if self._recorder is None or self._pid != os.getpid():
             from ..recorder import Recorder
             from ..writer import TraceWriter

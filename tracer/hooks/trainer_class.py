@@ -70,7 +70,7 @@ def lacks(trainer_class: type, missing: Mapping[str, str]) -> str | None:
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a sentence if a trainer class defines a loss of its own; None if the loss is TRL's."""
+    """Return a sentence if a trainer class defines its own loss; None if the loss is TRL's."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))

@@ -79,7 +79,7 @@ class _Plan:
 
 
 class WeightWriter:
-    """Copies weights to the host, and writes them to disk on a thread of its own.
+    """Copies weights to the host, and writes them to disk on a separate thread.
 
     Host memory holds two copies of the weights: the version being written and the previous one. A call that submits a
     version waits until the previous one is written; the time spent waiting is recorded.

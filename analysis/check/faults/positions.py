@@ -70,7 +70,7 @@ MIN_FALL = 1.5
 
 
 def find_onset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
-    """Detect a position, common to all sequences, from which on or up to which the mismatch is larger. A larger mismatch
+    """Detect a position, common to all sequences, after which or up to which the mismatch is larger. A larger mismatch
     from a position on points to the cache or the rotary embedding."""
     found = []
     for place in places:
