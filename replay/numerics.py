@@ -60,7 +60,9 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """True if rows run as the recorded prefix tree: always, unless the arm changes their layout."""
+        """True if rows are packed into a prefix tree, as recorded; False if they were not, or if the arm changes the
+        layout.
+        """
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -69,7 +71,7 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """True if rows run end to end as recorded: always, unless the arm changes their layout."""
+        """True if rows are packed end to end, as recorded; False if they were not, or if the arm changes the layout."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property

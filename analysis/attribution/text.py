@@ -30,8 +30,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
         "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
         "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
-        "rewards_not_the_controls": "from step {step} on, {share:.0%} of {num_responses:,} responses that the baseline also sampled get a different reward, the "
-        "same one each time",
+        "rewards_not_the_controls": "from step {step} on, {share:.0%} of {num_responses:,} responses that the baseline "
+        "also sampled consistently get a different reward",
         "policies_apart": "from step {step} on, sampled tokens are {apart:.2g} nats per token less likely under the trainer than under the engine: the "
         "recorded reward belongs to another policy",
         "entropy_parts_first": "from the first update that differs, entropy is higher than the baseline's, as with an entropy bonus",
@@ -139,9 +139,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "staleness": {
         "declared_fresh": "the recorded policy versions say at every step that the sampling weights were the scoring weights",
-        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes bitwise "
-        "identical logprobs as some steps earlier, "
-        "the trainer {trainer_share:.0%}: the engine gets no new weights",
+        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes the same "
+        "logprobs, bit for bit, as at earlier steps, and the trainer {trainer_share:.0%}: the engine gets no new "
+        "weights",
         "declared_fresh_and_still": "the recorded policy versions say at every step that the sampling weights were the scoring weights, but the engine's "
         "logprobs contradict them",
         "no_declared_lag": "the recorded policy versions show no lag between sampling and scoring weights",
@@ -174,7 +174,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "learning_rate_spike_before_fall": "the learning rate is {factor:.3g} times its median from step {step} on, before the drop begins",
         "learning_rate_spike_at_fall": "the learning rate is {factor:.3g} times its median from step {step} on, where the drop begins",
         "learning_rate_spike_after_fall": "the learning rate is {factor:.3g} times its median from step {step} on, after the drop began",
-        "update_size": "an update changes the weights by {update_to_weight:.2g} of their size",
+        "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
         "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
         "update_bursts": "up to then, {num_updates} updates are more than {burst_factor:g} times as large as the median update, up to "
         "{max_factor:.3g} times",
@@ -250,8 +250,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     },
     "entropy": {
-        "entropy_impossible": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: more than any vocabulary "
-        "allows, so the weights are broken or are not the ones that sampled",
+        "entropy_impossible": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at "
+        "the end: more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
         "entropy_climbs": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it grows from before the "
         "drop to the end, as with an entropy bonus",
         "entropy_rose_before_fall": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it rose before the drop",
@@ -303,14 +303,16 @@ UNITS: Mapping[str, str] = {
 
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
-    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, the others stop where the baseline's "
-    "continue",
+    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the "
+    "baseline's; the others stop where the baseline's continue",
     "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, although both engines return the same "
     "logprobs",
-    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, the others differ first in tokens "
-    "that were not sampled",
-    "engine_parts": "first difference at step {step}: the engine gives identical tokens different logprobs ({apart:.2g} nats apart), the trainer the same",
-    "scoring_parts": "first difference at step {step}: the trainer gives identical tokens different logprobs ({apart:.2g} nats apart), the engine the same",
+    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's; the "
+    "others differ first in tokens that were not sampled",
+    "engine_parts": "first difference at step {step}: the engine gives identical tokens different logprobs "
+    "({apart:.2g} nats apart), but the trainer identical ones",
+    "scoring_parts": "first difference at step {step}: the trainer gives identical tokens different logprobs "
+    "({apart:.2g} nats apart), but the engine identical ones",
     "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's for other rows",
     "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
     "rewards_permuted_part": "first difference at step {step}: its rewards are the baseline's in a different order",
@@ -357,8 +359,8 @@ NOTES: Mapping[str, str] = {
     "no_outcome": "no reward or evaluation was recorded at {min_values} or more steps, so a collapse cannot be detected",
     "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, it does not "
     "show a collapse",
-    "reward_changed": "from step {step} on the reward changed: {share:.0%} of {num_responses:,} responses sampled before and after get a different "
-    "one, the same each time. Only an evaluation can show whether the run does worse",
+    "reward_changed": "from step {step} on the reward changed: {share:.0%} of {num_responses:,} responses sampled "
+    "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
     "other_prompts": "the first steps of run and baseline have different prompts, so their differences are only an observation; for an intervention, "

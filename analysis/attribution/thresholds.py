@@ -171,8 +171,9 @@ ENTROPY_SHRUNK = 0.6
 """Ratio of entropy after the drop to entropy before it, below which the policy became more certain while it got worse; unlearning makes a
 policy less certain."""
 MOST_ENTROPY = 14.0
-"""Maximum plausible entropy of a policy, in nats per token (ln of a million tokens). A higher value means that the weights are broken, or are
-not those that sampled."""
+"""Maximum plausible entropy of a policy, in nats per token (ln of a million tokens). A higher value means that the
+weights are broken, or that other weights sampled the tokens.
+"""
 ENTROPY_GAINED = 2.0
 """Ratio to its initial value above which entropy has exploded."""
 ENTROPY_CLIMBS = 2.5

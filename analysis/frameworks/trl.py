@@ -64,7 +64,7 @@ class Trl(Framework):
     """Threshold on a sequence's mean of rollout - current logprobs, above which the sequence is dropped if its
     advantage is negative; None drops no sequence."""
     logging_steps: int | None = option_field(
-        None, "Rows as TRL logs them, means over N steps.", metavar="N", at_least=1
+        None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
     """Number of steps per row: TRL logs means over this many steps. None gives one row per step, whose sequences count
     as one batch."""

@@ -21,7 +21,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
         if there[0].is_dir()
         else f"choose another path, or replace files with {option('force')}"
     )
-    raise FileThere(f"{there[0]}: is {'a folder' if there[0].is_dir() else 'there already'}{more}; {way}")
+    raise FileThere(f"{there[0]}: is {'a folder' if there[0].is_dir() else 'an existing file'}{more}; {way}")
 
 
 def local(path: str | os.PathLike[str]) -> Path:

@@ -272,7 +272,7 @@ def test_check_says_which_tensor_is_behind_and_asks_no_logprobs(tmp_path):
     numbers = {name: finding.numbers[name] for name in ("cause", "tensor", "holds_version", "trainer_version")}
     assert numbers == {"cause": "partial_sync", "tensor": DOWN, "holds_version": 0, "trainer_version": 3}
     assert 0 < finding.share < 1
-    assert f"the engine's {DOWN} is from version 0, the trainer is at 3" in checked_text(found)
+    assert f"the engine's {DOWN} is from version 0, while the trainer is at 3" in checked_text(found)
     assert finding.next.command.endswith("--engine")
     assert json.loads(tim_trace("check", tmp_path / "t", "--json").stdout)["findings"][0]["numbers"]["tensor"] == DOWN
 

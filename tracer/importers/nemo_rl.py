@@ -38,7 +38,7 @@ def _cells(fields: Fields) -> dict[str, Any]:
     """Return the cells of a sample. Lists in the file are padded on the right, and the token at index 0 has no logprob."""
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: has no token_ids and token_loss_mask")
+        raise ImportFailed(f"{fields.where}: lacks token_ids or token_loss_mask")
     length = fields.integer("length")
     length = len(tokens) if length is None else length
     if not 0 < length <= len(tokens) or len(mask) != len(tokens):

@@ -58,7 +58,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: has no token_ids and loss_mask")
+        raise ImportFailed(f"{fields.where}: lacks token_ids or loss_mask")
     positions = fields.ids("positions")
     found = {name: fields.values(name) for name in (*_PER_TOKEN, "reward")}
     lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}

@@ -85,8 +85,7 @@ TORCHTITAN = Format(
     pattern=r"rollout_samples\.jsonl",
     rows=_rows,
     lacks={
-        "rollout": "the turns have no token ids and completion_logprobs; turn on their recording in "
-        "RolloutSampleRecorder",
+        "rollout": "the turns lack token ids or completion_logprobs; turn on their recording in RolloutSampleRecorder",
         "train": "RolloutSampleRecorder writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,

@@ -259,7 +259,7 @@ def parse_header(content: bytes, where: str) -> ResultHeader:
     """Parse locate/<id>.json; unknown fields are ignored. Raises DamagedTrace and NewerTrace."""
     values = read_document(content, where, _WHAT, needs_checksum=True)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made}, from a later release; this release reads up to {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made} of a later release; this release reads up to {FORMAT}")
     try:
         # JSON has no NaN or infinities; they are stored as strings.
         return msgspec.convert(values, ResultHeader, strict=False)

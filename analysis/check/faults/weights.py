@@ -62,7 +62,7 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
         elif given is not None:
             how = f"last sent at version {given}{', already stale then' if given != holds else ''}"
         has = "from no recorded version" if holds is None else f"from version {holds}"
-        text = f"the engine's {tensor} is {has}, the trainer is at {version}; {how}"
+        text = f"the engine's {tensor} is {has}, while the trainer is at {version}; {how}"
     return {"what_text": text}
 
 
