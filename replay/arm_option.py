@@ -38,7 +38,7 @@ class Clash:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmOption:
-    """The values of an option of `Arm`, its users, and the options that it excludes."""
+    """An option of `Arm`: its values, the engines and functions that support it, and the options that it excludes."""
 
     help: str
     users: tuple[str, ...] = (HF, EXACT)

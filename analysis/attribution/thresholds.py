@@ -294,7 +294,9 @@ LOSS_PUNISHES, LOSS_RISES = 0.7, 5.0
 """Minimum correlation between loss and entropy after a drop, and minimum rise of the loss in standard deviations, for entropy to be penalised. Of
 304 collapses with a logged loss and no mismatch that could cause the rise, two reach both values; in both, entropy was penalised."""
 LOSS_GOES, LOSS_SINKS = 0.85, 2.0
-"""Minimum negative correlation between loss and entropy after a drop, and minimum decrease of the loss in standard deviations, for an entropy bonus."""
+"""Minimum size of a negative correlation between loss and entropy after a drop, and minimum decrease of the loss in
+standard deviations, for an entropy bonus.
+"""
 LOSS_FOLLOWS = 0.95
 """Minimum correlation between the loss and entropy, or the distance from the reference, for an entropy or KL term to dominate the loss. All 10
 collapses that reached it with entropy were due to entropy bonuses."""

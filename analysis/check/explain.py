@@ -198,7 +198,7 @@ def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     return [*found, *find_own_places(data), *find_broken(data)] if is_excessive(data) else found
 
 
-# --- what the rest depends on ----------------------------------------------------------------------------------------------
+# --- inputs of the functions above ------------------------------------------------------------------------------------------
 
 
 def is_excessive(data: PairData) -> bool:
