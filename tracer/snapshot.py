@@ -354,7 +354,7 @@ def _check_footer(
     if record is not None and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer is damaged; {_RESTORE}")
     if is_checked and record is None and footer.identity is None:
-        raise DamagedTrace(f"{where}: listed in no writer's state; remove it")
+        raise DamagedTrace(f"{where}: not listed in any writer's state; remove it")
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
@@ -443,7 +443,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: listed in no writer's state; ignored, remove it"
+                f"{store.shown(f'{PASSES}/{name}')}: not listed in any writer's state; ignored, remove it"
             )
 
 

@@ -107,12 +107,12 @@ def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: 
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return [N] the mean of the rows with the same label; labels are indices from 0."""
+    """Return the mean [N] of the rows with the same label; labels are indices from 0."""
     return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
-    """Return [N] the number of rows with the same label."""
+    """Return the number [N] of rows with the same label."""
     return np.asarray(np.bincount(label)[label])
 
 

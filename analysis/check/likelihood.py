@@ -89,7 +89,7 @@ def _fit(data: PairData, residual: np.ndarray) -> Fit:
 
 @once
 def levels(data: PairData) -> np.ndarray:
-    """Return [K] the logarithm of the logit error that would explain d, after adding a quarter of its median."""
+    """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
     noise = logit_error(data)
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 

@@ -112,7 +112,7 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def value_rounding(data: PairData) -> np.ndarray:
-    """Return [K] the error in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
+    """Return the error [K] in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
         if side.values is not None and is_coarse(side.values):
@@ -135,7 +135,7 @@ def is_coarse(dtype: str | None) -> bool:
 
 @once
 def token_scale(data: PairData) -> np.ndarray:
-    """Return [K] the factor by which a logit error changes the logprob: 1 - p, with p the larger of both sides'
+    """Return the factor [K] by which a logit error changes the logprob: 1 - p, with p the larger of both sides'
     probabilities (arXiv 2512.23087), at least 1e-3.
     """
     return np.asarray(np.maximum(data.rest, 1e-3))
@@ -143,7 +143,7 @@ def token_scale(data: PairData) -> np.ndarray:
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return [K] the logit error that would explain d, and the error added by rounding of the recorded values, nats."""
+    """Return the logit error [K] that would explain d, and the error added by rounding of the recorded values, nats."""
     return np.asarray(np.abs(data.d) / token_scale(data) + value_rounding(data))
 
 

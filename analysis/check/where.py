@@ -285,7 +285,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 
 def recorded_order(sample: Sample) -> np.ndarray:
-    """Return [S] the index of each sequence within its step, ordered by the number in its id."""
+    """Return the index [S] of each sequence within its step, ordered by the number in its id."""
     order = np.zeros(sample.num_sequences, np.int64)
     keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
     for step in np.unique(sample.steps):

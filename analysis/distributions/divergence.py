@@ -131,7 +131,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return [C] the largest absolute difference between the logits, after centring each row on the tokens with mass on
+    """Return the largest absolute difference [C] between the logits, after centring each row on the tokens with mass on
     both sides."""
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)

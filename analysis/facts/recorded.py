@@ -264,7 +264,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
 
 
 def _beside_others(total_nW: Array, count_nW: Array) -> Array:
-    """Return [n, W] the ratio of each writer's mean to that of all others; NaN if either is missing."""
+    """Return the ratio [n, W] of each writer's mean to that of all others; NaN if either is missing."""
     others = total_nW.sum(1, keepdims=True) - total_nW, count_nW.sum(1, keepdims=True) - count_nW
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (total_nW / count_nW) / (others[0] / others[1])

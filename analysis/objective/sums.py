@@ -232,7 +232,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return [R] the number of tokens that the loss counts according to the mask alone."""
+    """Return the number [R] of tokens that the loss counts according to the mask alone."""
     lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -286,7 +286,7 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return [R] the number of tokens in the row's micro-batch, times the number of micro-batches in the row's
+    """Return the number [R] of tokens in the row's micro-batch, times the number of micro-batches in the row's
     update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)

@@ -155,7 +155,7 @@ def objective_answer(subject: Subject) -> Answer:
         return Answer(
             code="in_ratio",
             severity=NOTICE,
-            short="part of the ratio, so clipping and weights see it",
+            short="part of the ratio, so clipping and weights act on it",
             figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio",
             basis=subject.part,
             detail=detail,

@@ -174,7 +174,7 @@ def _module(name: str, size: int, pair: Pair, variances_M: np.ndarray | None, ma
 
 
 def _variances(aa_M: np.ndarray, squares: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [M] the sum over micro-batches of |n a_i - a|^2 / (n (n - 1)) = (n sum |a_i|^2 - |a|^2) / (n - 1)."""
+    """Return the sum [M] over micro-batches of |n a_i - a|^2 / (n (n - 1)) = (n sum |a_i|^2 - |a|^2) / (n - 1)."""
     n = len(squares)
     if n < 2:
         return None

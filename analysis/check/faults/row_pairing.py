@@ -132,7 +132,7 @@ def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
 
 
 def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return [R, T] the values with the finite ones in each row permuted and the missing ones left in place."""
+    """Return the values [R, T] with the finite ones in each row permuted and the missing ones left in place."""
     mixed = values.copy()
     there = np.isfinite(mixed)
     mixed[there] = draw.permutation(mixed[there])

@@ -121,7 +121,7 @@ def _slope(values: np.ndarray, other: np.ndarray) -> float | None:
 
 
 def _row_factors(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray | None:
-    """Return [S] the factor of each row if values are multiples of the other side's with a factor that varies by row."""
+    """Return the factor [S] of each row if values are multiples of the other side's with a factor that varies by row."""
     there = (other < -0.05) & (values < 0)
     num = np.bincount(data.seq[there], minlength=data.sample.num_sequences)
     if (num >= 4).sum() < 8:
