@@ -104,8 +104,9 @@ class Index:
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """Return the entry and the schema of a file without a footer in the index, if its size and footer checksum
-        match."""
+        """Return a file's entry and schema if the index holds the file without its footer, and its size and footer
+        checksum match.
+        """
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:

@@ -45,7 +45,7 @@ CREATE OR REPLACE MACRO slime_tokens(a, b) AS TABLE
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
 
--- slime_sequences(a, b, ...): sums of each sequence with tokens; slime compares d with a float32 logarithm.
+-- slime_sequences(a, b, ...): sums of each sequence with tokens; slime compares d with the float32 logarithm of veto.
 CREATE OR REPLACE MACRO slime_sequences(a, b, tis_clip, tis_clip_low, veto) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d,
            sum(exp(d)) AS sum_tis, sum(abs(expm1(d))) AS sum_tis_abs,

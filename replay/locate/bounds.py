@@ -310,8 +310,8 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round at each step: the mean, the centred value, its square, their mean (the last two count half, under a
-    # root), the root, a quotient, a factor and a sum.
+    # Code may round the mean, the centred value, its square and the mean of squares (these two count half, because a
+    # root follows), the root, a quotient, a factor and a sum.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
