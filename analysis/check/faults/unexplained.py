@@ -21,8 +21,8 @@ ROUNDING = Fault(
     title="rounding at the expected level",
     broken=None,
     evidence={
-        "rounding": "the logits differ by {level:.2g} nats rms (at most {allowed:.2g} is expected from rounding of "
-        "{dtypes}), and no single token is off by more than rounding"
+        "rounding": "the logits differ by {level:.2g} nats rms, where at most {allowed:.2g} is expected from rounding "
+        "of {dtypes}, and no single token is off by more than rounding"
     },
     words={
         "rounding": lambda n: {
