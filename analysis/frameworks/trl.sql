@@ -34,7 +34,7 @@ CREATE OR REPLACE MACRO trl_bounded(ratio, mode, clip_max, clip_min) AS
          WHEN ratio < coalesce(clip_min, 0.0) OR ratio > clip_max THEN 0.0
          ELSE ratio END;
 
--- trl_rows(...): per-sequence sums for the numbers of the mismatch, and the recording process.
+-- trl_rows(...): sums of each sequence, from which TRL's mismatch metrics are computed, and the process that recorded it.
 CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
     SELECT run, step, seq_id, writer, coalesce(num_tokens, 0) AS num_tokens, num_known, sum_abs_d, max_abs_d,
            CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
