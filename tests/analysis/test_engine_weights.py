@@ -223,7 +223,7 @@ def test_verbose_goes_with_the_engine_s_weights(tmp_path):
 def test_a_trace_without_digests_says_how_to_record_them(tmp_path):
     with Recorder(tmp_path / "t") as recorder:
         recorder.add_sequences(step=1, prompt_ids=[[5]], response_ids=[[7]])
-    with pytest.raises(WeightsMissing, match="has no digests of the engine's weights"):
+    with pytest.raises(WeightsMissing, match="contains no digests of the engine's weights"):
         weights(tmp_path / "t", engine=True)
     with pytest.raises(InvalidOption, match="excludes"):
         weights(tmp_path / "t", engine=True, verify=True)

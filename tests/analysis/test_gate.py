@@ -553,8 +553,8 @@ def test_a_mean_that_passes_while_steps_do_not_is_said(late, metric, bound):
     values = {row["step"]: row[plain.metric] for row in rows}
     worst = max(values, key=values.get)
     assert (plain.verdict, plain.fails, plain.steps_beyond, plain.worst_step) == ("passed", False, 4, worst)
-    assert plain.how.startswith(f"4 of 40 steps violate it, first step 37, worst step {worst} ({values[worst]:.3g}): ")
-    assert "'any step' fails on them" in plain.how
+    assert plain.how.startswith(f"4 of 40 steps violate it, first step 37, worst step {worst} ({values[worst]:.3g}); ")
+    assert "with 'any step' the condition would fail" in plain.how
     assert (any_step.verdict, any_step.fails, any_step.value) == ("failed", True, values[worst])
     assert (any_step.low, any_step.steps_beyond, any_step.worst_step) == (None, 4, worst)
     assert any_step.how == "4 of 40 steps violate it, first step 37; the value shown is the worst step's"

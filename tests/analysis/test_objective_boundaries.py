@@ -28,7 +28,7 @@ def sentence(part):
 
 NOISE = [
     (0.00099, "negligible_noise", "and its noise is negligible."), (0.00101, "moderate_noise", ": it is noise."),
-    (0.0499, "moderate_noise", ": it is noise."), (0.0501, "large_noise", "it is noise, and a lot of it."),
+    (0.0499, "moderate_noise", ": it is noise."), (0.0501, "large_noise", "it is noise, but large."),
 ]  # fmt: skip
 
 

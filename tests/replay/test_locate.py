@@ -595,7 +595,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
     [
         ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; kinds: .*q_proj.*"),
         ({"operators": "proj"}, InvalidOption, "in these layers matches"),
-        ({"operators": "q_proj,"}, InvalidOption, "give comma-separated words of names"),
+        ({"operators": "q_proj,"}, InvalidOption, "give comma-separated parts of names"),
         ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "matches no recorded step"),

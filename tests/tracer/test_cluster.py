@@ -98,7 +98,7 @@ def test_another_release_of_ray_is_named(address, monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "__version__", "1.0.0")
-    told = r"has other versions than this process \(.*Ray: 1\.0\.0.*; install the same"
+    told = r"has different versions from this process \(.*Ray: 1\.0\.0.*; install the same"
     with pytest.raises(InvalidOption, match=told), connected(address):
         pass
 

@@ -61,7 +61,7 @@ def test_a_folder_of_someone_else_is_kept(tmp_path, how):
     (mine / "checkpoint-4" / "model.safetensors").write_bytes(b"weights")
     (mine / "notes.txt").write_text("important")
     before = tree(mine)
-    with pytest.raises(TraceExists, match="exists and is not a trace, so it is left alone"):
+    with pytest.raises(TraceExists, match="exists and is not a trace, so it is left unchanged"):
         replace(how, mine, tmp_path)
     assert tree(mine) == before
 
