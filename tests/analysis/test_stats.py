@@ -414,7 +414,7 @@ def test_nan_everywhere_is_counted(tmp_path):
 @pytest.mark.parametrize("pair", ["train", "train:", ":", "a:b:c"])
 def test_a_pair_is_written_with_one_colon(tmp_path, pair):
     make_trace(tmp_path / "run")
-    with pytest.raises(InvalidOption, match="as a:b, e.g. train:rollout"):
+    with pytest.raises(InvalidOption, match=r"as a:b, e.g. train:rollout"):
         stats(tmp_path / "run", pair=pair)
 
 

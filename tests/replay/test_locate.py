@@ -596,7 +596,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
         ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; kinds: .*q_proj.*"),
         ({"operators": "proj"}, InvalidOption, "in these layers matches"),
         ({"operators": "q_proj,"}, InvalidOption, "give comma-separated parts of names"),
-        ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
+        ({"against": "mode=decode"}, CannotReplay, "omit mode decode"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "matches no recorded step"),
         ({"layers": "a"}, InvalidOption, "give a layer, or FIRST:LAST"),

@@ -355,7 +355,7 @@ def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
     [
         (
             {"loss": {"policy": 1.0}},
-            r"'loss': got \{'policy': 1.0\} \(dict\); give each of its values its own name",
+            r"'loss': got \{'policy': 1.0\} \(dict\); give each value its own name",
         ),
         ({"loss": [1.0, 2.0]}, r"'loss': got \[1.0, 2.0\] \(list\); give one number"),
         ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); give one number, such as their mean"),
