@@ -216,7 +216,7 @@ def test_what_a_sentence_says_to_do_gets_the_trace_back(tmp_path):
         os.rename(tmp_path / "a run" / name, moving / name)
     done = tim_trace("info", tmp_path / "a run")
     assert done.code == 2
-    command = done.stderr.strip().rpartition("or: ")[2]
+    command = done.stderr.strip().rpartition("or run: ")[2]
     assert run("sh", "-c", command).code == 0
     moving.rmdir()
     assert tree(tmp_path / "a run") == before
