@@ -49,17 +49,17 @@ SECTIONS = {
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Is the comparison valid, what differs, and is it normal?",
         "report": "Write everything known about a run to one HTML page.",
-        "watch": "Show a run while it is recorded, and its first alarms.",
-        "replay": "Score recorded steps again under other numerics.",
+        "watch": "Show a run while it is recorded, and its first alerts.",
+        "replay": "Score recorded steps again under different numerics.",
         "sql": "Query traces in DuckDB SQL.",
         "stats": "Measure the mismatch by run, step or sequence.",
-        "gate": "Fail a run that violates conditions, for CI.",
+        "gate": "Fail if a run violates conditions, for CI.",
     },
     "more to look at": {
         "info": "Show what a trace contains, who wrote it, and what is missing.",
         "verify": "Verify every byte of a trace against its checksums.",
         "compact": "Merge the files of many writers into few.",
-        "query": "Run a named query, or list them.",
+        "query": "Run a named query, or list all.",
         "export": "Write a run for pandas, TensorBoard or W&B.",
     },
     "more to judge by": {
@@ -143,7 +143,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum response tokens of a run for which `record` computes sums at the end; else the first query does."""
+"""Minimum response tokens of a run for which `record` computes sums at the end; otherwise the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -188,7 +188,7 @@ class Commands(click.Group):
 
 
 class _FrameworkOption(click.Option):
-    """An option of one or several frameworks; absent from the arguments unless given on the command line."""
+    """An option of one or more frameworks; missing from the arguments unless given on the command line."""
 
     def __init__(self, declared: DeclaredOption):
         self.declared = [declared]
@@ -204,7 +204,7 @@ class _FrameworkOption(click.Option):
 
 
 class _OfFrameworks(click.Command):
-    """A command with the options of all frameworks; its `--help` lists each framework's in a section."""
+    """A command with the options of all frameworks; its `--help` lists them in one section per framework."""
 
     _options: Mapping[str, _FrameworkOption] | None = None
 
@@ -290,7 +290,7 @@ class _Form:
 
 _CSV = click.option(
     "--csv", "as_csv", is_flag=True,
-    help="Print CSV, with every digit; text is as recorded, so a spreadsheet may take it for a formula.",
+    help="Print CSV, with every digit; text is printed as recorded, so a spreadsheet may read it as a formula.",
 )  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 
@@ -298,14 +298,14 @@ _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, 
 def _prints(
     *, csv: bool = True, wide: bool = True, json: str = "Print JSON, with every digit."
 ) -> Callable[[Any], Any]:
-    """Add --json, and with `csv` and `wide` --csv and --wide, to a command, which receives them as `form`."""
+    """Add --json, with `csv` also --csv and with `wide` also --wide, to a command, which receives them as `form`."""
 
     def add(function: Any) -> Any:
         @wraps(function)
         def command(**options: Any) -> Any:
             form = _Form(**{field.name: options.pop(field.name) for field in fields(_Form) if field.name in options})
             if form.as_json and form.as_csv:
-                raise click.UsageError("--json and --csv exclude each other; choose one")
+                raise click.UsageError("--json and --csv cannot be combined; choose one")
             return function(form=form, **options)
 
         for option, is_taken in ((_WIDE, wide), (_CSV, csv)):
@@ -317,7 +317,7 @@ def _prints(
 
 _steps = click.option(
     "--steps", default="all", metavar="STEPS",
-    help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas.",
+    help="Recorded steps: 3, 2:8, 2:8:2, -10: (the last ten), all, or several of these separated by commas.",
 )  # fmt: skip
 _pair = click.option("--pair", default="train:rollout", metavar="A:B", help="Passes to compare, d = A - B.")
 _weights_from = click.option(
@@ -326,7 +326,7 @@ _weights_from = click.option(
 
 
 _model_factory = click.option(
-    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model that transformers does not have."
+    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model class that transformers lacks."
 )
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
@@ -338,7 +338,7 @@ _allow_kernel = click.option(
 )  # fmt: skip
 
 
-def _by(*values: str, help: str = "What a row stands for.") -> Callable[[Any], Any]:
+def _by(*values: str, help: str = "What each row is about.") -> Callable[[Any], Any]:
     """Return the option `--by`; the first of `values` is the default."""
     return click.option("--by", default=values[0], type=click.Choice(values), help=help)
 
@@ -372,7 +372,7 @@ _ray = click.option(
 )  # fmt: skip
 _gpus_per_arm = click.option(
     "--gpus-per-arm", type=float, metavar="N",
-    help="GPUs per Ray actor, may be fractional.  [default: 1 with a GPU, else 0]",
+    help="GPUs per Ray actor; may be a fraction.  [default: 1 with a GPU, else 0]",
 )  # fmt: skip
 
 
@@ -419,7 +419,8 @@ def main() -> None:
 @click.option("--routing", is_flag=True, help="Record the router choices of a mixture of experts for every token.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Digests of vLLM's weights to record: of the tensors sent to it, or also of those it holds at every version.",
+    help="Digests of vLLM's weights to record: of the tensors sent to vLLM, or also of the tensors it holds at every "
+        "version.",
 )  # fmt: skip
 @click.option("--resume", is_flag=True, help="Add to the existing trace: the run resumes from a checkpoint.")
 @click.option(
@@ -456,7 +457,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
         command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
     )
     _tell(_recorded(output, recording, pair))
-    if recording.is_stuck:  # at exit, Python would wait for pool threads, which may be stuck too
+    if recording.is_stuck:  # Python waits for pool threads at exit, which may be stuck too
         os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
 
@@ -481,13 +482,13 @@ tim-trace import auto outputs/token_exports -o runs/mine
     metavar="F",
     help="Share of the sequences to import, selected by a hash of their names.",
 )
-@click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as available.")
+@click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as they are available.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
-    """Make a trace of another tool's files, or add what is new to it.
+    """Make a trace from another tool's files, or add new data to it.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
-    torchtitan or ms-swift; docs/reference/import-formats.md says what each reads. Importing a folder
+    torchtitan or ms-swift; docs/reference/import-formats.md lists what each one reads. Importing a folder
     again is incremental. No code in the files is executed.
 
     FORMAT parquet is the neutral format: one row per sequence, in Parquet or JSON, with the columns step,
@@ -538,7 +539,8 @@ def verify(trace: str, form: _Form) -> None:
     )
     if found.unchecked_writers:
         _tell(
-            f"{len(found.unchecked_writers)} writers of an older release wrote no checksums: their files are readable, but cannot be verified"
+            f"{len(found.unchecked_writers)} writers from an older release wrote no checksums; their files are "
+            f"readable but cannot be verified"
         )
     if not found.is_whole:
         _tell(f"{trace}: {len(found.damaged)} parts damaged or missing, listed above")
@@ -558,7 +560,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
     """Merge the files of many writers into few, ordered by step and pass.
 
     Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
-    It can be interrupted at any time: the trace stays complete, and the next call continues.
+    The command can be interrupted at any time: the trace stays complete, and the next call continues.
     """
     from .analysis.compact import compaction_text
 
@@ -573,14 +575,15 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 @_example("tim-trace sql runs/demo \"SELECT step, k3, max_abs_d FROM pair_steps('train', 'rollout')\"")
 @main.command("sql")
 @click.argument("arguments", nargs=-1, required=True, metavar="RUN... [QUERY]")
-@click.option("--unsafe", is_flag=True, help="Let the query write, and read other files.")
+@click.option("--unsafe", is_flag=True, help="Allow the query to write, and to read other files.")
 @_prints()
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
     """Answer a query in DuckDB SQL over one trace or several.
 
-    Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators and
-    patches (what locate found). Table macros:
-    pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d = logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. Without QUERY it is read from stdin or a prompt.
+    Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators
+    and patches (results of locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d =
+    logprob(a) - logprob(b) in nats, and pair_distributions for distributions recorded with --capture. If QUERY is
+    omitted, queries are read from stdin or a prompt.
     """
     from .analysis.query import Session, prompt, split_arguments
 
@@ -600,9 +603,10 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
-    """List the named queries, or run one: its rows over one trace or several.
+    """List the named queries, or run one over one or more traces.
 
-    The head of each query documents units, source of the formula and interpretation: print it with --sql.
+    The header of each query documents its units, the source of its formula and how to interpret it; print it with
+    --sql.
     """
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.pairs import parse_pair
@@ -625,22 +629,23 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "sequence", "layer", help="What a row stands for; layer: of router choices.")
+@_by("run", "step", "sequence", "layer", help="What each row is about; layer: router choices.")
 @click.option(
     "--exact", is_flag=True,
-    help="Exact quantiles for runs of any size; otherwise, above 33,554,432 tokens, they are accurate to 0.1 %.",
+    help="Compute exact quantiles for runs of any size; by default, quantiles are accurate to 0.1 % above 33,554,432 "
+        "tokens.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
-    help="The framework's own metrics, by its own definitions; see its options below.",
+    help="Print a framework's own metrics under its own definitions; see its options below.",
 )  # fmt: skip
 @_ray
 @_prints()
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
-    """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence.
+    """Measure how much the logprobs of two passes differ, in one row per run, step or sequence.
 
-    Writes into a finished, local trace that can be written: sums/ and index/ keep the sums of each sequence, so that the next call
-    need not read tokens.
+    Stores the sums of each sequence in sums/ and index/ of a finished, writable local trace, so that the next call need
+    not read tokens.
     """
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database
@@ -659,15 +664,17 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @click.argument("trace", metavar="RUN")
 @_pair
 @_steps
-@click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing.")
-@click.option("-v", "--verbose", is_flag=True, help="Evidence, published figures, alarms and replays as tables.")
+@click.option("--control", metavar="RUN2", help="Baseline run: same seeds, one thing different.")
+@click.option(
+    "-v", "--verbose", is_flag=True, help="Also print evidence, published figures, alerts and replays as tables."
+)
 @_prints(csv=False, wide=False)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
 
-    Begin here. It runs attribute and check, names what each side computed in, holds the trace's own figures against published
-    ones and against alarm levels, each under its own definition, says what replays in the trace have settled, and which replay
-    would settle the rest. The exit code is 1 when the comparison is not valid.
+    Begin here. This command runs attribute and check, reports the precision of each side, compares the trace's figures
+    with published values and alert levels (each under its own definition), and reports which questions the replays in
+    the trace answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
     form.result(found, text={"verbose": verbose})
@@ -684,11 +691,12 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
 @_ray
 @_prints(csv=False, wide=False)
 def check(trace: str, form: _Form, **options: Any) -> None:
-    """Say whether two passes may be compared, or which fault lies between them.
+    """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
-    The exit code is 1 when there is one, and 2 when the trace is damaged or incomplete, unless --partial. Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
-    synchronised weights, caches, adapters, quantisation, low precision, router flips: each with its evidence, its size,
-    the share of tokens it affects and the command that would confirm it. The most probable comes first.
+    The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
+    Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
+    synchronised weights, caches, adapters, quantisation, low precision, router flips: each fault is reported with its
+    evidence, its size, the share of affected tokens and a command to confirm it, most probable first.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
     form.result(found)
@@ -704,11 +712,11 @@ def check(trace: str, form: _Form, **options: Any) -> None:
 @_steps
 @_prints()
 def compare(a: str, b: str, form: _Form, **options: Any) -> None:
-    """Say what differs first between two runs, and what else, by the step at which each difference begins.
+    """List the differences between two runs, earliest first, with the step at which each begins.
 
-    Settings, sampling and contracts; prompts, responses, logprobs of equal tokens, rewards of equal responses, advantages of
-    equal rewards; lags of policy versions; and every series of dynamics, from the step at which the runs lie apart beyond
-    what they scatter, with the size in standard deviations.
+    Compares settings, sampling and contracts; prompts, responses, logprobs of identical tokens, rewards of identical
+    responses, advantages of equal rewards; policy-version lags; and every series of dynamics, with the first step at
+    which the difference exceeds noise and its size in standard deviations.
     """
     form.result(_asked(analysis.compare, a, b, **options))
 
@@ -718,7 +726,12 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "length", help="What the rows of one correction stand for; length: quarters of the sequences.")
+@_by(
+    "run",
+    "step",
+    "length",
+    help="What the rows of each correction are about; length: quarters of the sequences by number of tokens.",
+)
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold of token-tis and token-mis.")
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold of sequence-tis and sequence-mis."
@@ -726,19 +739,20 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 @click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Ratios that icepop keeps.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="Geometric mean of a sequence's ratios that geometric keeps.",
+    help="Range of the geometric mean of a sequence's ratios that geometric keeps.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
-    help="Sequences with a token ratio below it are dropped by veto.",
+    help="Token ratio below which veto drops the sequence.",
 )  # fmt: skip
 @_ray
 @_prints()
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
-    """Show what each correction for the mismatch would have cut from the recorded tokens, and at what cost.
+    """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    The thresholds are the published ones; presets of verl keep verl's own. Every row writes its rule out, the ratio that
-    the source's bounds are on (verl's k1 bounds are on the inverse ratio), and what is kept in terms of rho = exp(d).
+    Thresholds are the published ones by default; verl's presets always use verl's own. Every row shows the full rule,
+    the ratio that the source bounds (verl's k1 bounds the inverse ratio), and the condition for keeping a token in
+    terms of rho = exp(d).
     """
     form.table(_asked(analysis.corrections, list(traces), held_back=options["ray"], **options), "corrections")
 
@@ -753,15 +767,15 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     "loss, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence
-@_by("run", "step", help="What a row stands for; run adds the worst steps.")
+@_by("run", "step", help="What each row is about; run adds the worst steps.")
 @_ray
 @_prints(json="Print JSON, with every digit and every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Measure how the mismatch biases the objective that a run trained on: in which direction, by how much, and where.
+    """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
-    It holds the contribution of each token under the ratio that the loss used against the one that the samples call for,
-    current / rollout, by the sign of the advantage, with clip decisions, corrections and policy drift told apart. The loss is
-    read from the trace; --loss takes the place of what it says.
+    Compares the contribution of each token under the ratio that the loss used with that under the correct ratio,
+    current / rollout, by the sign of the advantage, separating clip decisions, corrections and policy drift. The loss
+    is read from the trace; --loss overrides it.
     """
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -776,8 +790,8 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 def dynamics(trace: str, form: _Form, **options: str) -> None:
     """Say how a run changed: when each series changed, and which changed first.
 
-    Mismatch, rewards and their spread within groups, lengths, entropy, grad norm, optimizer, policy lag: the steps at
-    which each jumps or breaks its slope, with intervals; and how fast k3 compounds.
+    Mismatch, rewards and their spread within groups, lengths, entropy, gradient norm, optimizer, policy lag: the steps
+    at which the level or slope of each changes, with intervals; and the growth rate of k3.
     """
     form.result(_asked(analysis.dynamics, trace, **options))
 
@@ -790,7 +804,8 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_steps
 @click.option(
     "--sample", metavar="F|N",
-    help="Score a random share (below 1) or number of sequences, in whole groups; a larger one later adds to it.",
+    help="Score only a random share (below 1) or number of sequences, in whole groups; a larger value in a later call "
+        "extends the sample.",
 )  # fmt: skip
 @_arm_options
 @click.option(
@@ -808,10 +823,10 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_gpus_per_arm
 @_prints(json="Print JSON, one row per step; with --dry-run, per arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
-    """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
+    """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
 
-    Without a change, steps are replayed as recorded. That is done first in any case: it gives back the recorded bits,
-    or says what differs here. Steps that an arm has already are not done again.
+    Without options, steps are replayed as recorded. This is always done first, as a check: it reproduces the recorded
+    bits, or reports what differs here. Steps that an arm already has are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
     from .tracer.scored_passes import replayed_pair
@@ -838,7 +853,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@_by("side", "arm", help="What a row of --csv stands for.")
+@_by("side", "arm", help="What each row of --csv is about.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
@@ -853,7 +868,8 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient, e.g. dtype=bf16,correction=none: see above; can be repeated. Supported options of replay: "
+    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above); can be repeated. Supported options "
+        "of replay: "
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
@@ -868,15 +884,17 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_by("step", "module", "arm")
 @_prints()
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
-    """Take the gradient of recorded steps again, as recorded and under each arm, and compare the results.
+    """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The gradient as recorded comes first, and its norm is compared with the gradient norm that the trainer logged. An arm is one
-    or several changes with commas in between: those of the forward and backward that --arm lists;
-    logprobs=train|rollout|current|replay/NAME, what the loss compares with in the place of the trainer's (rollout is bypass
-    mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
-    sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names an arm.
+    The gradient as recorded comes first, and its norm is compared with the gradient norm that the trainer logged. An
+    arm is one or more changes separated by commas: the options of forward and backward that --arm lists;
+    logprobs=train|rollout|current|replay/NAME, the logprobs that the loss uses instead of the trainer's (rollout is
+    bypass mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5,
+    sequence_truncate:2, sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names
+    an arm.
 
-    bias is the length of the difference to the gradient as recorded, variance that of the mean over micro-batches.
+    bias is the norm of the difference from the gradient as recorded, variance the variance of the mean over
+    micro-batches.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -886,7 +904,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
-@click.option("--arm", metavar="CHANGES", help="Execution a, as replay's --arm; by default as recorded.")
+@click.option("--arm", metavar="CHANGES", help="Execution a, in the syntax of replay's --arm; by default as recorded.")
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
@@ -898,24 +916,24 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
-    help="Operators to compute by the other execution's code, as proof.",
+    help="Operators to compute with the other execution's code, as proof.",
 )  # fmt: skip
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of a.")
 @click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of b.")
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
-    help="Store the result in the trace, for sql and diagnose; replaces an earlier one with the same options.",
+    help="Store the result in the trace, for sql and diagnose; replaces an earlier result with the same options.",
 )  # fmt: skip
-@_by("kind", "operator", "layer", "patch", help="What a row of --csv stands for.")
+@_by("kind", "operator", "layer", "patch", help="What each row of --csv is about.")
 @_prints()
 def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Each operator of both executions is compared with a float64 model on the same inputs, so that earlier errors do not count: the
-    first error that exceeds what rounding can cause is the divergence. carried is the share of the mean square mismatch that an
-    operator's own error accounts for; removed is the share that goes if the other execution's code computes the operator.
-    Exit code 1: rounding does not explain everything.
+    Each operator of both executions is compared with a float64 model on the same inputs, so errors from earlier
+    operators do not count: the first error that exceeds what rounding can cause is the divergence. carried is the share
+    of mean squared d that an operator's own error accounts for; removed is the share that disappears if the other
+    execution's code computes the operator. The exit code is 1 if rounding does not explain everything.
     """
     from .analysis.locate_text import next_command
 
@@ -949,9 +967,9 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Store the weights of a Hugging Face folder as a version, so that an imported dump can be replayed.",
 )  # fmt: skip
-@click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is another one.")
+@click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if not the same.")
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
-@click.option("-v", "--verbose", is_flag=True, help="With --engine: list tensors that agree, too.")
+@click.option("-v", "--verbose", is_flag=True, help="With --engine: also list tensors that agree.")
 @_prints()
 def weights(
     trace: str, by: str, engine: bool, verify: bool, weights_from: str | None,
@@ -969,7 +987,7 @@ def weights(
     if verbose and not engine:
         raise click.UsageError("--verbose goes with --engine")
     if attached is not None and exported is not None:
-        raise click.UsageError("--attach and --export exclude each other; choose one")
+        raise click.UsageError("--attach and --export cannot be combined; choose one")
     if attached is not None:
         with _library_output_held_back():
             found = analysis.attach(trace, *attached, tokenizer=tokenizer, force=force)
@@ -999,7 +1017,7 @@ def weights(
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option(
-    "--control", metavar="RUN2", help="A run with the same seeds that differs in one thing, best with an exact engine."
+    "--control", metavar="RUN2", help="Baseline run: same seeds, one thing different, ideally with an exact engine."
 )
 @_pair
 @_steps
@@ -1007,9 +1025,9 @@ def weights(
 def attribute(trace: str, form: _Form, **options: Any) -> None:
     """Say whether a run collapsed or declines, where that begins, what changed first, and what caused it.
 
-    Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length) has its evidence for and against, a
-    probability, and the cheapest replay or rerun that would decide. Of one run this is an observation; with a control it is
-    an intervention.
+    Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and
+    against it, a probability, and the cheapest replay or rerun that would decide. With one run this is an observation;
+    with a baseline run it is an intervention.
     """
     from .analysis.attribution.text import attribution_json, attribution_text
 
@@ -1028,21 +1046,21 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 )
 @click.option(
     "--width", default="column", metavar="INCHES|NAME",
-    help="Width of those figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
+    help="Width of these figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
 )  # fmt: skip
 @click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of those figures.")
-@click.option("--title", is_flag=True, help="Put a title above each of those figures.")
-@click.option("--control", metavar="RUN2", help="A run with the same seeds that differs in one thing: see attribute.")
+@click.option("--title", is_flag=True, help="Put a title above each of these figures.")
+@click.option("--control", metavar="RUN2", help="Baseline run: same seeds, one thing different; see attribute.")
 @_pair
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def report(
     traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
 ) -> None:
-    """Write everything known of a run into one HTML file, or as figures for papers.
+    """Write everything known about a run into one HTML file, or as figures for papers.
 
-    The first RUN is reported; series of the others are drawn over its own. The page needs no network: verdict, series,
-    mismatch, tokens and provenance are inside, with the query behind each figure.
+    The first RUN is reported; the series of the others are drawn in the same charts. The page needs no network: it
+    contains verdict, series, mismatch, tokens and provenance, with the query behind each figure.
     """
     paths = (output, png, svg, pdf)
     if not any(paths):
@@ -1060,17 +1078,18 @@ def report(
 @click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between updates.")
 @click.option(
     "--steps", default="-10:", metavar="STEPS",
-    help="Steps to show, the latest that fit: 3, 2:8, -10: (the last ten), all, or several with commas.",
+    help="Steps to show (the latest that fit): 3, 2:8, -10: (the last ten), all, or several of these separated by "
+        "commas.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, help="Print one view and exit, as when the output is not a terminal.")
+@click.option("--once", is_flag=True, help="Print one view and exit (default if the output is not a terminal).")
 @_pair
 @_prints(wide=False, json="Print one view as JSON, with every digit.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
-    """Show a run while it is recorded: its latest steps, its course so far, and the first alerts.
+    """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
 
-    It waits for a run that does not exist yet, and ends with the recording; Ctrl-C ends only the view. Each alert has the
-    step at which it first fired: published levels under their own definitions, and this project's own rule
-    (docs/evidence/alerts.md). Alerts are no verdict; diagnose gives one. Nothing is written to the trace.
+    The command waits for a run that does not exist yet, and ends with the recording; Ctrl-C ends only the view. Each
+    alert is shown with the step at which it first fired: published levels under their own definitions, and tim-trace's
+    own rule (docs/evidence/alerts.md). Alerts are not a verdict; diagnose gives one. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.watched import latest_rows, watched_json
@@ -1093,15 +1112,15 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     type=click.Choice(["parquet", "tensorboard", "wandb"]),
     help="File format to write.",
 )
-@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write them to.")
+@click.option("-o", "--output", required=True, metavar="DIR", help="Folder to write the files to.")
 @_pair
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def export_(trace: str, **options: Any) -> None:
     """Write a run's sequences, or its figures by step, as files of another tool.
 
-    parquet: one row per sequence with tokens, the logprobs of each pass and d, and what was logged; import parquet
-    reads them. tensorboard and wandb: the mismatch by step and every logged number; wandb's run is written offline.
+    parquet: one row per sequence with tokens, the logprobs of each pass and d, plus the logged values; import parquet
+    reads both. tensorboard and wandb: the mismatch by step and every logged number; the wandb run is written offline.
     """
     _tell(str(_asked(analysis.export_run, trace, **options)))
 
@@ -1111,7 +1130,8 @@ def export_(trace: str, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option(
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
-    help="check, or a number and its bound, as tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 steps'; "
+    help="check, or a number and its bound, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
+        "steps'; "
     "can be repeated.",
 )  # fmt: skip
 @_pair
@@ -1129,12 +1149,12 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     Conditions on columns of stats write sums into the trace, as stats does.
 
-    A condition says what fails: tim.NAME is a column of stats or a figure that alerts read by step, verl.NAME one of stats
-    --like verl, check the check of the comparison. It is about all tokens of the run, about each step (any step), or about
-    the tokens of the last N steps (last N steps). A condition that passes over the run while single steps violate it gets a
-    warning. The exit code is 1 when a value violates its condition, and 2 when the trace is damaged or incomplete, unless
-    --partial. Its interval over groups of sequences says whether that is sure: the verdict is `cannot tell` where it lies on
-    both sides of the bound, or where there is none.
+    A condition describes the failure: tim.NAME is a column of stats or a per-step figure of the alerts, verl.NAME a
+    column of stats --like verl, check the check of the comparison. A condition covers all tokens of the run, each step
+    separately (any step), or the tokens of the last N steps (last N steps). A warning is printed if a condition passes
+    over the run while single steps violate it. The exit code is 1 if a value violates its condition, and 2 if the trace
+    is damaged or incomplete, unless --partial is given. The interval over groups of sequences shows how certain that
+    is: the verdict is `cannot tell` if the interval contains the bound, or if there is no interval.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")
@@ -1264,8 +1284,8 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
 def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
         return (
-            f"nothing was recorded to {output}: the command ended first, with exit code {recording.exit_code}; "
-            "see its error above"
+            f"nothing was recorded to {output}: the command failed before that, with exit code {recording.exit_code}; "
+            f"see its error above"
         )
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
     reasons = dict.fromkeys(filter(None, said))
@@ -1284,7 +1304,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
-        yield ("the trace has no pass `train`, so the engine's tokens were scored: d is the mismatch with the engine")
+        yield ("the trace has no pass `train`, so the engine's tokens were scored; d is the mismatch with the engine")
     elif broken:
         from .analysis.replay_text import not_held_reason
 
@@ -1305,10 +1325,10 @@ def _sampled(sample: Sample) -> str:
 
 
 def _attached(trace: str, found: Any) -> str:
-    """Return a text that states what was attached, and the next command."""
+    """Return a text that names the attached weights, and the next command."""
     tokenizer = " and its tokenizer" if found.has_tokenizer else ""
     return (
-        f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} of {found.folder} as version "
+        f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} from {found.folder} as version "
         f"{found.version}\nnext: tim-trace replay {trace}"
     )
 
@@ -1329,7 +1349,9 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
             f"the mask, {holes.all_zero:,} in all-zero lists)"
         )
     if holes.certain:
-        parts.append(f"{holes.certain:,} values in all-zero lists were kept: another pass is as certain there")
+        parts.append(
+            f"{holes.certain:,} values in all-zero lists were kept because another pass is equally certain there"
+        )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} logprobs are above 0, which is invalid; kept unchanged")
     if imported.ignored_columns:

@@ -89,7 +89,7 @@ def _kept_sums(trace: str) -> _Sums:
 
 
 def _keep_sums(trace: str, sums: _Sums) -> None:
-    """Write the sums back for the merged rows, and index the new files."""
+    """Store the sums again for the merged rows, and index the new files."""
     try:
         source = open_source(trace)
         if source.is_live:
@@ -107,5 +107,5 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 
 def compaction_text(found: Compaction, width: int | None = None) -> str:
     if not found.has_changed:
-        return f"{found.trace}: nothing to merge: few files"
+        return f"{found.trace}: nothing to merge, the trace has few files"
     return to_text(found.tables, width)

@@ -80,7 +80,7 @@ def published(
             "nemo-rl/seq-mask-tis", "rho_t", _between("rho_geo", 0.999, 1.002), ratio, level="token", **_mean_bounds(0.999, 1.002)
         ),
         Correction(
-            name="veto", rule=f"w = 1, 0 for a sequence with a rho_t < {veto:g}", bound_on=ratio,
+            name="veto", rule=f"w = 1, or 0 for a sequence with any rho_t < {veto:g}", bound_on=ratio,
             kept=f"min rho_t >= {veto:g}", token_low=veto,
         ),
         Correction(

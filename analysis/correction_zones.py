@@ -1,6 +1,6 @@
 """Group tokens by zone, the interval between the rules' bounds with their ratio; all corrections follow from the groups.
 
-A sequence's sums depend on no other sequence's tokens, so they are bitwise identical in any batch.
+A sequence's sums depend only on its own tokens, so they are bitwise identical in any batch.
 
 Shapes: T concatenated tokens of several sequences; G groups of a sequence's tokens with one advantage sign and zone.
 """
@@ -118,7 +118,8 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     def total(values_T: Array) -> Array:
         return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
 
-    # Values over the whole sequence are repeated in each of the sequence's groups. Any ratio within a zone may represent it.
+    # Values over the whole sequence are repeated in each of the sequence's groups. Any ratio within the zone represents
+    # the zone.
     starts_N = tokens.starts_N
     max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
     min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)

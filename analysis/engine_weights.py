@@ -58,7 +58,7 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""SQL query for the steps sampled by a process without digests. An engine in a separate process serves all processes."""
+"""SQL query for the steps sampled by a process without digests; an engine in a separate process serves all of them."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -137,7 +137,7 @@ class EngineFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVerdict:
-    """The result of comparing the digests of engine and trainer for some steps."""
+    """The result of comparing the digests of engine and trainer for the given steps."""
 
     faults: tuple[EngineFault, ...] = ()
     """Faults found, starting with the cause that explains the most differences."""
@@ -201,7 +201,9 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version. `plain` is (number of counted tensors, which agree; number of these that were updated)."""
+        """Compare the next version. `plain` holds the number of counted tensors, all of which agree, and how many of
+        them were updated.
+        """
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -255,7 +257,7 @@ def read_engine_verdict(database: Database) -> EngineVerdict:
 
 
 def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | None = None) -> EngineVerdict:
-    """Return the verdict for some steps, or for all steps if `steps` is None."""
+    """Return the verdict for the given steps, or for all steps if `steps` is None."""
     asked = [each for each in versions if steps is None or each.step in steps]
     is_late = any(each.causes[0] == STALE for version in asked for each in version.differences)
     by_cause: dict[str, list[tuple[EngineVersion, list[EngineTensor]]]] = defaultdict(list)
@@ -317,16 +319,17 @@ def _fault(cause: str, seen: list[tuple[EngineVersion, list[EngineTensor]]], of_
 def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows:
     """Compare the engine's tensors with the trainer's, as of the last time the engine started to sample.
 
-    A row has the trainer's version, the version at which the engine last received the tensor, the latest version whose bits
-    the engine has, whether they agree, at how many versions they differed, and why. By `module`, layers are grouped, and a row
-    shows the tensor furthest behind.
+    Each row has the trainer's version, the version at which the engine last received the tensor, the latest version
+    whose bits the engine has, whether they agree, the number of versions at which they differed, and why. With `by`
+    module, layers are grouped, and each row shows the tensor furthest behind.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
     versions = list(engine_versions(open_database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
-            f"{trace}: has no digests of the engine's weights; record TRL or verl with vLLM, without {option('engine_weights', 'none')}"
+            f"{trace}: contains no digests of the engine's weights; record TRL or verl with vLLM, without "
+            f"{option('engine_weights', 'none')}"
         )
     faults = {cause: fault.cause for fault in engine_verdict(versions).faults for cause in (_of_bits(fault.cause),)}
     tables = [

@@ -1,8 +1,7 @@
 """Per-step sums for a triangulation, over the tokens scored by the trainer, the engine and a replay.
 
-With t, r and f the logprobs from trainer, engine and replay: e_t = t - f, e_r = r - f, d = t - r. A step's sums do not depend
-on where its tokens are read,
-and steps are added in order, so results are reproducible.
+With t, r and f the logprobs from trainer, engine and replay: e_t = t - f, e_r = r - f, d = t - r. A step's sums do not
+depend on which process reads its tokens, and steps are added in order, so results are reproducible.
 
 Shapes: N tokens in a step, G groups.
 """
@@ -26,7 +25,7 @@ ROLLOUT are sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorSums:
-    """Sums over the tokens in some steps."""
+    """Sums over the tokens in the given steps."""
 
     groups: dict[str, np.ndarray]
     """Column (see GAP) -> sums per group, [G]; groups are in order of first appearance."""

@@ -127,13 +127,13 @@ class TraceInfo(Result):
     has_checksums: bool = True
     """True if every file has checksums; without them (earlier releases) damage inside a file goes undetected."""
     judged: tuple[str, ...] = field(default=())
-    """Why a process not visible from here counts as live or ended, one sentence each."""
+    """Reasons why processes not visible from here count as live or ended, one sentence each."""
     missing: tuple[str, ...] = field(default=())
-    """Data missing from the trace, one sentence each."""
+    """Descriptions of data missing from the trace, one sentence each."""
     damaged: tuple[str, ...] = field(default=())
-    """Unreadable or missing files, which no result includes; one sentence each."""
+    """Descriptions of unreadable or missing files, which no result includes, one sentence each."""
     ignored: tuple[str, ...] = field(default=())
-    """Files that do not belong to the trace, one sentence each."""
+    """Descriptions of files that do not belong to the trace, one sentence each."""
 
 
 def info(trace: str | Database) -> TraceInfo:
@@ -287,11 +287,11 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
     if not source.manifest.is_import or not counts["num_sequences"]:
         return []
     if not counts["num_response_tokens"]:
-        return ["token ids, so these texts cannot be replayed: import a dump with token ids, or record the run"]
+        return ["token ids, so these texts cannot be replayed; import a dump with token ids, or record the run"]
     if not counts["num_prompt_tokens"]:
         return [
             "token ids of the prompts, so it cannot be replayed: import files that have them; --map THEIRS=prompt_ids "
-            "reads a field of another name"
+            "reads them from a field with another name"
         ]
     if source.store.exists(WEIGHTS):
         return []

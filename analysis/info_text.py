@@ -52,7 +52,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in info.versions.items() if name in _SHOWN),
         "steps": "none" if info.first_step is None else f"{info.num_steps:,} ({info.first_step} to {info.last_step})",
         "sequences": f"{info.num_sequences:,}",
-        "tokens": f"{info.num_response_tokens:,} of responses, {info.num_prompt_tokens:,} of prompts",
+        "tokens": f"{info.num_response_tokens:,} in responses, {info.num_prompt_tokens:,} in prompts",
         "metrics": f"{info.num_metrics:,} values",
         "evaluation": evaluated if info.num_eval_sequences else "",
         "capture": _capture(info),
@@ -64,7 +64,7 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 _NO_CHECKSUMS = "no checksums (format 1): damage inside a file that is still readable goes undetected"
 _WORTH_TELLING = 0.05
-"""Minimum time that training waited for the disk for the time to be shown, seconds."""
+"""Minimum time, in seconds, that training waited for the disk for that time to be shown."""
 
 
 def _is_telling(writer: WriterInfo) -> bool:
@@ -116,5 +116,5 @@ def _newest_counts(info: TraceInfo) -> str:
         return f"{len(info.attempts)} training attempts; no step was repeated."
     return (
         f"{len(info.attempts)} training attempts. Each step uses its newest attempt: {left_out:,} sequences of earlier "
-        "attempts are excluded; all_sequences, all_scores and all_metrics have every row."
+        f"attempts are excluded; the views all_sequences, all_scores and all_metrics have every row."
     )

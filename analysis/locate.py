@@ -38,16 +38,17 @@ def locate(
 
     Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as recorded), and b,
     `against` (by default the recorded model in float64). `engine=vllm` selects vLLM for either, `engine=exact` the exact
-    engine. Each operator's output is compared with a float64 model on the same inputs, so earlier errors do not count. The
-    divergence is the first operator whose error exceeds what rounding can cause, given its dtype and the length of its sums.
-    `carried` is the share of the mismatch that each operator's own error accounts for.
+    engine. Each operator's output is compared with that of a float64 model on the same inputs, so errors from earlier
+    operators do not count. The divergence is the first operator whose error exceeds what rounding can cause, given its
+    dtype and the length of its sums. `carried` is the share of the mismatch that each operator's own error accounts
+    for.
 
     `steps` selects one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
-    both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated words
-    of names, as `q_proj,rotary`) limit what is judged and patched. `patch="kinds"` computes each kind of operator of one
-    execution with the other's code, on its own inputs, and measures how much of the mismatch that removes; `"none"` skips
-    it. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model with the user's code,
-    which then also runs once in float64, where rounding hides nothing.
+    both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated parts
+    of names, such as `q_proj,rotary`) limit which operators are judged and patched. `patch="kinds"` computes each kind
+    of operator of one execution with the other's code, on its own inputs, and measures how much of the mismatch that
+    removes; `"none"` skips it. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model
+    with the user's code, which then also runs once in float64, where rounding hides nothing.
 
     With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier answer to the same
     question; the views `operators` and `patches` and `diagnose` read it from there. `not_kept` is the reason if it
@@ -77,10 +78,10 @@ def locate(
 def question_id(question: LocateQuestion) -> str:
     """Return the XXH3-64 hash of a question's canonical JSON, 16 hexadecimal digits.
 
-    An arm enters the hash with its changes, not with its name, so that options added in later releases change no id.
+    The hash includes an arm's changes rather than its name, so options added in later releases do not change ids.
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
     asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}
-    if question.operators is None:  # questions of earlier releases had none
+    if question.operators is None:  # questions from earlier releases have none
         del asked["operators"]
     return short_hash(canonical_json(asked).encode())

@@ -21,7 +21,7 @@ _TRIES = {
 
 
 def location_text(found: Location, width: int | None = None) -> str:
-    """Render where two executions diverge."""
+    """Render the operator where two executions diverge."""
     named = found
     found = shown(found)
     groups = f", {found.num_groups:,} groups" if found.num_groups != found.num_sequences else ""
@@ -39,18 +39,18 @@ def location_text(found: Location, width: int | None = None) -> str:
     ]
     if found.explained is not None:
         facts.append(
-            ("explained", f"{found.explained:.1%} of the mismatch by the operators' own errors, to first order")
+            ("explained", f"{found.explained:.1%} of the mismatch comes from the operators' own errors, to first order")
         )
     flipped = [each for each in found.routers if each.num_flipped]
     if flipped:
         number, of = (sum(getattr(each, name) for each in found.routers) for name in ("num_flipped", "num_tokens"))
         margins = [each.margin for each in flipped if each.margin is not None]
-        tie = f"; scores at most {max(margins):.2g} from a tie" if margins else ""
-        facts.append(("routes", f"{number:,} of {of:,} choices of experts differ, first in {flipped[0].operator}{tie}"))
+        tie = f"; router scores differ by at most {max(margins):.2g}" if margins else ""
+        facts.append(("routes", f"{number:,} of {of:,} expert choices differ, first in {flipped[0].operator}{tie}"))
     if found.no_interval:
         facts.append(("intervals", f"none: {found.no_interval}"))
     if found.engines:
-        facts.append(("vllm", "eager: neither compiled nor in CUDA graphs, no prefix cache"))
+        facts.append(("vllm", "eager: not compiled, no CUDA graphs, no prefix cache"))
     if found.unseen:
         facts.append(("not seen", f"{', '.join(found.unseen)}: in one execution only"))
     facts += [("unjudged", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
@@ -58,7 +58,8 @@ def location_text(found: Location, width: int | None = None) -> str:
         facts.append(
             (
                 "",
-                "the rest is judged without them; run code that computes them one by one, such as transformers', to judge them too",
+                "the others are judged without them; run code that computes each separately, such as transformers, to "
+                "judge them too",
             )
         )
     parts = [location_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
@@ -70,7 +71,7 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    """Return the up to _MOST_ROWS rows with the largest values, without negligible ones."""
+    """Return at most _MOST_ROWS rows with the largest values, leaving out negligible ones."""
     kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
         :_MOST_ROWS
     ]
@@ -128,7 +129,7 @@ def _removes(best: PatchShare) -> str:
         else f"Computing {best.patch} in {best.taker} as {other} does"
     )
     share = f"{best.removed:.0%}{_interval(best.removed_low, best.removed_high)}"
-    return f"{done} removes {share} of the mismatch (mean square of d)."
+    return f"{done} removes {share} of the mismatch (mean squared d)."
 
 
 def _interval(low: float | None, high: float | None) -> str:
@@ -139,15 +140,15 @@ def _first(first: Divergence, found: Location) -> str:
     whose = f"{first.side} ({found.a if first.side == 'a' else found.b})"
     if first.why == "weights":
         of = f"; they are from version {first.version}" if first.version is not None else ""
-        return f"The first divergence is {first.operator}: the weights of {whose} there are not the recorded ones{of}."
+        return f"The first divergence is {first.operator}: its weights in {whose} are not the recorded ones{of}."
     if first.why == "beyond":
-        size = "a choice that rounding does not explain" if first.ratio == float("inf") else (
+        size = "an expert choice that rounding does not explain" if first.ratio == float("inf") else (
             f"its own error is {first.ratio or 0.0:,.3g} times what rounding can cause"
         )  # fmt: skip
         return f"The first divergence is {first.operator} in {whose}: {size} (sequence {first.seq_id}, token {first.token})."
     return (
-        f"The first divergence is {first.operator} in {whose}: its code computes something different, hidden by rounding there "
-        "and visible in float64."
+        f"The first divergence is {first.operator} in {whose}: its code computes something different, which rounding "
+        f"hides and float64 shows."
     )
 
 

@@ -1,4 +1,4 @@
-"""Columns to keep if a table does not fit the terminal, most important first; `--wide` shows all."""
+"""Columns to keep if a table is wider than the terminal, most important first; `--wide` shows all."""
 
 from __future__ import annotations
 

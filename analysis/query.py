@@ -94,7 +94,7 @@ def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
             return
     elif kind in _READING:
         return
-    raise InvalidQuery(f"sql: {kind.name} does more than read; allow it with {option('unsafe')}")
+    raise InvalidQuery(f"sql: {kind.name} does more than read data; allow it with {option('unsafe')}")
 
 
 def _explained(message: str) -> str:

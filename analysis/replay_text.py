@@ -47,7 +47,7 @@ def _duration(seconds: float) -> str:
 
 
 def not_held_reason(code: str) -> str:
-    """Say why replaying as recorded did not reproduce the recorded bits."""
+    """Explain why replaying as recorded did not reproduce the recorded bits."""
     return WHY[code].format(name="").replace("  ", " ")
 
 

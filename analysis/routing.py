@@ -24,7 +24,7 @@ FUNCTIONS = ("routing_sums_of", "routing_counts_of")
 """Names of the SQL functions: agreement per layer of a sequence, and per token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""run, group and first row in pass a, group and first row in pass b, number of tokens."""
+"""SQL types of run, group and first row in pass a, group and first row in pass b, and number of tokens."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
@@ -37,11 +37,11 @@ class Agreement(NamedTuple):
     """Agreement between two routings of the same tokens, choice by choice."""
 
     known_NL: np.ndarray
-    """bool: both passes routed the token in this layer."""
+    """bool: True if both passes routed the token in this layer."""
     same_experts_NL: np.ndarray
-    """bool: same set of experts."""
+    """bool: True if both passes chose the same set of experts."""
     same_order_NL: np.ndarray
-    """bool: same experts in the same slots."""
+    """bool: True if both passes chose the same experts in the same slots."""
     overlap_NL: np.ndarray
     """Number of common experts divided by S."""
     num_weights_NL: np.ndarray
@@ -141,6 +141,6 @@ def _read(
         rows = [row for row, name in enumerate(runs) if name == run]
         places = [(groups[row], starts[row], counts[row]) for row in rows]
         if run not in stores or any(".." in group.split("/") or min(start, n) < 0 for group, start, n in places):
-            raise InvalidQuery(f"routing: run {run!r} has no such rows; pass the columns of `scores`")
+            raise InvalidQuery(f"routing: run {run!r} has no such rows; give the columns of the view `scores`")
         found |= zip(rows, read_routing(stores[run], places), strict=True)
     return [found[row] for row in range(len(runs))]

@@ -77,13 +77,15 @@ def to_csv(rows: Rows) -> Iterator[str]:
     """Yield a table as CSV lines: numbers with all digits, NULL as an empty field."""
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
-        # The CSV writer quotes cells that contain a character of the line terminator, so both newline characters must be in it.
+        # The CSV writer quotes cells that contain a character of the line terminator, so that must contain both newline
+        # characters.
         csv.writer(line, lineterminator="\r\n").writerow([_csv_cell(value) for value in row])
         yield line.getvalue().removesuffix("\r\n")
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table: numbers with six digits, one line per row; a few long rows become lists of names and values.
+    """Render a table, numbers with six digits, one line per row; if there are only a few long rows, they become lists
+    of names and values.
 
     If the table is wider than `width`, it keeps the columns that fit: first those of `main`, in that order, then the others in
     table order. A ColumnsLeftOut warning names the dropped columns.

@@ -44,7 +44,7 @@ def stats(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Rows:
-    """Compare two passes: how far their log-probabilities differ, in one row per run, step or sequence.
+    """Measure how much the logprobs of two passes differ, in one row per run, step or sequence.
 
     Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call need not
     read tokens.
@@ -58,9 +58,11 @@ def stats(
     follow. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
     For a run of more than 33,554,432 tokens, quantiles come from histograms of its steps, with a relative error of at most
-    2^-10 (0.1 %), the column `quantile_error` (0 if exact). `exact` reads the tokens once more for exact quantiles.
+    2^-10 (0.1 %), the column `quantile_error` (0 if exact). `exact` reads the tokens a second time to compute exact
+    quantiles.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
+    its actors.
 
     `like` returns the numbers of a framework under its own names and definitions: `verl`, `trl`, `slime`, `nemo-rl`,
     `prime-rl` or `openrlhf`, one row per step, or the run as one batch. `options` are then the framework's options, the fields
@@ -76,7 +78,9 @@ def stats(
         if exact:
             raise InvalidOption("has no effect on a framework's numbers, which include no quantiles", option="exact")
         if database.ray is not None:
-            raise InvalidOption("has no effect on a framework's numbers, which a single process computes", option="ray")
+            raise InvalidOption(
+                "has no effect on a framework's numbers, which are computed by a single process", option="ray"
+            )
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
@@ -145,8 +149,8 @@ def approximate(rows: Rows) -> list[str]:
     if not error:
         return []
     return [
-        f"p50_abs_d, p95_abs_d and p99_abs_d are within {error:.1%} of the exact ones; {option('exact')} reads the tokens once "
-        "more for exact ones"
+        f"p50_abs_d, p95_abs_d and p99_abs_d are within {error:.1%} of the exact values; {option('exact')} reads the "
+        f"tokens a second time to compute those"
     ]
 
 
@@ -158,7 +162,8 @@ def likeness(
     like: str | None = None,
     **options: Any,
 ) -> list[str]:
-    """Name the framework whose numbers `stats` returns, with notes for these traces; empty without `like`.
+    """Return a text that names the framework whose numbers `stats` returns, with notes for these traces; empty without
+    `like`.
 
     `options` are those of `stats`.
     """

@@ -1,8 +1,8 @@
 """Split the mismatch between trainer and engine into the errors of each, measured against a replay in higher precision.
 
 With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the
-mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is its own
-square minus the common term: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
+mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is
+its mean square minus the common term: share_t = (mean e_t^2 - mean e_t e_r) / mean d^2; the two shares add up to 1.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """Number of resampling units for the intervals: sequences of a step with the same group_id, or one without."""
+    """Number of resampling units for the intervals: the sequences of a step with the same group_id, or a single
+    sequence without one.
+    """
     no_interval: str | None
     """Reason why shares have no interval; None if they have one."""
     num_tokens: int
@@ -88,7 +90,9 @@ class Triangulation(Result):
     not_held: str | None
     """Why the replayed steps did not reproduce the recorded bits, a code of `ReplayedStep`; None if they did or existed."""
     arms: Rows
-    """One row per arm: its mismatch with the rollout when it replaces the trainer, and the share of mean d^2 this removes."""
+    """One row per arm: its mismatch with the rollout if it replaces the trainer, and the share of mean d^2 that this
+    removes.
+    """
 
 
 def triangulate(
@@ -108,8 +112,8 @@ def triangulate(
     Replays the reference (fp64 or fp32) and each arm (`dtype=bf16`, ...) on the given steps, unless the trace already has these
     replays. It compares the tokens that count in the loss and have a finite logprob on both sides and in the reference.
     `weights_from` is the folder of the run's checkpoints, if the trace has no weights of its own; `allow_kernel` lists recorded
-    attention kernels that may be downloaded from the hub and run. `ray` and `gpus_per_arm` distribute the replays, and then
-    measuring the errors, over the actors of a Ray cluster, as in `replay`.
+    attention kernels that may be downloaded from the hub and run. `ray` and `gpus_per_arm` distribute the replays and
+    the measurement of errors over the actors of a Ray cluster, as in `replay`.
 
     Raises CannotReplay, WeightsMissing, NothingToCompare, InvalidOption.
     """
@@ -119,10 +123,10 @@ def triangulate(
     run = RecordedRun(trace, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
-        raise NothingToCompare(f"{trace}: has no rollout logprobs of these steps, so there is no mismatch to split")
+        raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps, so there is no mismatch to split")
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
-        places(open_database([run.store.url]))  # raises before the replays if errors cannot be measured
+        places(open_database([run.store.url]))  # raise before replaying if errors cannot be measured
     with connected(ray):
         replayed = _replay_missing(run, arms, chosen, progress, {"ray": ray, "gpus_per_arm": gpus_per_arm})
         database = open_database([run.store.url], ray=ray)
@@ -187,7 +191,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Count the tokens for which the existing replay as recorded gave other bits."""
+    """Count the tokens for which the existing replay as recorded gave different bits."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
@@ -264,7 +268,7 @@ def _arm(name: str, sums: ErrorSums) -> tuple[Any, ...]:
 
 
 def shares(groups: Mapping[str, np.ndarray], names: Sequence[str]) -> dict[str, tuple[float, Interval | NoInterval]]:
-    """Return column -> its share of the sum of d^2, with its interval; NaN if that sum is 0."""
+    """Return column -> share of the sum of d^2, with its interval; NaN if that sum is 0."""
     columns = {name: groups[name] for name in (*names, GAP)}
     statistics = {name: partial(_share, name) for name in names}
     intervals = bootstrap(statistics, columns, np.arange(len(columns[GAP])), _CONFIDENCE)

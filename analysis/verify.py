@@ -44,11 +44,11 @@ class Verification(Result):
     folders: Rows
     """One row per folder: files read, bytes, files with checksums, and damaged files."""
     damaged: tuple[str, ...]
-    """Damaged or missing files, one sentence each."""
+    """Descriptions of damaged or missing files, one sentence each."""
     ignored: tuple[str, ...]
     """Files that do not belong to the trace, one sentence each."""
     unchecked_writers: tuple[str, ...]
-    """Writers of earlier releases, whose files have no checksums: only readability was checked."""
+    """Writers from earlier releases, whose files have no checksums and were only checked for readability."""
 
     @property
     def is_whole(self) -> bool:
@@ -140,7 +140,8 @@ class _Verifier:
                 f"{', '.join(outdated)}"
             )
         self.ignored += [
-            f"{self.store.shown(relative)}: is outdated or damaged; it is only a copy and will be rewritten with the next sums"
+            f"{self.store.shown(relative)}: is outdated or damaged; the file is only a copy and will be rewritten "
+            f"together with the next sums"
             for relative in passed_over(self.store)
         ]
         for relative, record in self._records.items():
@@ -157,7 +158,7 @@ class _Verifier:
             part.read()
         except TimTraceError as error:
             damage = [str(error), *part.of_parts()]
-        except Exception as error:  # libraries raise anything on damaged bytes
+        except Exception as error:  # libraries raise arbitrary errors on damaged bytes
             damage = [f"{self.store.shown(part.name)}: {first_line(error)}; restore it from a copy", *part.of_parts()]
         added = (1, part.num_bytes, part.is_checked, bool(damage))
         self.counts[part.folder] = [count + more for count, more in zip(self.counts[part.folder], added, strict=True)]
@@ -168,17 +169,17 @@ class _Verifier:
         record = self._records.get(relative)
         try:
             is_checked = file.has_checksums
-        except (DamagedTrace, QueryFailed) as error:  # its footer is only read now
+        except (DamagedTrace, QueryFailed) as error:  # the footer is read only now
             return str(error)
 
         def read() -> None:
             whole = file.verify()
             if record is not None and whole != record.hash:
-                raise ValueError("its content differs from what its writer wrote")
+                raise ValueError("the content differs from what its writer wrote")
             if not is_checked:
                 read_table(pa.BufferReader(self.store.read_bytes(relative)))
             if record is not None and record.steps not in (None, found := _steps(file)):
-                raise ValueError(f"its rows cover steps {found}, but its writer recorded {record.steps}")
+                raise ValueError(f"the rows cover steps {found}, but the writer recorded {record.steps}")
 
         return _Part(folder=folder, name=relative, num_bytes=file.num_bytes, is_checked=is_checked, read=read)
 
@@ -190,7 +191,7 @@ class _Verifier:
             except FileNotFoundError:
                 raise DamagedTrace(f"{self.store.shown(relative)}: is missing; restore the file from a copy") from None
             if not is_of_size or whole_hash(content) != record.hash:
-                raise ValueError("its content differs from what its writer wrote")
+                raise ValueError("the content differs from what its writer wrote")
 
         return _Part(folder=folder, name=relative, num_bytes=record.num_bytes, is_checked=True, read=read)
 
@@ -202,7 +203,7 @@ class _Verifier:
                 yield f"{self.store.shown(relative)}: not a folder of a trace; remove it"
                 continue
             if self.store.exists(f"{relative}/zarr.json") and not is_sealed(self.store, segment):
-                continue  # its journal is read below
+                continue  # the journal is read below
             yield _Part(
                 folder=DENSE, name=relative, num_bytes=self.store.size(relative),
                 is_checked=f"{relative}/zarr.json" in self._records, read=partial(self._group, segment),
@@ -246,7 +247,7 @@ class _Verifier:
         SealedGroup(self.store, segment, sealed_root(self.store, segment)).verify()
 
     def _weights(self) -> Iterator[_Part | str]:
-        """Yield every version of the weights, to be rebuilt and checked against its hashes."""
+        """Yield every version of the weights, which is rebuilt and checked against its hashes."""
         reader = open_weights(self.store)
         if not isinstance(reader, WeightReader):  # checkpoints outside the trace
             return
@@ -265,7 +266,7 @@ class _Verifier:
                 )  # fmt: skip
 
     def _results(self) -> Iterator[_Part]:
-        """Yield the results of `locate`; a result's tables are known once its header is read."""
+        """Yield the results of `locate`; a result's tables are known after its header is read."""
         seen: set[str] = set()
         for result in result_files.result_ids(self.store):
             relative = result_files.header_path(result)

@@ -35,14 +35,16 @@ def weights(
 ) -> Rows:
     """List the versions of the weights: their size, and the share of elements that changed.
 
-    By `version`, a row has the elements and bytes of the weights, the bytes on disk, the share of elements whose bits differ
-    from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates 98% or more stay equal), and a hash of the
-    version's whole history. With `verify` each version is rebuilt and checked against its hashes; the column `verified` is `ok`
-    or describes the damage. By `module`, layers are grouped, and `num_unchanged` counts the versions without changed elements.
+    With `by` version, each row has the elements and bytes of the weights, the bytes on disk, the share of elements
+    whose bits differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates 98% or more stay
+    equal), and a hash of the version's whole history. With `verify` each version is rebuilt and checked against its
+    hashes; the column `verified` is `ok` or describes the damage. With `by` module, layers are grouped, and
+    `num_unchanged` counts the versions without changed elements.
 
-    With `engine`, a row is a tensor of the engine, or by `module` a group of layers: the trainer's version when the engine last
-    started to sample, the version at which it last received the tensor, the latest version whose bits it has, whether they
-    agree, at how many versions they differed, and why: a code of WEIGHT_CAUSES.
+    With `engine`, each row is an engine tensor, or with `by` module a group of layers. It has the trainer's version
+    when the engine last started to sample, the version at which the engine last received the tensor, the latest version
+    whose bits the engine has, whether they agree, the number of versions at which they differed, and why (a code in
+    WEIGHT_CAUSES).
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 
@@ -52,13 +54,15 @@ def weights(
         raise InvalidOption(f"got {by!r}; use version or module", option="by")
     if engine:
         if verify:
-            raise InvalidOption(f"excludes {option('verify')}, which applies to the trainer's weights", option="engine")
+            raise InvalidOption(
+                f"cannot be combined with {option('verify')}, which applies to the trainer's weights", option="engine"
+            )
         return engine_weights(trace, by="module" if by == "module" else "tensor")
     reader = _open(trace, weights_from)
     if isinstance(reader, CheckpointReader):
         if by == "module":
             raise InvalidOption(
-                f"{trace}: its weights are checkpoints, which do not record changes; use {option('by', 'version')}"
+                f"{trace}: the weights are checkpoints, which do not record changes; use {option('by', 'version')}"
             )
         rows = _of_checkpoints(reader)
     else:
@@ -86,7 +90,7 @@ def export(
     tensors = _open(trace, weights_from).load(version)
     model = next((state.model for state in store.writers()[0] if state.model.get("config")), None)
     if model is None:
-        raise WeightsMissing(f"{trace}: has no model config, so its weights cannot be exported")
+        raise WeightsMissing(f"{trace}: has no model config, so the weights cannot be exported")
     tokenizer = {name: store.read_bytes(f"{TOKENIZER}/{name}") for name in store.files(TOKENIZER) if is_tokenizer(name)}
     target = Path(folder)
     own = {name: adapters.exported_config(name, config) for name, config in (model.get("adapters") or {}).items()}

@@ -180,7 +180,7 @@ def _append(path, row):
 def _page(results, wanted):
     """The page of all results, by machine and part."""
     parts = [
-        "# On a GPU\n\nWhat ran on a GPU, and how fast; `make bench-gpu` measures this page and writes it.\n",
+        "# On a GPU\n\nMeasurements on a GPU; `make bench-gpu` measures and writes this page.\n",
         WITHOUT_NETWORK,
     ]
     for machine in dict.fromkeys(row["machine"] for row in results):

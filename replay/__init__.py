@@ -1,1 +1,1 @@
-"""Re-score recorded tokens under other numerics."""
+"""Rescore recorded tokens under different numerics."""

@@ -1,4 +1,4 @@
-"""The description of an arm's option: the single source of its checks, messages, command-line flag and docs."""
+"""The description of an arm's option: the single source for its checks, messages, command-line flag and docs."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Other users of arms: the commands `gradient` and `locate`, and a `--model-factory` model that returns only logits."""
+"""Users of arms other than engines: the commands `gradient` and `locate`, and a `--model-factory` model that returns
+only logits.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clash:
-    """Combination of values of two options that exclude each other."""
+    """Values of two options that cannot be combined."""
 
     other: str
     why: str
     values: tuple[str, ...] = ()
     """Values of this option; empty for all."""
     others: tuple[str, ...] = ()
-    """Values of the other option, up to the colon; empty for all."""
+    """Values of the other option, compared up to the colon; empty for all."""
     engine: str | None = None
     """The engine that has this restriction; None for all."""
 
     def meets(self, value: Any, other: Any) -> bool:
-        """Return True if these two values exclude each other."""
+        """Return True if these two values cannot be combined."""
         words = (str(one).partition(":")[0] for one in (value, other))
         return all(not wanted or word in wanted for word, wanted in zip(words, (self.values, self.others), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmOption:
-    """The values of an option of `Arm`, its users, and the options that it excludes."""
+    """An option of `Arm`: its values, the engines and functions that support it, and the options that it excludes."""
 
     help: str
     users: tuple[str, ...] = (HF, EXACT)
@@ -52,7 +54,7 @@ class ArmOption:
     most: float | None = None
     """Upper bound of a float option, which must be above 0; None for an integer option."""
     label: str | None = None
-    """Prefix of the value in a generated arm name; None for the option's name and a hyphen."""
+    """Prefix of the value in a generated arm name; None means the option's name and a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:
@@ -83,7 +85,7 @@ class ArmOption:
             raise InvalidOption(f"got {value}; use a number above 0{bound}", option=name)
 
     def made_name(self, name: str, value: Any) -> str:
-        """Return the part of a generated arm name that stands for this value."""
+        """Return the part of a generated arm name that represents this value."""
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label
         return label + ("" if value is True else str(value).replace(":", "-"))
 
@@ -94,7 +96,7 @@ def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:
 
 
 def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -> None:
-    """Raise InvalidOption if two options exclude each other."""
+    """Raise InvalidOption if two options cannot be combined."""
     for name, described in options.items():
         for clash in described.clashes if values[name] else ():
             if (
@@ -105,7 +107,8 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
                 fitting = [value for value in options[clash.other].values if not clash.meets(values[name], value)]
                 use = ", ".join([option(clash.other, fitting[0]), *fitting[1:]]) if fitting else ""
                 raise InvalidOption(
-                    f"{'' if values[name] is True else values[name]} does not go with {phrase(clash.other, values[clash.other])}: "
+                    f"{'' if values[name] is True else values[name]} cannot be combined with "
+                    f"{phrase(clash.other, values[clash.other])}: "
                     f"{clash.why}; {f'use {use}' if use else 'drop one of them'}".lstrip(),
                     option=name,
                 )

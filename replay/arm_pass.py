@@ -1,4 +1,4 @@
-"""The pass `replay/<arm>`: reading the scores that a trace already has for an arm, and adding more."""
+"""The pass `replay/<arm>`: read the scores that a trace already has for an arm, and add more."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Arm:
         default=HF, values=ENGINES, users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="",
     )  # fmt: skip
     dtype: str | None = arm_option(
-        "Dtype of weights and activations, without autocast; fp64: of norms, softmax and logits too.",
+        "Dtype of weights and activations, without autocast; fp64 also applies to norms, softmax and logits.",
         values=tuple(DTYPES), users=_ANY, refused={VLLM: ("fp64", "tf32"), EXACT: ("tf32",)}, label="",
     )  # fmt: skip
     quantize: str | None = arm_option(
@@ -67,7 +67,7 @@ class Arm:
         users=_ANY, metavar="N",
         clashes=(
             Clash(other="batch_size", why="both bound a forward"),
-            Clash(other="mode", others=("chunked",), engine=VLLM, why="the chunk is vLLM's bound of tokens"),
+            Clash(other="mode", others=("chunked",), engine=VLLM, why="the chunk size is vLLM's token limit"),
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
@@ -78,12 +78,13 @@ class Arm:
             Clash(values=("packed",), other="mode", others=_CACHED, why="packed rows have no KV cache"),
             Clash(
                 values=("packed",), other="attention",
-                others=tuple(name for name in KERNELS if name not in PACKABLE), why="it cannot keep rows apart",
+                others=tuple(name for name in KERNELS if name not in PACKABLE), why="this attention cannot keep rows "
+                    "apart",
             ),
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "One forward; or the response through the KV cache, 1 or N tokens at a time.",
+        "One forward for the whole sequence, or the response through the KV cache, 1 or N tokens at a time.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
@@ -95,7 +96,7 @@ class Arm:
     compile: bool = arm_option(
         "Run the backbone through torch.compile.", default=False, users=(HF, FACTORY), label="compile",
         clashes=(
-            Clash(other="mode", others=_CACHED, why="only a prefill is compiled"),
+            Clash(other="mode", others=_CACHED, why="only a prefill can be compiled"),
             Clash(other="routing", why="routers inside a compiled backbone cannot be forced"),
         ),
     )  # fmt: skip
@@ -122,7 +123,10 @@ class Arm:
     )  # fmt: skip
     temperature: float | None = arm_option("Divide the logits by T.", users=_ANY, metavar="T", most=inf)
     top_p: float | None = arm_option(
-        "Keep the smallest set of tokens of mass P.", users=(HF, VLLM, LOCATE, FACTORY), metavar="P", most=1
+        "Keep the smallest set of tokens with a total probability of at least P.",
+        users=(HF, VLLM, LOCATE, FACTORY),
+        metavar="P",
+        most=1,
     )
     top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
     routing: str | None = arm_option(
@@ -157,7 +161,7 @@ class Arm:
                 left = ", ".join(described.values_of(self.engine))
                 raise InvalidOption(f"{whose} has no {value}; use {left}", option=name)
             if self.engine == HF:
-                raise InvalidOption(f"is vLLM's; add {option('engine', VLLM)}", option=name)
+                raise InvalidOption(f"is an option of vLLM; add {option('engine', VLLM)}", option=name)
             raise InvalidOption(
                 f"{whose} does not support this option; with {option('engine', self.engine)} use "
                 f"{', '.join(names_for(self.engine))}",
@@ -263,7 +267,7 @@ def check_distinct(names: Sequence[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidOption(
-            f"{', '.join(twice)} is the name of two arms; give each arm its own with name=", option="arm"
+            f"{', '.join(twice)} is the name of two arms; give each arm a different name with name=", option="arm"
         )
 
 

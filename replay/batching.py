@@ -91,7 +91,7 @@ class PackedBatch:
     ends_B: np.ndarray
     """int64: end position of each row, exclusive."""
     num_pads: int = 0
-    """Number of padding tokens after the last row; they are treated as a row of their own."""
+    """Number of padding tokens after the last row; they are treated as a separate row."""
 
     @property
     def width(self) -> int:

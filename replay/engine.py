@@ -1,4 +1,4 @@
-"""`tim-trace replay`: score recorded tokens again under other numerics, and write the result as a pass."""
+"""`tim-trace replay`: score recorded tokens again under different numerics, and write the result as a pass."""
 
 from __future__ import annotations
 
@@ -66,16 +66,17 @@ def replay(
     progress: Progress = no_progress,
     **changes: Any,
 ) -> ReplayedSteps:
-    """Score recorded steps again, under other numerics, and write each arm as a pass replay/<arm>.
+    """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
 
     `changes` define one arm, with the field names of `Arm`; `arm` adds arms (as text, `dtype=fp16,batch-size=1`). The recording itself is always replayed first, as
-    `replay/as-recorded`: the distance of another arm is meaningful only if that reproduces the recorded bits. Steps that
-    an arm already has are skipped; without `force`, an arm that has them all is refused, and so is a name that
-    stands for other changes. One model is in memory at a time; arms share it if they can.
+    `replay/as-recorded`: the distance of another arm is meaningful only if this replay reproduces the recorded bits.
+    Steps that an arm already has are skipped; without `force`, an arm that already has all steps is refused, and so is
+    a name that is already used for other changes. One model is in memory at a time; arms share it if they can.
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt groups,
-    spread over the steps, the same ones every time. A larger sample adds to a smaller one. Forwards with the recorded
-    batches run whole, since other neighbours would change the bits; arms with their own batch shape run only the sample.
+    spread over the steps, the same ones every time. A larger sample extends a smaller one. Arms with the recorded
+    batches run whole forwards, since other neighbours would change the bits; arms with their own batch shape run only
+    the sample.
 
     `model_factory`, as `module:function`, builds a model whose class transformers does not have. `weights_from` is the
     folder of the run's checkpoints, for a trace without weights.
@@ -83,7 +84,8 @@ def replay(
     No code is run because the trace names it: the model must be one of transformers' own classes and the scoring function
     TRL's, or the replay is refused. A recorded attention kernel of the hub (`kernels-community/flash-attn2`) is fetched and
     run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own replace them, with
-    a warning; if the recording does not run at all, the other arms still do. `not_held` is the reason its bits differ.
+    a warning; if the recording cannot be replayed at all, the other arms still run. `not_held` gives the reason if its
+    bits differ.
 
     `dry_run` writes nothing: it scores the first rows under each arm in this process, and returns a `plan` of the remaining
     work and time of each arm.
@@ -96,7 +98,7 @@ def replay(
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
     if dry_run and ray is not None:
-        raise InvalidOption("measures the pace in this process, so it does not go with ray", option="dry_run")
+        raise InvalidOption("measures the pace in this process, so it cannot be combined with ray", option="dry_run")
     gpus = gpus_of_actor(ray, gpus_per_arm)
     device = device_here() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, changes)

@@ -34,7 +34,7 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """torch's name of the dtype that every weight is rounded to; None if each keeps its own."""
+        """torch's name of the dtype that every weight is rounded to; None if each weight keeps its own dtype."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
@@ -61,7 +61,9 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """True if rows run as the recorded prefix tree: always, unless the arm changes their layout."""
+        """True if rows are packed into a prefix tree, as recorded; False if they were not, or if the arm changes the
+        layout.
+        """
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -70,7 +72,7 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """True if rows run end to end as recorded: always, unless the arm changes their layout."""
+        """True if rows are packed end to end, as recorded; False if they were not, or if the arm changes the layout."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -118,7 +120,7 @@ class Numerics:
 
     @property
     def head_in_fp32(self) -> bool:
-        """True if the head projects in float32, whatever the other dtypes."""
+        """True if the head projects in float32, regardless of the other dtypes."""
         return self.arm.lm_head == "fp32" or bool(self.recorded.get("cast_lm_head_to_fp32"))
 
     @property

@@ -146,8 +146,8 @@ class RecordedRun:
                 return state.model, state.tokenizer
         if self.manifest.is_import:
             raise CannotReplay(
-                f"{self.store.url}: was imported from a dump and has no model; attach it: tim-trace weights "
-                f"{shlex.quote(self.store.url)} --attach VERSION DIR, with the folder of the weights that scored"
+                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored it: "
+                f"tim-trace weights {shlex.quote(self.store.url)} --attach VERSION DIR"
             )
         raise CannotReplay(
             f"{self.store.url}: the model was not recorded, so it cannot be rebuilt; record with "
@@ -302,7 +302,7 @@ class RecordedRun:
             is_bare = "policy_version" in lacking and not self.weights.versions
             raise CannotReplay(
                 f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
-                "not recorded, so its forward cannot be rebuilt"
+                "not recorded, so the forward cannot be rebuilt"
                 + ("; attach the weights: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]

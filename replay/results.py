@@ -75,11 +75,13 @@ class ReplayedStep:
     """True if replaying this step as recorded reproduced every bit. Only then are the differences d due to the arm
     alone."""
     not_held: str | None = None
-    """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
-    code of `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
+    """Reason why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run
+    here), a code of `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
     `unexplained`; None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm only, if bits differ: the contract fields that differ, or why the replay was refused."""
+    """For the identity arm only, if bits differ: the contract fields that differ, or the reason why the replay was
+    refused.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,9 @@ SEED = 20_260_000
 STEPS_AT_ONCE = 64
 """Number of steps whose sequences are read at a time while a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1, which offsets each step's places: its multiples modulo 1 are evenly spread over [0, 1),
-whichever steps are chosen."""
+"""Golden ratio minus 1, used to offset each step's places: its multiples modulo 1 are evenly spread over [0, 1),
+whichever steps are chosen.
+"""
 
 
 @dataclass(frozen=True, slots=True)

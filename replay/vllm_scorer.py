@@ -115,7 +115,7 @@ class VllmScorer:
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows` in a step, which are `rows` themselves."""
+        """Return the rows that must run to score `rows` in a step, here `rows` themselves."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
@@ -144,7 +144,7 @@ class VllmScorer:
             "way": self._engine.way,
             "weights_not_compared": sorted(self._engine.not_compared)[:8],
             "temperature": self.numerics.temperature,
-            "linear_layers": "plain, so that weights can be changed" if self.device == "cpu" else "vLLM's own",
+            "linear_layers": "plain, so that weights can be reloaded" if self.device == "cpu" else "vLLM's own",
             "sampling": None,
             "model": {"class": contract["model_class"], "built_in": self.dtype},
             "versions": environment.numeric_versions(),

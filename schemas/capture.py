@@ -27,10 +27,12 @@ class Capture:
             raise InvalidOption(f"got {self.level!r}; use logprobs, topk:K or logits", option="capture")
         if (self.level == "topk") != (self.k is not None) or (self.k is not None and self.k < 1):
             raise InvalidOption(
-                f"got {self.level!r} with k={self.k}; write topk:K with K at least 1, as topk:20", option="capture"
+                f"got {self.level!r} with k={self.k}; write topk:K with K at least 1, e.g. topk:20", option="capture"
             )
         if not 0.0 <= self.fraction <= 1.0:
-            raise InvalidOption(f"got {self.fraction}; use a share between 0 and 1, as 0.05", option="capture_fraction")
+            raise InvalidOption(
+                f"got {self.fraction}; use a share between 0 and 1, e.g. 0.05", option="capture_fraction"
+            )
 
     @classmethod
     def parse(cls, text: str, fraction: float = 1.0) -> Capture:
@@ -41,7 +43,7 @@ class Capture:
         """
         level, _, k = text.partition(":")
         if k and not k.isdecimal():
-            raise InvalidOption(f"got {text!r}; write topk:K with a whole number, as topk:20", option="capture")
+            raise InvalidOption(f"got {text!r}; write topk:K with an integer, e.g. topk:20", option="capture")
         return cls(level=level, k=int(k) if k else None, fraction=fraction)
 
     def __str__(self) -> str:

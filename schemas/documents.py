@@ -51,7 +51,7 @@ def _check(document: Any, content: bytes) -> None:
     if not isinstance(document, dict):
         raise TypeError(f"it is of type {type(document).__name__}")
     if content.count(b"{") + content.count(b"[") <= MAX_DEPTH and b"\\u" not in content:
-        return  # visiting every value takes longer than parsing
+        return  # visiting every value would take longer than parsing
     waiting: list[tuple[int, Any]] = [(1, document)]
     while waiting:
         depth, value = waiting.pop()
@@ -67,7 +67,7 @@ def _check(document: Any, content: bytes) -> None:
 def _integer(text: str) -> int:
     value = int(text)
     if abs(value) > _MAX_INTEGER:
-        raise ValueError("it holds an integer beyond 64 bits")
+        raise ValueError("it contains an integer beyond 64 bits")
     return value
 
 
@@ -79,8 +79,8 @@ def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool
     values = read_object(content, where, what)
     checksum = values.pop(CHECKSUM, None)
     if needs_checksum if checksum is None else checksum != whole_hash(_canonical(values).encode()):
-        lacks = "its checksum is missing" if checksum is None else "its content does not fit its checksum"
-        raise DamagedTrace(f"{where}: {lacks}, so it is not {what} as it was written; restore it from a copy")
+        lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
+        raise DamagedTrace(f"{where}: {lacks}, so it is not {what} as originally written; restore it from a copy")
     return values
 
 

@@ -10,7 +10,8 @@ _PER_SEQUENCE = "one element per sequence of the result, in the order of its JSO
 
 OPERATORS = Table(
     name="operators",
-    doc="One row per (side, operator): the error it introduced over all sequences, against float64 on the same inputs.",
+    doc="One row per (side, operator): the error that the operator introduced over all sequences, compared with "
+    "float64 on the same inputs.",
     columns=(
         Column("side", pa.string(), "the execution, `a` or `b`", null=""),
         Column("forward_order", pa.int64(), "position in the forward; the head is last", null=""),
@@ -62,14 +63,15 @@ OPERATORS = Table(
             "sum over tokens of d times the contribution of its error to d, to first order",
             unit="nats^2",
             alignment=_PER_SEQUENCE,
-            null="not propagated to the logprobs; an element: not for this sequence",
+            null="not propagated to the logprobs; for an element: not propagated for this sequence",
         ),
     ),
 )
 
 PATCHES = Table(
     name="patches",
-    doc="One row per (patch, taker): the mismatch left when some of the taker's operators run the other side's code.",
+    doc="One row per (patch, patched side): the mismatch that remains if some operators of the patched side run the "
+    "other side's code.",
     columns=(
         Column("patch", pa.string(), "the patched operators: one kind, or `all operators`", null=""),
         Column("taker", pa.string(), "the side whose operators were replaced, `a` or `b`", null=""),

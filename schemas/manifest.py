@@ -61,7 +61,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         )
     if version > FORMAT_VERSION:
         raise NewerTrace(
-            f"{where}: trace format {version}, this tim-trace reads up to {FORMAT_VERSION}; "
+            f"{where}: trace format {version} is newer than this tim-trace, which reads up to {FORMAT_VERSION}; "
             "upgrade it with: pip install --upgrade tim-trace"
         )
     values = read_document(content, where, _WHAT, needs_checksum=version >= CHECKED_SINCE)

@@ -31,7 +31,7 @@ def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> 
 def check_pass_name(name: str) -> str:
     """Return `name`; raise InvalidRecord unless it consists of letters, digits and `_.+=-`, with `/` between parts."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, as replay/fp16")
+        raise InvalidRecord(f"pass {name!r}: use letters, digits and _ . + = -, with / between parts, e.g. replay/fp16")
     return name
 
 

@@ -11,7 +11,7 @@ from .errors import NotInstalled
 
 
 class Result:
-    """The result of a command. It displays as the command's text output, both with print and in a notebook."""
+    """The result of a command. It is displayed as the command's text output, both by print and in a notebook."""
 
     __slots__ = ()
 

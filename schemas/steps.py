@@ -8,7 +8,7 @@ from .errors import InvalidOption
 
 ALL_STEPS = "all"
 
-FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or several with commas"
+FORMS = "3, 2:8, 2:8:2, -10: (the last ten), all, or several of these separated by commas"
 
 
 def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int]:

@@ -177,7 +177,7 @@ SEQUENCES_TABLE = Table(
 
 SCORES_TABLE = Table(
     name=SCORES,
-    doc="One row a (pass, step, sequence, iteration): what one pass gave each token of one sequence.",
+    doc="One row per (pass, step, sequence, iteration): the scores of one pass for each token of one sequence.",
     columns=(
         Column(
             "pass",
@@ -266,8 +266,9 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row per (step, tensor): the trainer's tensor when the engine began sampling for the step, and the engine's. "
-    "Digests have 64 bits and are taken in `dtype`; equal bits give equal digests.",
+    doc="One row per (step, tensor): digests of the trainer's tensor at the time when the engine began sampling for "
+    "the step, and of the engine's. Digests have 64 bits and are computed in `dtype`; equal bits give equal "
+    "digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(
@@ -302,7 +303,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             pa.string(),
             "dtype that, applied to the trainer's tensor, yields the engine's; `N values` if each row of the engine's "
             "tensor is the trainer's rounded to at most N distinct values",
-            null="none, or the engine has the trainer's tensor of some step",
+            null="no such dtype, or the engine has the trainer's tensor from some step",
         ),
         _ATTEMPT,
         _WRITER,

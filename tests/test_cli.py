@@ -364,7 +364,7 @@ def test_control_characters_of_the_data_do_not_reach_the_terminal(trace):
     [
         (["stats"], "Missing argument"),
         (["stats", "x", "--by", "moon"], "'moon' is not one of"),
-        (["sql", "x", "SELECT 1", "--json", "--csv"], "exclude each other"),
+        (["sql", "x", "SELECT 1", "--json", "--csv"], "cannot be combined"),
         (["import", "csv", "x", "-o", "y"], "unknown format 'csv'"),
         (["fly"], "No such command 'fly'"),
     ],

@@ -397,7 +397,7 @@ def test_a_framework_s_options_are_on_the_command_line_without_a_change_there(tr
     section = shown.partition("with --like my-toy:")[2].partition("with --like")[0]
     assert re.search(r"--scale S +Multiplies the toy \(1\)\.", section)
     assert re.search(r"--delta C +As TRL's, of the toy\.", section)  # a name that two frameworks have
-    assert re.search(r"--delta C +Largest ratio of the loss\.", shown.partition("with --like trl:")[2])
+    assert re.search(r"--delta C +Maximum ratio in the loss\.", shown.partition("with --like trl:")[2])
     answered = told(trace, "--like", "my-toy", "--scale", "2", "--json")
     assert answered.json()[0]["toy"] == 2 * tim_trace.stats(trace).dicts()[0]["max_abs_d"]
     refused = told(trace, "--like", "my-toy", "--epsilon", "1")

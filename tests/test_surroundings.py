@@ -201,10 +201,10 @@ def test_verify_reads_no_more_than_the_account_says(tmp_path, pattern):
     rest_slow(
         [
             ("1.pt", "slime", b"\x80\x04", "but this machine's memory is"),
-            ("rows.jsonl", "parquet", b"{", "line 1: does not end within"),
+            ("rows.jsonl", "parquet", b"{", "line 1: is longer than"),
             ("rows.json", "parquet", b"[", "but this machine's memory is"),
-            ("completions.jsonl", "ms-swift", b"{", "line 1: does not end within"),
-            ("1.jsonl", "areal", b"{", "line 1: does not end within"),
+            ("completions.jsonl", "ms-swift", b"{", "line 1: is longer than"),
+            ("1.jsonl", "areal", b"{", "line 1: is longer than"),
         ],
         3,
     ),
@@ -227,7 +227,7 @@ def test_a_long_line_is_read_and_one_without_end_is_not(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_bytes(b"{}\n" + b"x" * 101)
     found = read_lines(tmp_path / "rows.jsonl")
     assert next(found) == (1, {})
-    with pytest.raises(ImportFailed, match="line 2: does not end within 100 bytes"):
+    with pytest.raises(ImportFailed, match="line 2: is longer than 100 bytes"):
         next(found)
 
 

@@ -1,4 +1,4 @@
-"""Sequences recorded together, the passes that have scored them, and the sequences' names."""
+"""Sequences recorded together, the passes that have scored them, and their names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batch:
         self.folder = folder
         """Folder of the trace that the sequences were recorded in; None if unknown."""
         self.width_without_mask: int | None = None
-        """Width of the [B, T] batch of responses if it was given without a mask; else None."""
+        """Width of the [B, T] batch of responses if the batch was given without a mask; else None."""
         self.refusal: str | None = None
         """The reason why the batch's sequences were rejected; None if they have not been."""
         self._padding: Padding | None = None
@@ -71,17 +71,17 @@ class Batch:
             )
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Return the response lengths of some rows. Raises InvalidRecord for a batch that was rejected."""
+        """Return the response lengths of the given rows. Raises InvalidRecord for a batch that was rejected."""
         if self._lengths is None:
             raise InvalidRecord(f"step {self.step}: this batch was rejected ({self.refusal or 'not recorded'})")
         return np.asarray(self._lengths[rows])
 
     def whole_lengths(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return the prompt plus response lengths of some rows; None if there are no prompts."""
+        """Return the prompt plus response lengths of the given rows; None if there are no prompts."""
         return None if self._prompt_lengths is None else self._prompt_lengths[rows] + self.lengths(rows)
 
     def padding(self, rows: np.ndarray) -> Padding | None:
-        """Return the padding of some rows; None if the batch came without padding."""
+        """Return the padding of the given rows; None if the batch was not padded."""
         return None if self._padding is None else self._padding.take(rows)
 
     def rows(self, rows: Any) -> np.ndarray:

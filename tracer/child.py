@@ -1,4 +1,6 @@
-"""Run a command transparently: each signal reaches the command exactly once, and it does not outlive this process."""
+"""Run a command transparently: each signal reaches the command exactly once, and the command does not outlive this
+process.
+"""
 
 from __future__ import annotations
 

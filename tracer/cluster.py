@@ -24,11 +24,11 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address that stands for the cluster that this machine belongs to."""
+"""Address that means the cluster to which this machine belongs."""
 LOCAL = "local"
-"""Address that stands for a temporary cluster on this machine, which is stopped after the work."""
+"""Address that means a temporary cluster on this machine, which is stopped after the work."""
 STORE_BYTES = 10**8
-"""Size of a local cluster's object store in bytes; it can be small, since units and results are."""
+"""Size of a local cluster's object store in bytes; it can be small, since units and results are small."""
 CONNECT_S = 10.0
 """Connection timeout, seconds."""
 TRIES = 3
@@ -91,7 +91,7 @@ class _Held:
 
 
 def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
-    """Return an actor's error, with a remedy if the node cannot see or write what the driver can."""
+    """Return an actor's error, with a remedy if the node cannot read or write paths that the driver can."""
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
         remedy = "the trace and the imported files must be at the same path or URL on every node"
     elif not isinstance(error, TimTraceError):
@@ -128,9 +128,10 @@ def run_units(
 def check_address(address: str | None) -> None:
     """Raise InvalidOption if the address is malformed."""
     if address not in (None, LOCAL, AUTO) and not (address and _host_and_port(address)):
-        before = f"; put RUN before {option('ray')}, which takes the word behind it" if speaks_options() else ""
+        before = f"; put RUN before {option('ray')}, which takes the next word as its value" if speaks_options() else ""
         raise InvalidOption(
-            f"got {address!r}; use {AUTO!r} on a node of the cluster, HOST:PORT of its head, or {LOCAL!r} for one on this machine"
+            f"got {address!r}; use {AUTO!r} on a node of the cluster, HOST:PORT of its head node, or {LOCAL!r} for a "
+            f"cluster on this machine"
             f"{before}",
             option="ray",
         )
@@ -162,15 +163,16 @@ def connected(address: str | None) -> Iterator[Any]:
     except (OSError, RuntimeError, ValueError) as error:
         if "ersion mismatch" in str(error):
             raise InvalidOption(
-                f"the cluster at {address!r} has other versions than this process ({_on_one_line(error)}); install the same here",
+                f"the cluster at {address!r} has different versions from this process ({_on_one_line(error)}); install "
+                f"the same versions here",
                 option="ray",
             ) from error
         token = ""
         if isinstance(error, ConnectionError) and "Failed to connect to Ray cluster" in str(error):
-            token = f"set RAY_AUTH_MODE=token where it asks for one (so Ray 2.60 starts them), or use {AUTO!r} on one of its nodes; "
+            token = f"set RAY_AUTH_MODE=token if the cluster requires a token (the default since Ray 2.60), or use {AUTO!r} on one of its nodes; "
         raise InvalidOption(
             f"no cluster answers at {address!r} ({_on_one_line(error)}); {token}start one (ray start --head), or use "
-            f"{LOCAL!r} for one on this machine",
+            f"{LOCAL!r} for a cluster on this machine",
             option="ray",
         ) from error
     try:
@@ -233,7 +235,7 @@ class _Pool:
                 free = self._ray.available_resources().get("CPU", 0.0)
                 warnings.warn(
                     f"no actor has started for {held_up * LOOK_S:g} s: {free:g} CPUs of the cluster are free and one needs "
-                    f"{self._num_cpus:g}; this waits until other jobs end, or stop it and ask without a cluster",
+                    f"{self._num_cpus:g}; waiting until other jobs end; or stop and run the command without a cluster",
                     TimTraceWarning,
                     stacklevel=2,
                 )
@@ -241,7 +243,7 @@ class _Pool:
                 raise ClusterFailed(
                     f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor (the largest: "
                     f"{self._most('CPU'):g} CPUs, {self._most('GPU'):g} GPUs); add a node"
-                    + (f", or ask for less with {option('gpus_per_arm', 'N')}" if self._num_gpus else "")
+                    + (f", or request less with {option('gpus_per_arm', 'N')}" if self._num_gpus else "")
                 )
             for reference in ended:
                 unit, actor = self._running.pop(reference)
@@ -262,8 +264,8 @@ class _Pool:
                         deaths[unit] += 1
                         if deaths[unit] >= TRIES:
                             raise ClusterFailed(
-                                f"{TRIES} actors died of the same unit ({shorten(str(units[unit]), _UNIT_CHARACTERS)}); does a node run "
-                                "out of memory?"
+                                f"{TRIES} actors died while running the same unit "
+                                f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}); did a node run out of memory?"
                             ) from error
                         waiting.appendleft(unit)
                     continue

@@ -52,7 +52,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
             except OSError:
                 put_back(folder)
                 raise
-            if not is_first:  # another process got here first, which can happen without file locks
+            if not is_first:  # another process created the trace first, which can happen without file locks
                 raise TraceExists(f"{path}: another process has just created a trace there; use another folder")
         try:
             yield folder
@@ -66,9 +66,11 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
 
 @contextmanager
 def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """`new_trace` for a trace that is written as a whole: yield a folder to write to, which is moved into place at the end.
+    """Like `new_trace`, for a trace that is written as a whole: yield a folder to write to, which is moved into place
+    at the end.
 
-    The previous content stays untouched until then, however this process ends. Raises as `new_trace`, at either end.
+    The previous content stays untouched until then, however this process ends. Raises the same errors as `new_trace`,
+    at the start or the end.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -88,9 +90,9 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder to write an additional part of a finished trace to; its files are moved into the trace at the end.
 
-    A part counts once its writers' states are in place, which are moved last: however this process ends, the trace holds all of
-    it or none. If this process dies while moving files, the next one that writes here moves the rest. Raises TraceExists if the
-    trace is being written, and StorageError.
+    A part counts once its writers' states are in place, which are moved last: however this process ends, the trace
+    contains all of the part or nothing. If this process dies while moving files, the next one that writes here moves
+    the rest. Raises TraceExists if the trace is being written, and StorageError.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -122,7 +124,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
         remove_unfinished(folder)
     check_no_links(folder)
     store = Store(folder)
-    refuse_live(store, path, "accepts no imports or weights")
+    refuse_live(store, path, "cannot be extended by imports or weights")
     return store.manifest()
 
 
@@ -161,7 +163,9 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
                 not entry.name.startswith(TEMPORARY_PREFIX) and entry.name != MANIFEST for entry in folder.iterdir()
             ):
                 if not (folder / MANIFEST).exists():
-                    raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder")
+                    raise TraceExists(
+                        f"{path}: exists and is not a trace, so it is left unchanged; choose another folder"
+                    )
             else:
                 write_once(folder / MANIFEST, manifest.to_json().encode())
     Store(folder).manifest()
@@ -185,7 +189,9 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
     except NewerTrace:
         pass
     except (OSError, DamagedTrace) as error:
-        raise TraceExists(f"{path}: exists and is not a trace, so it is left alone; name another folder") from error
+        raise TraceExists(
+            f"{path}: exists and is not a trace, so it is left unchanged; choose another folder"
+        ) from error
     if not force:
         raise TraceExists(
             f"{path}: a trace already exists there; use another folder, or replace it with {option('force')}"
@@ -206,8 +212,8 @@ def refuse_live(store: Store, path: str | os.PathLike[str], what: str) -> None:
     for state in store.writers()[0]:
         if liveness(state, store).is_alive:
             raise TraceExists(
-                f"{path}: is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a trace that "
-                f"grows {what}; end that process, or use another folder"
+                f"{path}: is being recorded (process {state.pid} on {state.host or 'an unknown host'}), and a growing "
+                f"trace {what}; end that process, or use another folder"
             )
 
 

@@ -32,7 +32,7 @@ CHUNKS_A_SHARD = 64
 class TopK:
     """The K most probable tokens at each position, in descending order, and the probability mass of all others.
 
-    Neutral: a tail of -inf means that the K tokens hold all the mass.
+    A tail of -inf means that the K tokens hold all the mass.
     """
 
     token_ids: Any
@@ -49,7 +49,8 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The whole distribution of each position, up to a constant per row: logits, or logprobs if that is what the engine returns.
+    """The whole distribution of each position, up to a constant per row: logits, or logprobs if the engine returns only
+    those.
 
     Logits are before temperature and truncation; logprobs are as the engine processed them.
     """
@@ -68,7 +69,8 @@ class Logits:
 class Hidden:
     """The last hidden state of each position, after the final norm: the input of the head.
 
-    `head` in the pass's contract says how to compute logits, with the weights of the score's policy version.
+    `head` in the pass's contract describes how to compute logits from it, with the weights of the score's policy
+    version.
     """
 
     hidden: Any
@@ -154,11 +156,11 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
 
 def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
-    """Read the distributions of one row of scores: array name -> [rows, ...], bfloat16 widened to float32.
+    """Read the distributions for one row of scores: array name -> [rows, ...], bfloat16 widened to float32.
 
     `group` and `start` are the score's columns `dense` and `dense_start`; `rows` is its number of response tokens.
     Arrays: `token_ids`, `logprobs`, `tail_logprob` of a top-K capture, or `logits` (or `logprobs` [rows, V] from an
-    engine that gives no logits), or `hidden`. Raises DamagedTrace if they are missing.
+    engine that returns no logits), or `hidden`. Raises DamagedTrace if they are missing.
     """
     return open_dense(store, group).read(start, rows)
 

@@ -26,7 +26,7 @@ class DenseArray:
     """One array in a Zarr group, with the function that reads its rows."""
 
     dtype: str
-    """What the bits mean: `bfloat16` comes as uint16."""
+    """dtype that the bits represent; `bfloat16` is stored as uint16."""
     width: int
     """Number of elements in a row."""
     bits: Rows
@@ -48,7 +48,9 @@ def open_dense(store: Store, group: str) -> DenseGroup:
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
-        raise InvalidRecord(f"{group!r} is not a Zarr group of a trace; pass the score's column `dense`")
+        raise InvalidRecord(
+            f"{group!r} is not a Zarr group of a trace; give the value of the column `dense` in `scores`"
+        )
     check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would lead outside the trace
     if is_sealed(store, segment):
         return _sealed(store, segment, pass_name)
@@ -134,7 +136,7 @@ class Block:
     group: str
     array: str
     dtype: str
-    """What the bits mean: `bfloat16` comes as uint16."""
+    """dtype that the bits represent; `bfloat16` is stored as uint16."""
     start: int
     values: np.ndarray
 
@@ -167,7 +169,7 @@ def _block(row: Mapping[str, pa.Scalar], segment: Segment) -> Block:
         raise ValueError(f"{group!a}/{array!a} of {typed!a}")
     values = np.frombuffer(row["data"].as_buffer(), storage)
     if start < 0 or min(shape, default=1) < 1 or values.size != num_rows * math.prod(shape):
-        raise ValueError(f"{num_rows:,} rows of {typed!a} from {start:,}, and {values.size:,} values")
+        raise ValueError(f"{num_rows:,} rows of {typed!a} from {start:,}, but {values.size:,} values")
     return Block(group, array, dtype, start, values.reshape(num_rows, *shape))
 
 

@@ -55,7 +55,7 @@ class _Footer(msgspec.Struct, array_like=True):
     """A Parquet footer, raw and parsed."""
 
     num_bytes: int
-    """Of the whole file."""
+    """Size of the whole file, bytes."""
     num_rows: int
     schema: int
     metadata: dict[bytes, bytes]
@@ -66,7 +66,7 @@ class KnownFile(msgspec.Struct, array_like=True):
     """A file whose footer is not in the index."""
 
     num_bytes: int
-    """Of the whole file."""
+    """Size of the whole file, bytes."""
     schema: int
     tail_bytes: int
     """Total size of the footer, its length field and the magic number, bytes."""

@@ -127,9 +127,9 @@ class JournalContent:
     torn_bytes: int = 0
     """Bytes of an incomplete record at the end: the process died while appending, or is appending now."""
     damage: str | None = None
-    """Why reading stopped at the first damaged record; None if all records were read."""
+    """Reason why reading stopped at the first damaged record; None if all records were read."""
     has_begun: bool = True
-    """True if the journal's schema is complete; a writer lists a journal in its state only once it is."""
+    """True if the journal's schema is complete; a writer lists a journal in its state only after that."""
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:

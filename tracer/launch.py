@@ -88,8 +88,8 @@ def record(
     `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
     run saves anyway, to read weights from there instead. `routing` records the experts chosen by the routers of a mixture of
     experts in the `train` pass, for every prompt and response token. `engine_weights` selects the digests of vLLM's weights to
-    record with the trainer's: `given` (tensors sent to vLLM; those it holds are read once, and on a mismatch), `held` (tensors
-    it holds, at every version), or `none`.
+    record with the trainer's: `given` (tensors sent to vLLM; the tensors that vLLM holds are read once, and after a
+    mismatch), `held` (also the tensors that vLLM holds, at every version), or `none`.
 
     `resume` adds to an existing trace at `output`; repeated steps are recorded as another attempt. `force` replaces an existing
     trace once the command has started.
@@ -101,8 +101,9 @@ def record(
     it cannot start, the command runs unrecorded; if it cannot end, a note explains how to finish it.
     `at_end` is called with the recording when the command has ended, before the final upload.
 
-    On several nodes, run this on each with the same `output`. The first node starts the recording; the others
-    (`nodes.later_node`) wait up to `max_wait` seconds to join it, else run unrecorded. The last node to end finishes the trace.
+    On several nodes, run this command on each node with the same `output`. The first node starts the recording; the
+    others (`nodes.later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The last node to
+    end finishes the trace.
 
     Returns when the command has ended, with its exit code; records of processes that died are kept. Raises TraceExists,
     StorageError or InvalidOption before starting the command, leaving existing files unchanged.
@@ -113,7 +114,7 @@ def record(
         )
     if resume and force:
         raise InvalidOption(
-            f"record: {option('resume')} adds to an existing trace and {option('force')} replaces it; choose one"
+            f"record: {option('resume')} adds to an existing trace, {option('force')} replaces it; choose one"
         )
     spec = Capture.parse(capture, capture_fraction)
     if weights not in WEIGHTS_CHOICES:
@@ -249,7 +250,7 @@ def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> s
     """Return the reason why a node other than the first found no recording to join."""
     way = "object storage supports one recording node: use a folder shared by all nodes"
     if "://" not in os.fspath(output):
-        way = f"none was found there in {wait_s:g} s: start every node with the same shared folder"
+        way = f"no recording was found there within {wait_s:g} s; start every node with the same shared folder"
     by_itself = f"; unset {number.partition('=')[0]} if this command records alone" if number[0] != "-" else ""
     return f"{number} means that another node starts the recording to {output}, but {way}{by_itself}"
 
@@ -339,8 +340,8 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
         )
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
         raise TraceExists(
-            f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; resume "
-            "with the same"
+            f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; "
+            f"resume with the same options"
         )
     refuse_live(store, output, "is not added to")
 

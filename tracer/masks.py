@@ -48,11 +48,11 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
     empty = np.flatnonzero(padding.lengths == 0)
     if warn and padding.width and len(empty):
         if len(empty) == len(padding.lengths):
-            raise InvalidRecord(f"{where}, {name}: is 0 everywhere, so no row has a token; give 1 for each token")
+            raise InvalidRecord(f"{where}, {name}: contains only 0, so no row has a token; give 1 for each token")
         warn(
             f"{name} of empty rows",
-            f"{where}, {name}: is 0 in all of row {empty[0]} ({len(empty)} of {len(padding.lengths)} rows), which is "
-            "recorded without tokens; to exclude tokens from the loss, use response_mask",
+            f"{where}, {name}: row {empty[0]} contains only 0 ({len(empty)} of {len(padding.lengths)} rows do), so it "
+            f"is recorded without tokens; to exclude tokens from the loss, use response_mask",
         )
     return padding
 
@@ -60,8 +60,8 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     """Return a sentence on cells in a [B, T] batch that look like padding; None if there are none.
 
-    Rows look padded if they begin or end in repeats of one token, the same in all of them, and some row does not. It may
-    also be a model that repeats itself, so this is a warning and not an error.
+    Rows look padded if they begin or end in repeats of one token, the same in all of them, and some row does not. The
+    model may also repeat itself, so this is a warning and not an error.
     """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
@@ -76,9 +76,9 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
         longest = int(run_B[padded].max())
         if padded.mean() >= MIN_SHARE and longest >= MIN_LONGEST_RUN:
             return (
-                f"{what}: {padded.sum()} of {len(cells)} rows {side} in up to {longest} repeats of token {token}, which "
-                f"looks like padding, and without {mask_name} every cell is recorded as a token; give that mask, or "
-                "lists without padding"
+                f"{what}: {padded.sum()} of {len(cells)} rows {side} with up to {longest} repeats of token {token}, "
+                f"which looks like padding; without {mask_name}, every cell is recorded as a token. Give that mask, or "
+                f"lists without padding"
             )
     return None
 

@@ -60,8 +60,8 @@ def running_launchers(
     """Wait up to `wait_s` for `tim-trace record` processes that record to a folder; return the running ones.
 
     A process counts as running if it is visible from here, or if it sent a heartbeat after the first check, because a
-    process killed on another machine looks alive at first. With `beside` only those processes are watched, until any
-    is found running; one that closes normally also counts.
+    process killed on another machine looks alive at first. With `beside`, only those processes are watched, until one
+    is found running; a process that closes normally also counts.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:

@@ -111,8 +111,8 @@ class Recorder:
         time, in seconds, that a call waits for a file system that does not respond; then recording stops and training
         continues.
 
-        Raises TraceExists if the path holds something that this run did not start, without `force` or `resume`, and if
-        another process records this rank; StorageStalled if the file system does not respond.
+        Raises TraceExists if, without `force` or `resume`, the path contains anything that this run did not start, or
+        if another process records this rank; StorageStalled if the file system does not respond.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -202,7 +202,9 @@ class Recorder:
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: which sequences' distributions to capture. Deterministic across processes and runs."""
+        """Return [B] bool: which sequences' distributions to capture. The choice is the same in all processes and
+        runs.
+        """
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -282,11 +284,13 @@ class Recorder:
         given["response_ids"] = local_part(response_ids, f"step {step}, response_ids")
         rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
-            raise InvalidRecord(f"step {step}, response_ids: holds no sequence; skip the call if a step has none")
+            raise InvalidRecord(
+                f"step {step}, response_ids: has no sequences; skip the call for a step without sequences"
+            )
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
-                f"step {step}, rewards: got {shown(rewards)}; give a dict of a reward function's name -> its values [B], "
-                "or give their sum as reward="
+                f"step {step}, rewards: got {shown(rewards)}; give a dict of reward function name -> values [B], or "
+                f"give their sum as reward="
             )
         given["rewards"] = None if rewards is None else list(rewards.values())
         given["advantage" if is_per_token(advantage) else "advantages"] = None
@@ -351,8 +355,8 @@ class Recorder:
         response tokens concatenated.
 
         `routing` holds the router choices of a mixture of experts, Routing(expert_ids=[N, L, S], expert_weights=
-        [N, L, S]): all rows concatenated without padding, each with its prompt tokens and then its response tokens; S
-        in the order of the model's slots, L in the order of the contract's `moe_layers`.
+        [N, L, S]): all rows concatenated without padding, each with its prompt tokens followed by its response tokens;
+        S is in the order of the model's slots, L in the order of the contract's `moe_layers`.
 
         Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
         """
@@ -423,8 +427,9 @@ class Recorder:
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         """Save the weights of a policy version, bit for bit: a state_dict after `version` optimizer updates.
 
-        Tensors may be on any device, and may be DTensors, of which each process saves its part. They may change once
-        this returns; it waits while the previous version is still being written. Each version is saved once.
+        Tensors may be on any device, and may be DTensors, of which each process saves its part. The tensors may change
+        once this call returns, which waits while the previous version is still being written. Each version is saved
+        once.
 
         Raises InvalidRecord for a dtype that cannot be kept.
         """
@@ -704,7 +709,7 @@ _BACK = "steps must not decrease; open a new recorder for a resumed run"
 def _unmasked(batch: Batch) -> str:
     return (
         f"response_ids were {batch.width_without_mask} wide without response_attention_mask, so every cell counts as a "
-        "token; give add_sequences that mask, or lists without padding"
+        f"token; pass that mask to add_sequences, or lists without padding"
     )
 
 
@@ -719,7 +724,8 @@ def _refuse_taken(folder: Path, path: Any) -> None:
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):
         raise TraceExists(
-            f"{path}: holds a finished trace (its writer of rank {rank} is closed); name another folder, replace it with "
+            f"{path}: contains a finished trace (the writer for rank {rank} is closed); choose another folder, replace "
+            f"it with "
             "force=True, or continue it with resume=True"
         )
     for state in of_rank:
@@ -728,6 +734,6 @@ def _refuse_taken(folder: Path, path: Any) -> None:
             continue
         who = f"{path}: process {state.pid} on {state.host} records rank {rank} of this trace"
         if found.how == PROCESS:
-            raise TraceExists(f"{who}; give each process its own RANK, name another folder, or end that process")
+            raise TraceExists(f"{who}; give each process its own RANK, choose another folder, or end that process")
         sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago; this process records as a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

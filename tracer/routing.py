@@ -192,7 +192,7 @@ def joined(parts: Sequence[Routing]) -> Routing | None:
 
 
 def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless a routing has this many tokens and both its arrays fit."""
+    """Raise InvalidRecord unless a routing has this many tokens and both of its arrays have matching shapes."""
     ids, weights = np.asarray(routing.expert_ids), routing.expert_weights
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
         raise InvalidRecord(

@@ -30,7 +30,7 @@ def step_number(value: Any, what: str = "step") -> int:
     """
     whole = value.item() if _is_array(value) and value.shape == () else value
     if not isinstance(whole, Integral) or isinstance(whole, (bool, np.bool_)) or not 0 <= int(whole) <= _INT64_MAX:
-        raise InvalidRecord(f"{what}: got {shown(value)}; give an integer from 0 on")
+        raise InvalidRecord(f"{what}: got {shown(value)}; give a non-negative integer")
     return int(whole)
 
 

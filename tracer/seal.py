@@ -110,7 +110,7 @@ def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
 
 
 def row_group_bounds(lengths: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows with at most `limit` tokens each; a row with more tokens gets a range of its own.
+    """Yield ranges of rows with at most `limit` tokens each; a row with more tokens gets its own range.
 
     >>> import numpy as np
     >>> list(row_group_bounds(np.array([4, 4, 4, 9, 1]), limit=8))

@@ -169,7 +169,8 @@ def _look(snapshot: Snapshot) -> None:
     for folder in FOLDERS:
         if (real := store.link_out(folder)) is not None:
             snapshot.damaged.append(
-                f"{store.shown(folder)}: is a link that leads out of the trace, to {real}; it is not followed: put a copy in its place"
+                f"{store.shown(folder)}: is a link that leads out of the trace, to {real}, and is not followed; "
+                f"replace it with a copy"
             )
     snapshot.writers, damaged = store.writers(snapshot.manifest, snapshot.index.state)
     snapshot.damaged += damaged
@@ -346,7 +347,7 @@ def _check_footer(
     if record is not None and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer is damaged; {_RESTORE}")
     if is_checked and record is None and footer.identity is None:
-        raise DamagedTrace(f"{where}: listed in no writer's state; remove it")
+        raise DamagedTrace(f"{where}: not listed in any writer's state; remove it")
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
@@ -394,7 +395,9 @@ def _journal_rows(
     snapshot.torn_bytes += content.torn_bytes
     completed = [TABLE_SPECS[table].completed(batch) for batch in content.batches]
     if None in completed:
-        snapshot.damaged.append(f"{where}: holds records of another schema, which are ignored; remove the file")
+        snapshot.damaged.append(
+            f"{where}: contains records with a different schema, which are ignored; remove the file"
+        )
     if content.damage is not None:
         snapshot.damaged.append(f"{where}: {content.damage}; everything after it is excluded from results, {_RESTORE}")
     found = snapshot.liveness.get(segment.writer)
@@ -431,7 +434,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: listed in no writer's state; ignored, remove it"
+                f"{store.shown(f'{PASSES}/{name}')}: not listed in any writer's state; ignored, remove it"
             )
 
 
@@ -464,12 +467,12 @@ def _find_missing(snapshot: Snapshot) -> None:
                 snapshot._suspects.add(state.writer)
                 if found is not None and found[1] in TABLES and (since := found[0].parquet(found[1])) in there:
                     snapshot.damaged.append(
-                        f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer sealed later, "
-                        "and whose rows are excluded from results; restore it from a copy"
+                        f"{store.shown(f'{WRITERS}/{state.writer}.json')}: is older than {since}, which its writer "
+                        f"sealed later; the rows in that file are excluded from results; restore the state from a copy"
                     )
                     continue
                 snapshot.damaged.append(
-                    f"{store.shown(journal)}: is missing, with rows that were not sealed yet; {_RESTORE}"
+                    f"{store.shown(journal)}: is missing, together with rows that were not sealed yet; {_RESTORE}"
                 )
 
 

@@ -53,7 +53,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
             filesystem.retries = _S3_TRIES
     except OSError as error:
         raise of_system(error, url) from error
-    except Exception as error:  # whatever a file system's library raises
+    except Exception as error:  # file system libraries raise arbitrary errors
         raise StorageError(
             f"{url}: unsupported file system ({first_line(error)}); use a folder, or a URL such as s3://bucket/run"
         ) from error
@@ -78,7 +78,7 @@ class _Reached:
                 return found(*arguments, **options)
             except (FileNotFoundError, NotADirectoryError, NotImplementedError):
                 raise
-            except Exception as error:  # whatever a file system's library raises
+            except Exception as error:  # file system libraries raise arbitrary errors
                 raise StorageError(
                     f"{self._url}: cannot be reached ({first_line(error)}); check the URL and your access"
                 ) from error
@@ -163,8 +163,8 @@ class Store:
             raise DamagedTrace(f"{self.shown(relative)}: not a valid file name; is the trace damaged?")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(
-                f"{self.shown(relative)}: is a link that leads out of the trace, to {real}; it is not followed: put a "
-                "copy in its place"
+                f"{self.shown(relative)}: is a link that leads out of the trace, to {real}, and is not followed; "
+                f"replace it with a copy"
             )
         return path
 
@@ -361,8 +361,9 @@ class Store:
                 ) from error
             if aside := self.aside():
                 raise TraceNotFound(
-                    f"{self.url}: a process died while replacing the trace here; no data is lost: the next `tim-trace "
-                    f"record` or `import` to this folder puts it back, or: mv {shlex.quote(self.shown(aside[-1]))}/* "
+                    f"{self.url}: a process died while replacing the trace here; no data is lost. The next `tim-trace "
+                    f"record` or `import` to this folder restores it, or run: mv "
+                    f"{shlex.quote(self.shown(aside[-1]))}/* "
                     f"{shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
@@ -478,8 +479,8 @@ class Store:
             raise DamagedTrace(f"{where}: is the state of writer {state.writer!r} under another name; remove it")
         if state.run_id not in (None, manifest.run_id):
             raise DamagedTrace(
-                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore from a copy "
-                "the file that belongs to another trace"
+                f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore "
+                f"the wrong one of the two files from a copy"
             )
 
 

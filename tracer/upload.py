@@ -1,4 +1,6 @@
-"""Upload a local trace to object storage: each file once, then the writers' states that list it, the manifest last."""
+"""Upload a local trace to object storage: every file once, then the writers' states that list them, and finally the
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ class Upload:
                     filesystem.pipe_file(target, content)
                 self.num_bytes += 1  # an empty file is progress too
                 return
-            except Exception as error:  # whatever a file system's library raises
+            except Exception as error:  # file system libraries raise arbitrary errors
                 if content is None and not (self.folder / path).exists():  # merged or removed since it was listed
                     return
                 if attempt == tries:

@@ -94,7 +94,8 @@ class VerifiedFile:
 
     def _gone(self) -> QueryFailed:
         return QueryFailed(
-            f"{self.store.shown(self.relative)}: disappeared while reading: it was merged or removed; try again"
+            f"{self.store.shown(self.relative)}: disappeared while being read, because it was merged or removed; try "
+            f"again"
         )
 
     @property

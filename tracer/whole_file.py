@@ -40,7 +40,7 @@ def write_once(path: Path, content: bytes) -> bool:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # no hard links: if several write the same file, the last one wins
+    except OSError:  # without hard links: if several processes write the same file, the last one wins
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -89,7 +89,7 @@ def check_there(folder: Path) -> None:
 
 
 def check_inside(folder: Path, relative: str) -> None:
-    """Raise StorageError if a folder on the path to a trace's file is a link, which leads elsewhere."""
+    """Raise StorageError if a folder on the path to a trace's file is a symbolic link."""
     place = folder
     for name in Path(relative).parent.parts:
         place = place / name
@@ -98,7 +98,7 @@ def check_inside(folder: Path, relative: str) -> None:
 
 
 def check_no_links(folder: Path) -> None:
-    """Raise StorageError if any folder of a trace is a link."""
+    """Raise StorageError if any folder of a trace is a symbolic link."""
     for base, names, _ in os.walk(folder):
         for name in names:
             if os.path.islink(os.path.join(base, name)):

@@ -162,7 +162,7 @@ class TraceWriter:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         sentence = f"tim-trace: not recorded from here on: {part} ({reason}); everything else continues"
         print(sentence, file=sys.stderr, flush=True)
-        self.note(f"{part} after an error ({reason})")
+        self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
         """Record a note that something is not recorded."""
@@ -298,7 +298,7 @@ class TraceWriter:
     def _is_whole(self) -> bool:
         if self.state.state != FAILED:
             return True
-        _say(f"process {self.state.pid} has recorded nothing since its recording stopped: {self.state.error}")
+        _say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
         return False
 
     @property

@@ -28,9 +28,11 @@ Figure = tuple[np.ndarray, Array]
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics without a series, computed from tokens."""
 NOT_FINITE = "num_not_finite"
-"""Name of the figure that counts, per step, the counted tokens with a NaN or infinite logprob in either pass."""
+"""Name of the figure that holds, per step, the number of tokens in the loss with a NaN or infinite logprob in either
+pass.
+"""
 _LARGEST = 700.0
-"""Largest |d| for which exp(|d|) still fits a double, with some margin."""
+"""Largest |d| for which exp(|d|) fits a double, with some margin."""
 
 
 def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Figure]:
@@ -78,7 +80,9 @@ def is_of_pair(name: str) -> bool:
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read one of FIGURES for the open run; None if the trace has no value. A recorded NaN or infinity is a NaN."""
+    """Read one of FIGURES for the open run; None if the trace has no value. A recorded NaN or infinity is returned as
+    NaN.
+    """
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)

@@ -241,7 +241,7 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
         steps, counts = of_tokens[NOT_FINITE]
         alarm = Alarm(
             who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
-            definition="tokens that count and have a NaN or infinite logprob in either pass",
+            definition="tokens in the loss with a NaN or infinite logprob in either pass",
             summary="the figures of the mismatch exclude these tokens", source="logprobs", of_mismatch=True,
         )  # fmt: skip
         yield _reading(alarm, steps, counts > 0, counts)

@@ -26,7 +26,7 @@ class Repeats:
         self._steps: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def keep(self, database: Database, run: str, steps: Sequence[int]) -> None:
-        """Read the responses of some steps, replacing what was read for these steps before."""
+        """Read the responses of the given steps, replacing earlier data for these steps."""
         rows = database.connection.execute(_ROWS, {"run": run}).fetchnumpy()
         step = np.asarray(rows["step"])
         reward = np.asarray(np.ma.filled(rows["reward"].astype(np.float64), np.nan))

@@ -150,7 +150,7 @@ def _attribution(
 
 
 def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
-    """Return the series that are NaN or infinite to the end of the run, earliest first."""
+    """Return the series that are NaN or infinite until the end of the run, earliest first."""
     since = {name: facts.series[name].not_finite_since for name in _NUMBERS if name in facts.series}
     found = [NotFinite(series=name, step=step) for name, step in since.items() if step is not None]
     return tuple(sorted(found, key=lambda each: each.step))

@@ -38,7 +38,7 @@ class SeriesOnset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
-    """A series that is NaN or infinite to the end of the run."""
+    """A series that is NaN or infinite until the end of the run."""
 
     series: str
     step: int

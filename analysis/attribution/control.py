@@ -134,7 +134,7 @@ def _of_divergence(
 
 
 def _lasts(facts: Facts, step: int) -> bool:
-    """Return True if the mismatch found at a step persists some updates later."""
+    """Return True if the mismatch found at a step is still present some updates later."""
     values = facts.values("mean_abs_d")
     at = int(np.searchsorted(facts.steps, step))
     later = values[at + _UPDATED : at + _UPDATED + _LATER]

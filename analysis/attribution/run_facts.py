@@ -72,9 +72,9 @@ _FEWEST_STEPS = 3
 _ONE_TOKEN = 0.5
 """Difference above which two token counts are unequal; counts are integers stored as floats."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
-"""Number of steps before and after a drop in which rewards are related to response length."""
+"""Number of steps before and after a drop over which rewards are compared with response length."""
 _FEWEST_TELLING = 5
-"""Minimum number of usable steps, before and after a drop, to relate rewards to response length."""
+"""Minimum number of usable steps, before and after a drop, to compare rewards with response length."""
 _ENOUGH = 20
 """Minimum number of steps before a drop for only the first half of them to represent the healthy run."""
 
@@ -122,7 +122,7 @@ class Facts:
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Abrupt, permanent and certain changes in inputs long before the drop, only the latest change per series.
+        """Abrupt, permanent and certain changes in inputs long before the drop; only the latest change per series.
 
         A changed reward or changed prompts may take many updates to show.
         """
@@ -425,7 +425,9 @@ class Facts:
 
     @cached_property
     def drop(self) -> Drop | None:
-        """The steepest fall of the reward near the onset; None if the mismatch is large, which alone may cause a steep fall."""
+        """The steepest drop of the reward near the onset; None if the mismatch is large, which alone may cause a steep
+        drop.
+        """
         is_far = self.mismatch is not None and self.mismatch.size > t.LARGE_MISMATCH
         return None if is_far else read_drop(self.series, self.rollouts, self.fall)
 

@@ -24,14 +24,14 @@ _SHOWN = 0.02
 EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "any": {
         "prior": "prior, before any evidence",
-        "control_differs_and_did_not_fall": "the baseline differs in this and did not collapse",
-        "control_is_alike": "the baseline differs only in something else",
-        "control_differs_and_fell": "the baseline differs in this and collapsed too",
+        "control_differs_and_did_not_fall": "the baseline run differs in this and did not collapse",
+        "control_is_alike": "the baseline run differs only in something else",
+        "control_differs_and_fell": "the baseline run differs in this and collapsed too",
         "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
         "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
         "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
-        "rewards_not_the_controls": "from step {step} on, {share:.0%} of {num_responses:,} responses that the baseline also sampled get a different reward, the "
-        "same one each time",
+        "rewards_not_the_controls": "from step {step} on, {share:.0%} of {num_responses:,} responses that the baseline "
+        "also sampled consistently get a different reward",
         "policies_apart": "from step {step} on, sampled tokens are {apart:.2g} nats per token less likely under the trainer than under the engine: the "
         "recorded reward belongs to another policy",
         "entropy_parts_first": "from the first update that differs, entropy is higher than the baseline's, as with an entropy bonus",
@@ -59,7 +59,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "update_is_equal": "the update of step {step} has the baseline's gradient norm and size, yet gives different weights",
         "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from it",
         "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to it",
-        "weights_jump": "the update of step {step} gives weights {apart:.2g} nats per token away from the baseline's: too far for a loss term",
+        "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by "
+        "{apart:.2g} nats per token: too much for a loss term",
         "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than the baseline's",
         "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
     },
@@ -73,22 +74,24 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), after the drop began: it follows the drop",
         "not_sampled_so": "since the drop, tokens have -logprob {surprisal:.2g} nats where the entropy is {entropy:.2g} ({ratio_since:.2g} times as "
         "much, {ratio_before:.2g} before): they are not sampled from the logprobs the engine returns",
-        "engine_disagrees": "since the mismatch began, the engine gives {share:.0%} of equal openings in one step two different logprobs and the trainer "
-        "one: the engine's computation is noisy",
-        "trainer_disagrees": "since the mismatch began, the trainer gives {share:.0%} of equal openings in one step two different logprobs and the engine "
-        "one: the trainer's scoring is noisy, as with dropout",
+        "engine_disagrees": "since the mismatch began, the engine gives {share:.0%} of identical prefixes within a "
+        "step two different logprobs and the trainer only one: the engine's computation is noisy",
+        "trainer_disagrees": "since the mismatch began, the trainer gives {share:.0%} of identical prefixes within a "
+        "step two different logprobs and the engine only one: the trainer's scoring is noisy, as with dropout",
         "trainer_moves_first": "where the mismatch jumps, the engine samples as before and the trainer's scores change: the trainer's weights changed "
         "abruptly",
         "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
         "check_passes": "check finds {finding_title}",
         "check_fails": "check finds: {finding_title}",
-        "explained_by_stale_weights": "the engine's logprobs of repeated openings match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
-        "mismatch remains, {num_openings:,} openings): staleness",
+        "explained_by_stale_weights": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
+        "mismatch remains, {num_openings:,} prefixes): staleness",
         "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins with the first updates: staleness",
-        "explained_by_earlier_weights": "the engine has earlier weights of the trainer",
-        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise the same logprobs while the trainer's "
+        "explained_by_earlier_weights": "the engine has earlier trainer weights",
+        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes bitwise "
+        "identical logprobs while the trainer's "
         "change: it gets no new weights, which is staleness",
-        "explained_by_steady_size": "the mismatch begins with the first updates and then keeps its size, as with weights that lag behind: staleness",
+        "explained_by_steady_size": "the mismatch appears with the first updates and then stays constant, as with "
+        "lagging weights: staleness",
     },
     "data": {
         "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its "
@@ -136,40 +139,42 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "staleness": {
         "declared_fresh": "the recorded policy versions say at every step that the sampling weights were the scoring weights",
-        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated openings bitwise the same logprobs as some steps earlier, "
-        "the trainer {trainer_share:.0%}: the engine gets no new weights",
+        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes the same "
+        "logprobs, bit for bit, as at earlier steps, and the trainer {trainer_share:.0%}: the engine gets no new "
+        "weights",
         "declared_fresh_and_still": "the recorded policy versions say at every step that the sampling weights were the scoring weights, but the engine's "
         "logprobs contradict them",
         "no_declared_lag": "the recorded policy versions show no lag between sampling and scoring weights",
         "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
         "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is "
         "{mean_abs_d:.2g} nats",
-        "ordinary_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them, as before the drop: the run learned "
-        "with this lag",
+        "ordinary_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them, the "
+        "same as before the drop: the run learned despite this lag",
         "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: "
         "the lag did not cause it",
-        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's of step "
-        "{version}: the engine kept those weights",
-        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs of {num_agreeing:,} openings are the trainer's from {version} "
-        "steps earlier",
-        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs of {num_openings:,} openings are the trainer's of some "
-        "earlier step; {by_chance:,} would be by chance",
-        "stale_weights_match": "the engine's logprobs of repeated openings match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
-        "mismatch remains, {num_openings:,} openings)",
-        "stale_weights_excluded": "the engine's logprobs of repeated openings match the trainer's at no step up to {max_distance} earlier (at best "
+        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} "
+        "prefixes equal the trainer's at step {version}: the engine kept those weights",
+        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs for "
+        "{num_agreeing:,} prefixes equal the trainer's from {version} steps earlier",
+        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs for "
+        "{num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
+        "stale_weights_match": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
+        "mismatch remains, {num_openings:,} prefixes)",
+        "stale_weights_excluded": "the engine's logprobs of repeated prefixes match the trainer's at no step up to {max_distance} earlier (at best "
         "{left_share:.0%} of the mismatch remains): the weights are not stale",
-        "engine_moves_on": "the engine gives {num_openings:,} repeated openings different logprobs at each step: it gets new weights",
+        "engine_moves_on": "the engine gives {num_openings:,} repeated prefixes different logprobs at each step: it gets new weights",
         "mismatch_at_first_step": "the mismatch exists at the first recorded step",
         "mismatch_at_first_step_without_lag": "the mismatch exists at the first recorded step, where weights cannot be stale unless the run was resumed",
-        "mismatch_steady": "the mismatch begins with the first updates and then keeps its size, as with weights that lag a few updates behind",
-        "mismatch_steady_and_check": "the mismatch begins with the first updates and then keeps its size (check finds stale weights), as with weights that lag a "
-        "few updates behind",
+        "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that "
+        "lag a few updates behind",
+        "mismatch_steady_and_check": "the mismatch appears with the first updates and then stays constant (check finds "
+        "stale weights), as with weights that lag a few updates behind",
     },
     "optimizer": {
         "learning_rate_spike_before_fall": "the learning rate is {factor:.3g} times its median from step {step} on, before the drop begins",
         "learning_rate_spike_at_fall": "the learning rate is {factor:.3g} times its median from step {step} on, where the drop begins",
         "learning_rate_spike_after_fall": "the learning rate is {factor:.3g} times its median from step {step} on, after the drop began",
-        "update_size": "an update changes the weights by {update_to_weight:.2g} of their size",
+        "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
         "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
         "update_bursts": "up to then, {num_updates} updates are more than {burst_factor:g} times as large as the median update, up to "
         "{max_factor:.3g} times",
@@ -178,14 +183,16 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "grad_norm_grows_after_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, after the drop began",
     },
     "reward": {
-        "rewards_deterministic": "the reward depends only on the response: {unequal_share:.1%} of {num_pairs:,} repeated responses get two different rewards",
-        "rewards_disagree_in_step": "since the drop, {share:.0%} of equal responses within a step get two different rewards ({before_share:.1%} before): the "
-        "reward depends on more than the response",
-        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward since, and equal responses of "
+        "rewards_deterministic": "the reward depends only on the response: of {num_pairs:,} pairs of identical "
+        "responses, {unequal_share:.1%} have different rewards",
+        "rewards_disagree_in_step": "since the drop, {share:.0%} of the pairs of identical responses within a step "
+        "have different rewards ({before_share:.1%} before): the reward depends on more than the response",
+        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward since, and identical responses of "
         "one step get equal rewards: the reward rule changed",
-        "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} repeated responses to the same prompt get two different rewards, {mean_difference:.2g} "
-        "apart",
-        "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, about as many as before the drop",
+        "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have "
+        "different rewards, {mean_difference:.2g} apart on average",
+        "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards, about as many as before the drop",
         "likelier_earn_less": "where the drop begins, likelier answers earn less in {negative_share:.0%} of the groups (mean correlation "
         "{correlation:.2f}), as if the reward were inverted",
         "likelier_earn_no_more": "where the drop begins, likelier answers do not earn more (correlation {correlation:.2f} within groups), as if the reward "
@@ -207,40 +214,44 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     },
     "pairing": {
         "rewards_sorted": "in {share:.0%} of the groups since the drop the rewards are sorted ({before_share:.0%} before)",
-        "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with each "
-        "step's rewards reversed",
-        "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with each "
-        "group's rewards reversed",
-        "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with all "
-        "groups' first members before all second ones: rows and columns are swapped",
-        "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} if rewards "
-        "are read group by group instead of member by member: rows and columns are swapped",
-        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with the "
-        "reward of the neighbour in its group",
-        "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with the two "
-        "halves of each step swapped",
-        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with the "
-        "rewards of the next step: rewards are recorded one step late",
-        "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} with rewards "
-        "shifted by {shift} rows within the step",
+        "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; "
+        "with each step's rewards reversed, only {unequal_shifted_share:.0%} do",
+        "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have "
+        "different rewards; with each group's rewards reversed, only {unequal_shifted_share:.0%} do",
+        "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with all groups' first members before all second ones, only {unequal_shifted_share:.0%} do: rows and "
+        "columns are swapped",
+        "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; if rewards are read group by group instead of member by member, only {unequal_shifted_share:.0%} do: "
+        "rows and columns are swapped",
+        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with the reward of the neighbour in its group, only {unequal_shifted_share:.0%} do",
+        "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; "
+        "with the two halves of each step swapped, only {unequal_shifted_share:.0%} do",
+        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with the rewards of the next step, only {unequal_shifted_share:.0%} do: rewards are recorded one "
+        "step late",
+        "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; with rewards shifted by {shift} rows within the step, only {unequal_shifted_share:.0%} do",
         "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are "
-        "missing from their steps ({by_chance:.0f} would be by chance): the rewards are in the wrong rows",
+        "missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
         "rewards_move_rows": "from step {step} on, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, "
         "{mean_before:.3g} before): they are in the wrong rows",
         "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses seen earlier under the prompt {shift:+d} places away have the reward they earned "
         "there ({chance_share:.0%} by chance): they are graded against the wrong prompt",
-        "rewards_in_their_rows": "{num_pairs:,} repeated responses get the same reward each time ({unequal_share:.1%} differ)",
+        "rewards_in_their_rows": "of {num_pairs:,} pairs of identical responses, only {unequal_share:.1%} have "
+        "different rewards",
         "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
-        "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} repeated responses get two different rewards, {unequal_shifted_share:.0%} if rewards "
-        "are ordered by when responses of that length finish",
+        "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
+        "rewards; if rewards are ordered by when responses of that length finish, only {unequal_shifted_share:.0%} do",
         "logprobs_of_other_rows": "from step {step} on, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of "
         "them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the "
         "wrong rows",
-        "logprobs_in_other_rows": "check finds logprobs of the two passes in each other's rows",
+        "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     },
     "entropy": {
-        "entropy_impossible": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: more than any vocabulary "
-        "allows, so the weights are broken or are not the ones that sampled",
+        "entropy_impossible": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at "
+        "the end: more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
         "entropy_climbs": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it grows from before the "
         "drop to the end, as with an entropy bonus",
         "entropy_rose_before_fall": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it rose before the drop",
@@ -292,30 +303,32 @@ UNITS: Mapping[str, str] = {
 
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
-    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, the others stop where the baseline's "
-    "continue",
+    "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the "
+    "baseline's; the others stop where the baseline's continue",
     "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, although both engines return the same "
     "logprobs",
-    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, the others differ first in tokens "
-    "that were not sampled",
-    "engine_parts": "first difference at step {step}: the engine gives equal tokens different logprobs ({apart:.2g} nats apart), the trainer the same",
-    "scoring_parts": "first difference at step {step}: the trainer gives equal tokens different logprobs ({apart:.2g} nats apart), the engine the same",
-    "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's of other rows",
-    "rewards_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward",
+    "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's; the "
+    "others differ first in tokens that were not sampled",
+    "engine_parts": "first difference at step {step}: the engine gives identical tokens different logprobs "
+    "({apart:.2g} nats apart), but the trainer identical ones",
+    "scoring_parts": "first difference at step {step}: the trainer gives identical tokens different logprobs "
+    "({apart:.2g} nats apart), but the engine identical ones",
+    "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's for other rows",
+    "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
     "rewards_permuted_part": "first difference at step {step}: its rewards are the baseline's in a different order",
-    "rewards_by_length_part": "first difference at step {step}: {share:.0%} of equal responses get a different reward, depending on their length (correlation "
+    "rewards_by_length_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward, depending on their length (correlation "
     "{correlation:.2f})",
     "rewards_of_last_step_part": "first difference at step {step}: its rewards are those of the previous step",
-    "advantages_by_distance_part": "first difference at step {step}: equal responses with equal rewards have different advantages, depending on their distance to the "
+    "advantages_by_distance_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their distance to the "
     "reference (correlation {correlation:.2f})",
-    "advantages_by_surprise_part": "first difference at step {step}: equal responses with equal rewards have different advantages, depending on their -logprob "
+    "advantages_by_surprise_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their -logprob "
     "(correlation {correlation:.2f})",
-    "advantages_or_rewards_part": "first difference at step {step}: equal responses have different advantages; their rewards were not recorded",
-    "reference_parts": "first difference at step {step}: the reference gives equal tokens different logprobs ({apart:.2g} nats apart)",
-    "advantages_part": "first difference at step {step}: equal responses with equal rewards have different advantages",
+    "advantages_or_rewards_part": "first difference at step {step}: identical responses have different advantages; their rewards were not recorded",
+    "reference_parts": "first difference at step {step}: the reference gives identical tokens different logprobs ({apart:.2g} nats apart)",
+    "advantages_part": "first difference at step {step}: identical responses with equal rewards have different advantages",
     "advantages_permuted_part": "first difference at step {step}: its advantages are the baseline's in a different order",
-    "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} gives weights {apart:.2g} "
-    "nats per token apart",
+    "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} "
+    "gives weights whose logprobs differ by {apart:.2g} nats per token",
     "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each, more so the longer they are "
     "(correlation {correlation:.2f})",
     "rewards_permuted": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each, and a step's rewards are the "
@@ -346,8 +359,8 @@ NOTES: Mapping[str, str] = {
     "no_outcome": "no reward or evaluation was recorded at {min_values} or more steps, so a collapse cannot be detected",
     "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, it does not "
     "show a collapse",
-    "reward_changed": "from step {step} on the reward changed: {share:.0%} of {num_responses:,} responses sampled before and after get a different "
-    "one, the same each time. Only an evaluation can show whether the run does worse",
+    "reward_changed": "from step {step} on the reward changed: {share:.0%} of {num_responses:,} responses sampled "
+    "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
     "other_prompts": "the first steps of run and baseline have different prompts, so their differences are only an observation; for an intervention, "
@@ -399,7 +412,7 @@ def verdict_sentence(result: Attribution) -> str:
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Say which series are NaN or infinite up to the end of the run, and from which step; empty if none is."""
+    """Say which series are NaN or infinite until the end of the run, and from which step; empty if there are none."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -407,7 +420,7 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
     for step, names in by_step.items():
         *others, last = names
         subject = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-        parts.append(f"{subject} NaN or infinite from step {step} to the end")
+        parts.append(f"{subject} NaN or infinite from step {step} until the end")
     return ", ".join(parts)
 
 

@@ -109,7 +109,9 @@ WAS_THERE = 0.5
 """Maximum ratio of reward noise before a drop to reward noise after it for the noise to be a possible cause; a run that learned despite the
 noise did not collapse from it."""
 UNEQUAL = 0.01
-"""Maximum share of repeated responses with two different rewards for the reward to count as deterministic; verifier timeouts cause some."""
+"""Maximum share of repeated responses with two different rewards for the reward to count as deterministic; a few are
+due to verifier timeouts.
+"""
 DISAGREE, AGREE = 0.15, 0.01
 """Share of identical responses within a step that get two different rewards. If it is at least DISAGREE after a drop and at most AGREE before
 it, the reward has begun to depend on more than the response. Of 10 such collapses, eight were reward noise, one misaligned rewards, one cut-off responses."""
@@ -155,8 +157,9 @@ HIDDEN = 0.3
 """Minimum ratio of the recorded reward's relative drop to the evaluation's; below this ratio the recorded reward hides the drop."""
 
 PAID_MORE = 0.2
-"""Minimum relative growth of the recorded reward while the evaluation drops, for the reward to be wrong; with a correct reward the two hardly
-ever move apart like this."""
+"""Minimum relative growth of the recorded reward while the evaluation drops, for the reward to be wrong; with a correct
+reward the two hardly ever diverge like this.
+"""
 LENGTH_MOVES = 1.3
 """Minimum factor by which response length changes to count as evidence by itself."""
 LENGTH_MOVES_PAID = 1.05
@@ -168,8 +171,9 @@ ENTROPY_SHRUNK = 0.6
 """Ratio of entropy after the drop to entropy before it, below which the policy became more certain while it got worse; unlearning makes a
 policy less certain."""
 MOST_ENTROPY = 14.0
-"""Maximum plausible entropy of a policy, in nats per token (ln of a million tokens). A higher value means that the weights are broken, or are
-not those that sampled."""
+"""Maximum plausible entropy of a policy, in nats per token (ln of a million tokens). A higher value means that the
+weights are broken, or that other weights sampled the tokens.
+"""
 ENTROPY_GAINED = 2.0
 """Ratio to its initial value above which entropy has exploded."""
 ENTROPY_CLIMBS = 2.5
@@ -183,7 +187,7 @@ CLIMBS_FOR = 2
 an entropy bonus does not act at once."""
 
 RATE_SPIKE = 3.0
-"""Ratio of the learning rate to its earlier median above which it counts as a spike; a linear warm-up stays at 2."""
+"""Minimum ratio of a spike in the learning rate to the earlier median; a linear warm-up stays at 2."""
 RATE_STAYS = 10.0
 """Minimum factor by which a raised learning rate must still be raised at the onset to be the cause; training does not tolerate such a rate
 for long."""
@@ -261,8 +265,8 @@ PARTS_FIRST = 7.0
 MANY_PART = 0.2
 """Minimum share of a step's responses that differ at once although logprobs are equal, for the sampling to differ."""
 GRADIENT_GROWS = 3.0
-"""Ratio of the run's gradient norm to the baseline run's, at the first update that differs, above which the difference is not an entropy bonus.
-None of 12 bonuses reached 1.6; 7 of 9 KL terms did."""
+"""Ratio between the gradient norms of run and baseline at the first differing update; above it, the difference is not
+an entropy bonus. None of 12 bonuses reached 1.6; 7 of 9 KL terms did."""
 SHOWS_IN_GRADIENT = 1e-4
 """Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
 UPDATE_GROWS = 3.0
@@ -275,8 +279,9 @@ LOSS_MOVES = 3.0
 """Minimum difference from the baseline run's loss, in multiples of its usual size, for a loss term to have been added. All 11 entropy bonuses that
 reached it lowered the loss; of 7 KL terms and 9 other causes, all but one raised it."""
 OF_UPDATES = {"optimizer": 2.0, "entropy": 1.5, "reference": 1.1, "advantages": 1.0}
-"""Suspect -> points that reproduce how often it caused the first differing update: of 119 in 7 benchmark suites, 33 optimizer, 25 entropy, 16
-reference, 45 others."""
+"""Suspect -> points that reproduce how often the suspect caused the first differing update. Of 119 such updates in 7
+benchmark suites, 33 were caused by the optimizer, 25 by entropy, 16 by the reference, and 45 by others.
+"""
 WEIGHTS_JUMP = 0.4
 """Minimum logprob difference from the baseline run after the first update that differs, in nats per token, for the weights to have been replaced.
 None of 8 entropy terms and 9 KL terms reached a tenth of it; 11 of 29 other updates did."""
@@ -289,7 +294,9 @@ LOSS_PUNISHES, LOSS_RISES = 0.7, 5.0
 """Minimum correlation between loss and entropy after a drop, and minimum rise of the loss in standard deviations, for entropy to be penalised. Of
 304 collapses with a logged loss and no mismatch that could cause the rise, two reach both values; in both, entropy was penalised."""
 LOSS_GOES, LOSS_SINKS = 0.85, 2.0
-"""Minimum negative correlation between loss and entropy after a drop, and minimum decrease of the loss in standard deviations, for an entropy bonus."""
+"""Minimum size of a negative correlation between loss and entropy after a drop, and minimum decrease of the loss in
+standard deviations, for an entropy bonus.
+"""
 LOSS_FOLLOWS = 0.95
 """Minimum correlation between the loss and entropy, or the distance from the reference, for an entropy or KL term to dominate the loss. All 10
 collapses that reached it with entropy were due to entropy bonuses."""
@@ -328,11 +335,15 @@ RELOADED = 0.95
 """Minimum correlation between two runs' logprob differences and the distance from the reference, for the weights to have been reset to the
 reference as a whole instead."""
 REWARD_MOVED = 0.1
-"""Minimum standard deviation of reward differences of equal responses, relative to that of the rewards, for the reward to no longer measure the
-policy: the smallest of 7 runs harmed by a length penalty had 0.19, one that was not harmed 0.05."""
+"""Minimum ratio of the standard deviation of reward differences between identical responses to that of the rewards,
+above which the reward no longer measures the policy: it was at least 0.19 in 7 runs harmed by a length penalty, and
+0.05 in one that was not harmed.
+"""
 SAME_SIZE = 0.9
-"""Minimum correlation of the sizes of advantages and of rewards minus their group's mean, for advantages to be in the right rows."""
+"""Minimum correlation between |advantage| and |reward - group mean| for advantages to be in the right rows."""
 ENTROPY_UNLEARNED = 0.7
-"""Minimum share of the initial entropy at the onset for the policy to be still uncertain."""
+"""Minimum ratio of the entropy at the onset to the initial entropy for the policy to count as still uncertain."""
 ENTROPY_GONE = 0.1
-"""Maximum share of that entropy left at the end if entropy is penalised: 5 of 42 collapses by entropy reach both, 8 of 440 others."""
+"""Maximum ratio of the final entropy to the initial entropy for entropy to count as penalised: 5 of 42 collapses caused
+by entropy and 8 of 440 others reach both thresholds.
+"""

@@ -1,4 +1,4 @@
-"""Break down a mismatch: counts and means by probability, position, length and entropy.
+"""Break down a mismatch into counts and means by probability, position, length and entropy.
 
 Shapes: X probability bins and Y bins of d; B non-empty bins of a profile.
 """
@@ -91,7 +91,9 @@ class Queries:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """Return the SQL expression for the number of a value's bin; values outside are in the first or last bin."""
+    """Return the SQL expression for the index of a value's bin; values outside the range go to the first or last
+    bin.
+    """
     shifted = f"({value} + {_literal(reach)})" if reach else value
     return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
 
@@ -156,8 +158,8 @@ class Breakdowns:
     profiles: dict[str, Profile]
     """position, length and, if recorded, entropy -> profile; tokens with a non-finite entropy are in no bin."""
     envelope: float | None
-    """c, nats: 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p), which logit errors of c / 2 explain (arXiv
-    2512.23087). None if no token has p < 0.99."""
+    """Constant c, nats, such that 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p), which logit
+    errors of c / 2 explain (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
     """density, position, length or entropy -> query that computes it over the whole run."""
 

@@ -1,4 +1,4 @@
-"""Find the rule by which the advantages of one step follow from its rewards. Shapes: N rows of the step."""
+"""Find the rule that turns the rewards of a step into its advantages. Shapes: N rows in the step."""
 
 from __future__ import annotations
 
@@ -6,30 +6,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BATCH = "a constant of the batch"
+BATCH = "a constant for the whole batch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageRule:
-    """How advantages follow from rewards at one step."""
+    """The rule that turns rewards into advantages at one step."""
 
     name: str
-    """`own` for the group's mean, `constant`, `clipped`, or the baseline or order of rewards that fits; empty if none does;
-    `none` if no group has different rewards."""
+    """`own` for the group's mean, `constant`, `clipped`, or the name of the baseline or reward order that fits; empty
+    if nothing fits; `none` if rewards are equal within every group.
+    """
     correlation: float = 0.0
-    """Mean correlation of rewards and advantages inside groups, of `freedom` rows less groups."""
+    """Mean correlation between rewards and advantages within groups; `freedom` is the number of rows minus the number
+    of groups.
+    """
     freedom: float = 0.0
     between: float = 0.0
-    """Standard deviation of the advantages' group means, over the rms of all advantages."""
+    """Standard deviation of the group means of the advantages, relative to the rms of all advantages."""
     fit: float = 0.0
-    """Correlation of the advantages with those of the rule; `own` with those of the group's mean."""
+    """Correlation between the recorded advantages and those that the rule gives; `own` is the same for the group mean
+    as baseline.
+    """
     own: float = 0.0
     factor: float | None = None
-    """Factor that no usual normalisation by the group or the batch explains."""
+    """Scale of the advantages that no usual normalisation by group or batch explains; None if there is none."""
 
 
 def rule_of(r: np.ndarray, a: np.ndarray, g: np.ndarray, *, explain: bool) -> AdvantageRule:
-    """Compare rewards [N] and advantages [N] of groups [N], numbered in order; without `explain`, only their correlation."""
+    """Compare rewards, [N], and advantages, [N], within groups, [N] ordered group indices; without `explain`, return
+    only their correlation.
+    """
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
     spread, spread_a = np.sqrt(mean_of(g, x * x)), np.sqrt(mean_of(g, y * y))
     varies = spread > 1e-6 * np.abs(r).max()
@@ -43,14 +50,16 @@ def rule_of(r: np.ndarray, a: np.ndarray, g: np.ndarray, *, explain: bool) -> Ad
         return AdvantageRule(name="own" if correlation > 0.1 else "", correlation=correlation, freedom=freedom)
     spread[~varies] = np.nan
     own = max(_fit(x, a), _fit(x / spread, a))
-    # Any other baseline makes group means scatter by about 1 / sqrt(n) of the advantages or more, the group's own by rounding.
+    # With any other baseline, group means scatter by at least about 1 / sqrt(n) of the advantages; with the group's
+    # own, only by rounding.
     has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
     others = {} if has_own and own > 0.99 else _others(r, a, g, spread)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
     name = max(fits, key=fits.__getitem__, default="")
     if has_own and name != "clipped":
         return AdvantageRule(name="own", factor=_factor(r, a, x, spread, n), correlation=correlation, freedom=freedom)
-    # eps and rounding leave under 1 % of the variance, and far less than what the group's mean leaves.
+    # A correct rule leaves less than 1 % of the variance unexplained (eps, rounding), far less than the group mean
+    # leaves.
     is_clear = fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
     return AdvantageRule(
         name=name if is_clear else "", correlation=correlation, freedom=freedom, between=between, fit=fits[name], own=own
@@ -58,7 +67,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, g: np.ndarray, *, explain: bool) -> Ad
 
 
 def _others(r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray) -> dict[str, list[np.ndarray]]:
-    """Return the advantages that other rules give, as they are and normalised."""
+    """Return the advantages that other rules give, raw and normalised."""
 
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
         centred = rewards - mean_of(label, rewards)
@@ -82,11 +91,13 @@ def _others(r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray) -> 
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the factor between advantages and rewards minus the group's mean; None if it is usual, or not one number."""
+    """Return the ratio between the advantages and the rewards minus the group mean; None if it is a usual one or not
+    constant.
+    """
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
     kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
     x = np.where(np.isfinite(spread), x, np.nan)
-    # Leave-one-out multiplies by n / (n - 1). The batch's scale may be that of its tokens.
+    # Leave-one-out multiplies by n / (n - 1). The batch may be normalised over tokens instead of rows.
     usual = (
         (x / spread, kept * np.sqrt(1 - 1 / few), 1.0), (x, 1.0, few / (few - 1)), (x / np.std(r), 0.6, 1.8), (x / of_batch, 0.6, 1.8),
     )  # fmt: skip
@@ -96,17 +107,19 @@ def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: 
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return [N] the mean over the rows with the same label, an index from 0."""
+    """Return the mean [N] of the rows with the same label; labels are indices from 0."""
     return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
-    """Return [N] the number of rows with the same label."""
+    """Return the number [N] of rows with the same label."""
     return np.asarray(np.bincount(label)[label])
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the correlation over rows without NaN; 0 for fewer than 8, or if one side is constant up to rounding."""
+    """Return the correlation over the rows without NaN; 0 if fewer than 8 remain, or if one input is constant up to
+    rounding.
+    """
     x, y = x[known := np.isfinite(x)], y[known]
     if len(x) < 8:
         return 0.0

@@ -38,7 +38,7 @@ def check(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> CheckResult:
-    """Say whether two passes may be compared, or which fault lies between them.
+    """Report whether two passes may be compared, or which fault makes the comparison invalid.
 
     Each fault of FAULTS found is reported with its evidence, effect in nats, share of affected tokens, and a command to
     confirm it. The check uses sums over the whole run and the individual tokens of a sample of steps. `steps` (3:80,
@@ -60,7 +60,7 @@ def check(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Question:
-    """Input that `_judged` receives in the process that reads the sampled tokens."""
+    """Input of `_judged`, which runs in the process that reads the sampled tokens."""
 
     pair: Pair
     trace: str

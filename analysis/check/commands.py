@@ -40,7 +40,7 @@ def far_tokens(data: PairData) -> Advice:
 
 
 def row(data: PairData, number: int) -> Advice:
-    """Return a `tim-trace sql` command that lists the tokens in one sampled sequence."""
+    """Return a `tim-trace sql` command that lists the tokens of one sampled sequence."""
     name = data.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
     step = int(data.sample.steps[number])
     return sql(
@@ -111,7 +111,9 @@ def by_column(data: PairData, column: str) -> Advice:
 
 
 def weights_replay(data: PairData) -> Advice:
-    """Return commands that replay with the weights of an update before and with quantised ones, and then diagnose the run."""
+    """Return commands that replay with the weights from one update earlier and with quantised weights, and then
+    diagnose the run.
+    """
     known = data.sample.versions.compressed()
     version = max(int(known.max()) - 1, 0) if len(known) else 1
     return arms(data, f"--arm weights-version={version} --arm quantize=int8")

@@ -24,26 +24,26 @@ from .sample import Sample
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
-    "rewards_constant": ("constant rewards", "every reward is {value:g}: there is nothing to learn from"),
-    "one_row_groups": ("group ids are unique per row", "prompts have {rows_per_prompt:.3g} rows on average, but every row is a group of its own"),
+    "rewards_constant": ("constant rewards", "every reward is {value:g}, so there is nothing to learn"),
+    "one_row_groups": ("group ids are unique per row", "there are {rows_per_prompt:.3g} rows per prompt on average, but every row has its own group"),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups hold rows of several prompts, up to {most} in one group"),
-    "prompts_split": ("prompts are split over groups", "rows of every prompt are in {num_groups} groups of a step, each with its own baseline"),
+    "prompts_split": ("prompts are split over groups", "the rows of a prompt are split over {num_groups} groups per step, each with its own baseline"),
     "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
-    "advantages_inverted": ("advantages have the wrong sign", "advantages fall as rewards rise: their correlation inside groups is {correlation:.3f}"),
-    "advantages_unrelated": ("advantages do not follow rewards", "advantages and rewards correlate by {correlation:.3f} inside groups (chance: up to {error:.2f})"),
-    "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded they correlate by {correlation:.3f} inside groups"),
+    "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
+    "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
+    "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
-    "baseline_unknown": ("group means of the advantages are not 0", "group means scatter by {between:.2f} of the advantages' rms, and no known baseline fits"),
-    "advantages_clipped": ("advantages are clipped", "advantages are cut off at {low:.3g} and {high:.3g} (fit {fit:.4f})"),
-    "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times what rewards minus the group's mean give, normalised or not"),
-    "advantages_extreme": ("extreme advantages", "|advantage| is up to {largest:.4g}; usual is {usual:.3g}, and no baseline or normalisation gives more than {bound:.3g}"),
-    "rewards_unequal": ("equal responses get different rewards", "{num:,} of {num_pairs:,} pairs of equal responses to one prompt differ in reward; moved by {shift} rows, {num_moved:,} do"),
-    "metric_contradicts": ("a logged metric contradicts the rows", "{name} is {logged:.4g} at step {step}, where the rows give {recorded:.4g}"),
+    "baseline_unknown": ("group means of the advantages are not 0", "the standard deviation of the group means is {between:.2f} times the rms of the advantages, and no known baseline fits"),
+    "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
+    "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
+    "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
+    "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
+    "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
-    "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token, in the loss but not sampled"),
-    "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} tokens in {num_rows:,} rows, in stretches as from tools, are in the loss but not sampled"),
+    "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
+    "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
 }  # fmt: skip
-"""Code -> title, and sentence about the finding's numbers."""
+"""Code -> title and sentence template, filled with the numbers of the finding."""
 
 
 Numbers = dict[str, float | str]
@@ -60,7 +60,7 @@ class DataFinding:
     since: int | None
     """First affected step; None if it is the first step."""
     is_notice: bool
-    """True if a sound run may have this on purpose."""
+    """True if a healthy run may have this property on purpose."""
     numbers: Numbers = field(default_factory=dict)
     next: Advice
     """SQL command that shows the finding."""
@@ -99,7 +99,9 @@ FROM (
 )
 ORDER BY step, place
 """
-"""Query for one row per sequence. Hashes are 0 where not recorded; `largest` and `is_per_token` are of the tokens in the loss."""
+"""Query for one row per sequence. Hashes are 0 where not recorded; `largest` and `is_per_token` refer to the tokens in
+the loss.
+"""
 _COUNTED = "list_filter(advantages, lambda value, place: coalesce(response_mask[place], true))"
 _BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(reward) AS highest, avg(num_response_tokens) AS length, max(abs(advantage)) AS largest FROM {rows} GROUP BY step ORDER BY step"
 _BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
@@ -107,9 +109,11 @@ _BY_ROW = "SELECT step, group_id, seq_id, hash(prompt_ids, response_ids) AS resp
 _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Standard errors that chance does not reach, even at one of a thousand steps."""
+"""Number of standard errors that chance does not reach, even once in a thousand steps."""
 _UNLIKELY, _STRETCH = -3.0, 4
-"""Bound on logprob + entropy, nats, and length of a stretch below it: 5 % of sampled tokens are, hence 1 of 10^5 stretches."""
+"""Value of logprob + entropy, nats, below which a token is unlikely, and minimum number of consecutive unlikely tokens.
+5 % of sampled tokens are unlikely, so 1 in 10^5 stretches of four is.
+"""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
@@ -120,7 +124,9 @@ _LOGGED = (
     ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, quantity, error if the rows are a sample or weighted, and names under which frameworks log its mean over a step."""
+"""Table, quantity, allowed error if the rows are a sample or weighted, and the names under which frameworks log the
+quantity's mean over a step.
+"""
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
 FROM (SELECT step, {column}::DOUBLE AS value FROM {table}) WHERE isfinite(value) GROUP BY step ORDER BY step
@@ -145,7 +151,7 @@ class _Run:
     def finding(
         self, code: str, affected: np.ndarray, at: np.ndarray, query: str, numbers: Numbers, *, notice: bool = False
     ) -> DataFinding:
-        """Build a finding from a mask over rows, pairs or steps, and the index of the step of each."""
+        """Build a finding from a mask over rows, pairs or steps, and the step index of each."""
         condition = self.database.step_condition()
         rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
         text = re.sub(r'(["$`\\])', r"\\\1", query.format(rows=rows, **numbers))
@@ -155,7 +161,7 @@ class _Run:
         )  # fmt: skip
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
-        """Return the step that best divides a run into good and bad steps; for an episode, its first step."""
+        """Return the step that best splits a run into good and bad steps; for a temporary fault, its first step."""
         judged, index = np.unique(at, return_inverse=True)
         is_bad = np.bincount(index, affected) > 0
         first = int(np.cumsum(np.where(is_bad, 1, -1)[::-1])[::-1].argmax())
@@ -165,16 +171,17 @@ class _Run:
 
 
 def _values(run: _Run) -> Iterator[DataFinding]:
-    """Detect NaN, constant rewards, and single advantages that no baseline gives."""
+    """Detect NaN, constant rewards, and single advantages too large for any baseline."""
     rows, at = run.rows, run.at
     for column in ("reward", "advantage"):
         if (lost := rows[f"lost_{column}"]).any():
             query = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
             yield run.finding("not_finite", lost, at, query, {"column": column, "num": int(lost.sum())})
     rewards = rows["reward"][np.isfinite(rows["reward"])]
-    if len(rewards) >= 30 and np.ptp(rewards) == 0:  # other rewards have a probability below a tenth
+    if len(rewards) >= 30 and np.ptp(rewards) == 0:  # any other reward then has a probability below 0.1
         yield run.finding("rewards_constant", at >= 0, at, _BY_STEP, {"value": float(rewards[0])}, notice=True)
-    # Normalised over n values, one is at most sqrt(n); minus a baseline, at most the range of the rewards.
+    # A value normalised over n values is at most sqrt(n); a reward minus a baseline is at most the range of the
+    # rewards.
     size, units = np.nan_to_num(rows["largest"], posinf=0), np.where(rows["is_per_token"], rows["length"], 1.0)
     bound = 2 * np.maximum(np.sqrt(np.bincount(at, units)), 2 * np.abs(rewards).max(initial=0.0))[at]
     medians = [np.median(some) for _, part in _parts(at) if len(some := size[part][size[part] > 0])]
@@ -198,7 +205,7 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
     if in_group.max() == 1 and repeated.mean() > 0.5:
         yield run.finding("one_row_groups", repeated, at, _BY_GROUP, {"rows_per_prompt": len(at) / (prompt.max() + 1)})
         return
-    # Turns of a conversation have prompts of their own. Wrong ids join prompts that repeat, inside or in other groups.
+    # The turns of a conversation have different prompts. Wrong group ids join prompts that also occur elsewhere.
     all_repeat = mean_of(group, (count_of(cell) > 1).astype(float)) == 1
     mixed = (prompts > 1) & (all_repeat | (mean_of(group, (groups > 1).astype(float)) == 1))
     if mixed.any():
@@ -217,7 +224,9 @@ def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Compare advantages with rewards step by step, and name the rule of most steps that do not follow the group's mean."""
+    """Compare advantages with rewards step by step, and name the rule at most of the steps that do not use the group
+    mean as baseline.
+    """
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     r, a, at, has_id = (
         run.rows["reward"][known],
@@ -238,12 +247,12 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     others = [name for name in names if name not in ("own", "constant", "")]
     name = max(others, key=others.count, default="")
     if 2 * others.count(name) < len(others) + names.count(""):
-        name = ""  # a few small steps fit something by chance
+        name = ""  # with a few small steps, some rule fits by chance
 
     def found(
         code: str, steps: list[int], numbers: Numbers, *, notice: bool = False, changed: bool = True
     ) -> DataFinding:
-        """Build a finding; with `changed`, a change during the run is no notice."""
+        """Build a finding; with `changed`, a change during the run is a fault rather than a notice."""
         judged = at[np.isin(at, [*rules])]
         built = run.finding(code, np.isin(judged, steps), judged, _BY_GROUP, numbers, notice=notice)
         return replace(built, is_notice=notice and not (changed and built.since is not None))
@@ -300,7 +309,7 @@ def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
-    """Name the constant of the batch that was subtracted from rewards at most of the steps."""
+    """Name the batch-wide constant that was subtracted from the rewards at most steps."""
     names, means = [], [0.0]
     for step, part in _parts(at):
         mean, spread = float(r[part].mean()), float(np.std(r[part]))
@@ -320,14 +329,16 @@ def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[in
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
-    """Detect rewards in other rows: equal responses of a step get equal rewards only once the rows are moved."""
+    """Detect rewards in the wrong rows: identical responses in a step get equal rewards only after the rewards are
+    moved by some rows.
+    """
     at, reward, response = run.at, run.rows["reward"], run.rows["response"]
     order = np.lexsort((response, at))
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
     one, two = order[same], order[same + 1]
     least = 1e-6 * np.abs(reward[np.isfinite(reward)]).max(initial=0.0)
     differs = np.abs(reward[one] - reward[two]) > least
-    if (num := int(differs.sum())) < 20:  # fewer may become equal by chance
+    if (num := int(differs.sum())) < 20:  # fewer pairs may become equal by chance
         return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
     moved = {by: reward[firsts + (place - firsts + by) % sizes] for by in (*range(-8, 0), *range(1, 9))}
@@ -339,7 +350,7 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
 
 
 def _metrics(run: _Run) -> Iterator[DataFinding]:
-    """Detect logged means that contradict those of the rows."""
+    """Detect logged means that differ from the mean of the recorded rows."""
     query = "SELECT name, step, avg(value) FROM metrics WHERE isfinite(value) GROUP BY ALL"
     logged = {(name, step): value for name, step, value in run.database.connection.execute(query).fetchall()}
     known_names = {name for name, _ in logged}
@@ -360,7 +371,7 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             distance = np.minimum(np.abs(value - mean), np.abs(value - averaged))
             off = known & (distance > 1e-3 * np.abs(mean).max(initial=1e-9))
             is_sample = 2 * int(off.sum()) >= int(known.sum())
-            # Logged means that are exact at some steps only, in no order, are of other rows by chance.
+            # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
             if is_sample or not off[known][off[known].argmax() :].all():
                 off &= distance > np.maximum(errors, errors.sum() / max(len(errors), 1))
             if known.sum() > 2:
@@ -391,7 +402,9 @@ GROUP BY ALL ORDER BY a.step
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:
-    """Detect passes with a ratio of 1 at every token although updates lie between them, or dtypes differ."""
+    """Detect two passes with a ratio of 1 at every token although updates happened between them, or their dtypes
+    differ.
+    """
     execute, loss = run.database.connection.execute, read_loss(run.settings)
     reuses = any(
         _REUSES.search(name) and str(value) not in ("0", "1", "0.0", "1.0") for name, value in run.settings.items()
@@ -399,7 +412,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[1]] or rows  # updates precede the later uses of a batch
+        rows = [row for row in rows if row[1]] or rows  # a batch that is used again has seen updates in between
         is_equal, num_equal = np.array([row[2] for row in rows], bool), sum(row[2] for row in rows)
         if 2 * num_equal <= len(rows):
             continue
@@ -409,7 +422,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
         if lag > 0:
             reason = f"the weights of {a} are {lag} updates newer"
         elif is_reused or (reuses and a == "current"):
-            reason = "updates lie between them, as each batch is used several times"
+            reason = "each batch is used several times, with updates in between"
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
             reason = f"{a} was computed in {', '.join(dtypes[0])}, {b} in {', '.join(dtypes[1])}"
         elif a == "current" and loss is not None and loss.has_clip and loss.denominator == b:
@@ -418,7 +431,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
             continue
         numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[3] for row in rows if row[2]), "reason": reason}
         at = np.searchsorted(run.steps, [row[0] for row in rows])
-        # A warm-up from a learning rate of 0 leaves the weights of the first step as they are.
+        # If warm-up starts from a learning rate of 0, the first update does not change the weights.
         is_notice |= num_equal < 2
         yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
 
@@ -435,7 +448,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     with np.errstate(invalid="ignore"):
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < _UNLIKELY
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
-    if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 changes it less
+    if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 has a smaller effect
         certain[:] = False
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
     odd = missing | (sample.mask & unlikely)
@@ -448,7 +461,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     size = np.bincount(stretch)[stretch]
     inside = odd & (size >= _STRETCH) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
-        return  # the logprobs of sampled tokens are missing, too
+        return  # sampled tokens lack logprobs, too
     for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
         rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
         if len(rows) < max(3, 0.05 * sample.num_sequences) or (found is padding and counts.max() < 0.9 * counts.sum()):

@@ -1,5 +1,6 @@
-"""Explain the mismatch: facts first, then the explanation that fits best, again on what it leaves, and at last where the
-rest is and what it depends on. Each token ends as rounding's, a cause's, or nobody's."""
+"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that fits the remainder best, and
+finally by where the remainder is and what it depends on. Each token is assigned to rounding, to a cause, or to neither.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +41,13 @@ from .structure import not_repeatable, systematic
 from .where import Where, places
 
 MIN_LOGPROBS = 30
-"""Minimum number of tokens for the explanations that need statistics: with fewer, the largest d alone contributes a third or
-more of the sum of squares."""
+"""Minimum number of tokens for explanations that need statistics: with fewer, the largest d alone is at least a third
+of the sum of squares.
+"""
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, beyond the cost of its parameters: chance gives as much once in 100,000 runs."""
+"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters: chance reaches it once in
+100,000 runs.
+"""
 _MAX_ROUNDS = 5
 MIN_WEIGHT = 0.1
 """Minimum share of the variance of the level of mismatch that a place of nearly all tokens explains to come first."""
@@ -52,18 +56,18 @@ MAX_LEFT = 0.4
 _MAX_PARTS = 3
 """Maximum number of places whose tokens alone are explained."""
 _MAX_PLACES = 16
-"""Maximum number of places compared by likelihood, those that explain most of the level first."""
+"""Maximum number of places compared by likelihood, starting with those that explain most of the variance of `level`."""
 
 _VALUES = (
     find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_reversed, find_row_pairing, find_misplaced,
     find_retokenised, find_temperature, find_one_sided, find_penalty, find_token_ids, find_low_precision, find_unrelated,
     find_growth,
 )  # fmt: skip
-"""Explanations that predict d or its sign token by token."""
+"""Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty, find_token_ids)
-"""Explanations by which one side is a function of the other side's distribution."""
+"""Explanations in which one side is a function of the other side's distribution."""
 _PLACES = (find_onset, find_prefix_cache, find_row_context, find_place, find_subset)
-"""Explanations that say at which tokens d is large."""
+"""Explanations that only locate the tokens with a large d."""
 
 
 def explain(data: PairData) -> list[Finding]:
@@ -104,13 +108,13 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
 
 
 def _explained(data: PairData) -> list[Finding]:
-    """Return the explanations of the mismatch, best first, each on what the earlier ones leave."""
+    """Return the explanations of the mismatch, best first; each covers what the earlier ones leave unexplained."""
     found: list[Finding] = []
     behind: str | None = None
     for _ in range(_MAX_ROUNDS):
         if data.num_kept < MIN_LOGPROBS or data.rms() == 0.0:
             break
-        # What the recording declares is asked first.
+        # Recorded declarations are tested first.
         declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
         if any(each.is_expected for each in declared):
             return declared
@@ -131,13 +135,14 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Return a finding that shows only after correcting for `behind`; no command can confirm it, as a command reads the trace
-    as it is."""
+    """Return a finding that is visible only after correcting for the finding `behind`. It has no confirming command,
+    because a command reads the uncorrected trace.
+    """
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
 
 def _candidates(data: PairData) -> list[Hypothesis]:
-    # A side that does not repeat itself is no fixed function of the other.
+    # A non-deterministic side is not a fixed function of the other side.
     tried = [find for find in _VALUES if find not in _FIXED] if not_repeatable(data) else _VALUES
     return [each for find in tried for each in find(data)]
 
@@ -179,8 +184,9 @@ def _is_part(place: Finding) -> bool:
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain. One that gives every step a size of its own has many parameters: another
-    with at least half of its gain is preferred."""
+    """Return the explanation with the largest gain. An explanation that fits one size per step has many parameters, so
+    another with at least half of its gain is preferred.
+    """
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
@@ -198,8 +204,10 @@ def _parts(data: PairData) -> tuple[str, ...]:
 
 
 def _is_told(data: PairData, place: Where) -> bool:
-    """Return True if a place tells where the mismatch is: outside there is no more than rounding, and inside there is more,
-    or much more than outside, or the place is a part of the run in which rounding has no reason to differ."""
+    """Return True if a place really locates the mismatch. Outside it there must be no more than rounding; inside there
+    must be more than rounding, or much more than outside, or the place must be a part of the run in which rounding has
+    no reason to differ.
+    """
     allowed = allowed_noise(data)
     if place.level_outside > allowed / 2:
         return False
@@ -217,7 +225,7 @@ def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     return [*found, *find_own_places(data), *find_broken(data)] if is_excessive(data) else found
 
 
-# --- what the rest depends on ----------------------------------------------------------------------------------------------
+# --- inputs of the functions above ------------------------------------------------------------------------------------------
 
 
 def is_excessive(data: PairData) -> bool:
@@ -227,7 +235,7 @@ def is_excessive(data: PairData) -> bool:
 
 
 def is_above(data: PairData) -> bool:
-    """Return True if the level of the whole is more than rounding, by three standard errors of the level."""
+    """Return True if the overall level exceeds rounding by three standard errors."""
     squares = data.noise[np.isfinite(data.noise)] ** 2
     if not len(squares):
         return False
@@ -267,7 +275,9 @@ def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
 
 
 def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
-    """Return where the mismatch is in the steps in which it has grown, if the other tokens of these steps have none."""
+    """Return where the mismatch is in the steps in which it has grown, if the other tokens of these steps have no
+    mismatch.
+    """
     later = data.within(data.sample.steps[data.seq] >= int(grown.numbers.get("since") or 0))
     where = [place for place in places(later) if _is_told(later, place) and place.feature not in BY_TIME]
     best = _best([each for find in _PLACES for each in find(later, where[:_MAX_PLACES])])
@@ -275,7 +285,7 @@ def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
 
 
 def _left(data: PairData) -> list[Finding]:
-    """Return what is left where nothing predicts it and it is at no particular place."""
+    """Return the finding for a remaining mismatch that nothing predicts and that is at no particular place."""
     off = nobodys(data)
     without = data.within(~off)
     if off.mean() > 0.3 or (off.any() and (is_above(without) or systematic(without))) or not off.any():
@@ -295,8 +305,9 @@ def _describing(data: PairData, off: np.ndarray) -> Where | None:
 
 
 def _state(data: PairData) -> Finding:
-    """Return what a mismatch that is nowhere in particular depends on: a side that does not repeat itself, the updates,
-    neighbouring tokens, token ids, or nothing that can be told apart without a replay."""
+    """Return what a mismatch without a particular place depends on: a non-deterministic side, the updates, neighbouring
+    tokens, token ids, or something that only a replay can distinguish.
+    """
     if weights_agree(data):
         return find_computation(data, is_equal=True)
     grown = [each.finding for each in find_growth(data)]
@@ -309,8 +320,9 @@ def _state(data: PairData) -> Finding:
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:
-    """Return the finding, as an expected one if the recording declares what explains it and its size is that of the
-    declaration."""
+    """Return the finding, marked as expected if the recording declares a setting that explains it and its size
+    agrees.
+    """
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)
@@ -321,7 +333,7 @@ def _expected(data: PairData, finding: Finding) -> Finding:
 
 
 def _gross(data: PairData) -> list[Finding]:
-    """Return the finding of tokens that are off by far more than any rounding, for which a few tokens are enough."""
+    """Return the finding for tokens that are off by far more than any rounding; a few tokens are enough for it."""
     if not data.num_kept or not nobodys(data).any():
         return []
     return [unexplained_tokens(data, nobodys(data), None)]

@@ -1,4 +1,4 @@
-"""An explanation of some tokens' mismatch, and what it leaves of d."""
+"""An explanation of the mismatch at some tokens, and the residual that it leaves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .pair_data import PairData
 from .rounding import value_rounding
 
 CLAIM_NATS = 8.0
-"""Cost, nats, of naming a cause at all: one in 3,000 is named by chance."""
+"""Cost, nats, of naming any cause: by chance, one run in 3,000 gets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hypothesis:
-    """An explanation with the tokens that it owns if it is accepted."""
+    """An explanation, with the tokens assigned to it if it is accepted."""
 
     finding: Finding
     tokens: np.ndarray
@@ -27,7 +27,7 @@ class Hypothesis:
     left: float | None = None
     """Share of the mismatch at its tokens that its prediction leaves; None if it does not predict sizes."""
     rank: int = 0
-    """0 for an explanation of some tokens or of their values, 1 for one that gives every step a size of its own."""
+    """0 for an explanation of some tokens or of their values, 1 for one that fits a separate size for each step."""
     right: np.ndarray | None = None
     """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
     beside: Finding | None = None
@@ -37,9 +37,10 @@ class Hypothesis:
 def predicting(
     data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray, *, is_right: bool = False
 ) -> Hypothesis:
-    """Return an explanation that predicts d up to a residual, [K] nats, at the tokens, [K] bool, and leaves the others as
-    they are. `cost` is that of its parameters, nats. `is_right` says that the residual is what d would be without the
-    fault, so that it can be judged again."""
+    """Return an explanation that predicts d up to a residual, [K] nats, at the tokens, [K] bool, and does not change d
+    elsewhere. `cost` is the cost of its parameters, nats. `is_right` is True if the residual is what d would be without
+    the fault, so that it can be judged again.
+    """
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
     right = None
     if is_right:
@@ -64,15 +65,16 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float, to
 
 
 def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that says at which tokens, [K] bool, d is off, and not by how much: its gain is that of a level
-    of mismatch of its own there."""
+    """Return an explanation that says at which tokens, [K] bool, d is off, but not by how much. Its gain is that of
+    fitting a separate level of mismatch there.
+    """
     return Hypothesis(
         finding=finding, tokens=data.marked(tokens), gain=apart(data, tokens, ~tokens) - cost - CLAIM_NATS
     )
 
 
 def by_step(data: PairData, finding: Finding) -> Hypothesis:
-    """Return an explanation of all tokens by a size of the mismatch that differs by step."""
+    """Return an explanation of all tokens by a mismatch whose size differs by step."""
     steps = data.sample.steps[data.seq]
     worth = apart(data, *(steps == step for step in np.unique(steps)))
     cost = 3.0 * len(np.unique(steps)) + CLAIM_NATS

@@ -1,4 +1,5 @@
-"""How well an explanation fits: the likelihood of what it leaves of d, if that is rounding and a share is unexplained.
+"""How well an explanation fits: the likelihood of the residuals it leaves, as a mixture of rounding and unexplained
+errors.
 
 Shapes: K kept tokens.
 """
@@ -14,7 +15,7 @@ from .pair_data import MIN_REST, PairData, once
 from .rounding import FLOOR_NATS, allowed_noise, logit_error, value_rounding
 
 FALSE_SHARE = 1e-3
-"""Expected share of wrong ones among the tokens that are called off (Benjamini and Hochberg, 1995)."""
+"""Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
 """Degrees of freedom of the Student t distribution of rounding errors in units of their scale: healthy runs of small and
 large models have tails at most as heavy."""
@@ -26,7 +27,7 @@ LEAST_SHARE = 16.0
 """Share of the noise that the dtypes allow, as its inverse, below which a run's own noise does not count as its usual level:
 a run whose tokens are nearly all equal bit for bit has none."""
 MAX_SCORED_TOKENS = 20_000
-"""Maximum number of tokens on which explanations are compared; rows are taken whole, evenly over the sample."""
+"""Maximum number of tokens on which explanations are compared; whole rows are taken, spread evenly over the sample."""
 _CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
 _ROUNDS = 6
 
@@ -38,12 +39,13 @@ class Fit:
     sigma: float
     """Scale of the rounding error of a logit, nats."""
     log_likelihood: float
-    """Of all residuals, nats."""
+    """Log likelihood of all residuals, nats."""
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit a mixture of rounding (Student t, scale sigma times `scale`, at least `values`) and unexplained errors (Laplace)
-    to residuals, [K] nats; sigma is at most `most` nats."""
+    """Fit a mixture of rounding (Student t with scale sigma * `scale`, but at least `values`) and unexplained errors
+    (Laplace) to residuals, [K] nats; sigma is at most `most` nats.
+    """
     size = np.abs(residual)
     if not len(size):
         return Fit(FLOOR_NATS, 0.0)
@@ -75,13 +77,14 @@ def scored(data: PairData) -> np.ndarray:
 
 @once
 def unexplained(data: PairData) -> Fit:
-    """Return the fit of d itself, as if nothing explained it."""
+    """Return the fit to d itself, without any explanation."""
     return _fit(data, data.d)
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return by how many nats the residuals, [K], are more likely than d, after subtracting the cost of describing the
-    explanation."""
+    """Return the log likelihood of the residuals, [K], minus that of d and the cost of describing the explanation,
+    nats.
+    """
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
@@ -92,14 +95,15 @@ def _fit(data: PairData, residual: np.ndarray) -> Fit:
 
 @once
 def levels(data: PairData) -> np.ndarray:
-    """Return [K] the logarithm of the logit error that would explain d, first raised by a quarter of its median."""
+    """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
     noise = logit_error(data)
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
 def apart(data: PairData, *parts: np.ndarray) -> float:
-    """Return the gain in log likelihood, nats, if each part of the tokens, [K] bool, has its own rounding and its own share and
-    size of unexplained errors."""
+    """Return the gain in log likelihood, nats, of fitting rounding and unexplained errors separately to each part of
+    the tokens, [K] bool.
+    """
     chosen = scored(data)
     scale, values, most = data.scale, value_rounding(data), allowed_noise(data)
     within = [part & chosen for part in parts]
@@ -108,7 +112,9 @@ def apart(data: PairData, *parts: np.ndarray) -> float:
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance of the level that dividing the tokens into inside, [K] bool, and outside explains."""
+    """Return the share of the variance of `level` explained by splitting the tokens into inside, [K] bool, and
+    outside.
+    """
     num = int(inside.sum())
     if not 0 < num < len(inside):
         return 0.0
@@ -119,7 +125,8 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 @once
 def nobodys(data: PairData) -> np.ndarray:
-    """Return [K] bool: the tokens whose d is more than rounding gives, with at most FALSE_SHARE of them wrong.
+    """Return [K] bool: the tokens whose d exceeds rounding, with an expected share of at most FALSE_SHARE false
+    positives.
 
     Rounding errors of a logit follow a t distribution with six degrees of freedom, whose scale is that of the run, at
     least a sixteenth of what the dtypes allow.

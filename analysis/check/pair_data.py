@@ -75,8 +75,10 @@ class PairData:
         return marks
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens for which it is NaN
-        are left out, and so are those outside whose d is no smaller than it was inside: they are misplaced, too."""
+        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens for which
+        `right` is NaN are left out, and so are other tokens whose d is as large as it was at `tokens`: they are
+        misplaced, too.
+        """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)

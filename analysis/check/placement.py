@@ -1,4 +1,4 @@
-"""Find where values that stand at the wrong tokens belong: windows of one pass that fit the other pass elsewhere.
+"""Find the right tokens for misplaced values: windows of one pass that match the other pass elsewhere.
 
 Shapes: N tokens, W windows of WIDTH consecutive tokens of one sequence.
 """
@@ -13,7 +13,7 @@ from .pair_data import PairData, once
 from .rounding import allowed_noise
 
 WIDTH = 6
-"""Number of consecutive tokens compared at once: fewer fit by chance, more miss short blocks."""
+"""Number of consecutive tokens compared at once: fewer match by chance, more miss short blocks."""
 MAX_WINDOWS = 4_000
 """Maximum number of misplaced windows searched."""
 _CHANCE_SEED = 0
@@ -21,14 +21,14 @@ _CHANCE_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the values of pass b belong."""
+    """Tokens to which the values of pass b belong."""
 
     source: np.ndarray
-    """[K] index among the kept tokens of the one whose pass a value fits a token's pass b value; -1 if none was found."""
+    """[K] index of the kept token whose value in pass a matches this token's value in pass b; -1 if none was found."""
     num_segments: int
     """Number of runs of tokens with the same displacement."""
     offsets: np.ndarray
-    """[K] displacement in tokens within the row; 0 where there is no source or it is in another row."""
+    """[K] displacement in tokens within the row; 0 if there is no source or it is in another row."""
     other_row: np.ndarray
     """[K] bool: True where the source is in another row."""
 
@@ -36,7 +36,7 @@ class Placement:
 @once
 def placement(data: PairData) -> Placement | None:
     """Search the whole sample for the tokens to which misplaced values belong; None if too few are found."""
-    from scipy.spatial import cKDTree  # only a mismatch that nothing simpler explains needs it
+    from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = _window_starts(data)
     if len(start) < 20:
@@ -75,7 +75,7 @@ def _window_starts(data: PairData) -> np.ndarray:
 
 
 def _extended(data: PairData, targets: np.ndarray, sources: np.ndarray) -> Placement:
-    """Extend each fit over its window, and on as long as the values fit."""
+    """Extend each match over its window, and further as long as the values match."""
     source = np.full(data.num_kept, -1)
     best = np.full(data.num_kept, np.inf)
     for shift in range(WIDTH):
@@ -84,7 +84,7 @@ def _extended(data: PairData, targets: np.ndarray, sources: np.ndarray) -> Place
         better = cost < best[at]
         source[at[better]], best[at[better]] = come[better], cost[better]
     moved = source - np.arange(data.num_kept)
-    for step in (1, -1):  # fill gaps between and beside the windows that were searched
+    for step in (1, -1):  # fill gaps between and around the windows that were searched
         for _ in range(64):
             at = np.flatnonzero(source < 0)
             beside = at - step

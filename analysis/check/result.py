@@ -31,8 +31,9 @@ class CheckResult(Result):
     findings: tuple[Finding, ...]
     """Findings, most probable first; never empty."""
     data: tuple[DataFinding, ...] = ()
-    """Faults of rewards, advantages, groups and logged metrics. They leave the comparison as it is: it may be valid and the
-    training not."""
+    """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison, which may be valid
+    although the training is not.
+    """
     notes: tuple[Note, ...] = ()
     """Tests that the trace does not allow, and, if there are several training attempts, which ones are used."""
 

@@ -1,4 +1,4 @@
-"""What rounding alone does to a logprob: the dtypes of both passes, and the scale of d that they allow per token.
+"""The effect of rounding on a logprob: the dtypes of both passes, and the scale of d that they allow per token.
 
 Shapes: K kept tokens.
 """
@@ -24,7 +24,7 @@ HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
 MIN_SPREAD = 0.5
 """Smallest standard deviation of the log-odds that the noise is computed with."""
 FLOOR_NATS = 1e-5
-"""Smallest scale of d that is judged, nats: float32 logprobs below 16 nats have errors of 1e-6."""
+"""Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
 _GRID_STEPS = {"bfloat16": 2.0**7, "float16": 2.0**12}
 """dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16)."""
 _GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
@@ -83,8 +83,9 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or as many
-    `decimals`; None if too few are informative."""
+    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or a number
+    of `decimals`; None if too few are informative.
+    """
     telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
     if len(np.unique(telling)) < 8:
         return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
@@ -116,7 +117,7 @@ def _log_odds(logprobs: np.ndarray) -> np.ndarray:
 
 @once
 def value_rounding(data: PairData) -> np.ndarray:
-    """Return [K] the error in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
+    """Return the error [K] in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
         if side.values is not None and is_coarse(side.values):
@@ -133,7 +134,7 @@ def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def is_coarse(dtype: str | None) -> bool:
-    """Return True if a dtype of values is coarser than float32."""
+    """Return True if the values have a dtype coarser than float32."""
     return dtype is not None and dtype != "float32"
 
 

@@ -62,14 +62,14 @@ def mean(costs: np.ndarray) -> float:
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
-    """Return [S] the mean of the finite costs in each row; NaN for rows without any."""
+    """Return the mean [S] of the finite costs in each row; NaN for rows without any."""
     there = np.isfinite(costs)
     count = there.sum(axis=1)
     return np.where(count > 0, np.where(there, costs, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
 
 
 def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return [S] the standard deviation of `values`, [K], within each sequence; NaN for sequences with fewer than three
+    """Return the standard deviation [S] of `values`, [K], within each sequence; NaN for sequences with fewer than three
     values."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
@@ -78,5 +78,5 @@ def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
 
 
 def token_values(data: PairData, grid: np.ndarray) -> np.ndarray:
-    """Return [K] the values of a grid, [S, T], at the kept tokens."""
+    """Return the values [K] of a grid, [S, T], at the kept tokens."""
     return np.asarray(grid[data.seq, data.position])

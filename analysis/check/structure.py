@@ -1,4 +1,4 @@
-"""What the mismatch depends on: repeated contexts, updates, rows, the distribution that sampled.
+"""What the mismatch depends on: repeated contexts, updates, rows, the sampling distribution.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -32,10 +32,10 @@ sequence rarely falls between the two tokens compared."""
 
 @dataclass(frozen=True, slots=True)
 class RepeatedTokens:
-    """How far a side's values for the same token after the same prefix lie apart within a step."""
+    """Differences between a side's values for the same token after the same prefix within a step."""
 
     num: int
-    """Number of tokens with an earlier twin."""
+    """Number of repeated tokens."""
     a: float
     """Rms difference of pass a, as an error of the logit, nats."""
     b: float
@@ -64,7 +64,7 @@ def repeats(data: PairData) -> RepeatedTokens:
 
 
 def not_repeatable(data: PairData) -> str | None:
-    """Return the side that does not repeat itself, `a` or `b`, where that accounts for the mismatch; None otherwise."""
+    """Return the non-deterministic side, `a` or `b`, if that accounts for the mismatch; None otherwise."""
     found = repeats(data)
     if found.num < MIN_REPEATS:
         return None
@@ -105,7 +105,7 @@ def growth(data: PairData) -> MismatchGrowth:
 
 
 def grows_inside(data: PairData, inside: np.ndarray) -> float:
-    """Return by which factor the mismatch of the tokens `inside`, [K] bool, grows after the first step."""
+    """Return the factor by which the mismatch at the tokens `inside`, [K] bool, grows after the first step."""
     return growth(data.within(inside)).ratio
 
 
@@ -135,9 +135,10 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 
 def fades(data: PairData, inside: np.ndarray | None = None) -> tuple[float, float]:
-    """Return the log ratio between the mismatch in the first third of each sequence and that in the last third, averaged over
-    the sequences inside, [K] bool, and this mean in standard errors. The effect of another prompt or of a cached one fades
-    along the response; that of different weights does not."""
+    """Return the log ratio between the mismatch in the first and the last third of a sequence, averaged over the
+    sequences inside, [K] bool, and this mean in standard errors. The effect of a different or cached prompt fades along
+    the response; the effect of different weights does not.
+    """
     level = data.level_beyond_tokens
     there = np.isfinite(level) if inside is None else np.isfinite(level) & inside
     place = data.position / np.maximum(data.sample.lengths[data.seq], 1)

@@ -25,7 +25,8 @@ NOTES: Mapping[str, str] = {
     "sequences",
     "no_contract": "a pass has no contract, so its dtype, adapters and sampling are inferred from its numbers; record with "
     "`tim-trace record`, or call Recorder.add_contract",
-    "no_entropies": "no entropies recorded: tokens that both sides scored but nobody sampled cannot be detected",
+    "no_entropies": "no entropies recorded: tokens that both sides scored but that were never sampled cannot be "
+    "detected",
     "few_steps": "fewer than three steps: stale weights cannot be detected from the direction of the mismatch",
     "no_prompts": "no prompts recorded: the precision of logits and prompt caches cannot be checked",
     "attempts": "training was attempted {num_attempts} times; each step uses its newest attempt; {left_out}",

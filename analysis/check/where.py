@@ -1,7 +1,7 @@
 """Where a mismatch is: the shortest description of the tokens that are off.
 
-Every description divides the tokens by one feature: a setting of their sequence, a position, a token id. It is worth what
-the two parts' own levels of mismatch explain more than a common one, in nats, less the cost of naming it.
+A description splits the tokens by one feature: a setting of their sequence, a position, a token id. Its evidence is the
+gain in log likelihood, nats, of a separate level of mismatch in each part, minus the cost of naming the description.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -22,10 +22,10 @@ from .sample import Sample
 Kind = Literal["one_of", "from", "before", "is"]
 
 MIN_RATIO = 3.0
-"""Minimum ratio between the mean mismatch of the two parts. In healthy runs it varies by less than a factor of 2 between
-lengths, prompts or positions."""
+"""Minimum ratio between the mean mismatches of the two parts. In healthy runs it varies by less than a factor of 2
+between lengths, prompts or positions."""
 MIN_GAIN_NATS = 20.0
-"""Minimum evidence for a description, nats: chance reaches 10 with the number of descriptions tried."""
+"""Minimum evidence for a description, nats: with the number of descriptions tried, chance reaches 10."""
 MIN_PART_UNITS = 4
 """Minimum number of sequences, or tokens, on both sides of a threshold."""
 MAX_COVERED = 0.95
@@ -51,7 +51,7 @@ class Where:
     gain: float
     """Evidence for the description, nats."""
     ratio: float
-    """Mean mismatch inside, in units of that outside."""
+    """Ratio of the mean mismatch inside to that outside."""
     level_outside: float
     """Median logit error outside, nats."""
 
@@ -74,15 +74,15 @@ FEATURES = {
     "position": "the position in the response",
     "total_position": "the position in prompt and response",
     "token_id": "the token id",
-    "token_before": "the id of the token before",
+    "token_before": "the id of the previous token",
     "token_repeated": "tokens that occurred before in the row",
     "before_repeated": "tokens after one that occurred before in the row",
     "later_turn": "the second turn of a conversation or a later one",
-    "starts_turn": "the first token after masked ones",
+    "starts_turn": "the first token after masked tokens",
     "step": "the step",
-    "version": "the policy version that sampled",
-    "lag": "the number of updates between the two sides",
-    "row": "the place of the row in its step",
+    "version": "the policy version that sampled the sequence",
+    "lag": "the number of updates between trainer and engine",
+    "row": "the index of the row in its step",
     "group_id": "the prompt's group",
     "prompt_seen_before": "prompts that occurred at an earlier step",
     "reward_above_0": "a reward above 0",
@@ -91,8 +91,8 @@ FEATURES = {
     "response_length": "the response's length in tokens",
     "prompt_length": "the prompt's length in tokens",
     "total_length": "the length of prompt and response in tokens",
-    "shorter_prompt_of_step": "a prompt shorter than the longest of the step",
-    "shorter_total_of_step": "a row shorter than the longest of the step",
+    "shorter_prompt_of_step": "a prompt shorter than the longest in the step",
+    "shorter_total_of_step": "a row shorter than the longest in the step",
 }
 """Name of a feature -> phrase; those with a number in their name are in `where_text`."""
 
@@ -106,9 +106,9 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     if name == "every":
         return f"all at every {last}th token of a row, counted from a place that differs by row"
     if name == "not_first_of":
-        return f"all in rows that are not the first of each {last}"
+        return f"all in rows other than the first of every {last}"
     if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
-        return f"all in rows whose {name.split('_')[1]} is shorter than the longest of each {last} rows"
+        return f"all in rows whose {name.split('_')[1]} is shorter than the longest among every {last} rows"
     if name in ("phase", "phase_total"):
         counted = "prompt and response" if name == "phase_total" else "the response"
         return f"all where the position in {counted}, divided by {last}, leaves {values}"
@@ -123,7 +123,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
 
 
 def places(data: PairData) -> list[Where]:
-    """Return the descriptions of where the mismatch is large that evidence supports, best first."""
+    """Return the supported descriptions of where the mismatch is large, best first."""
     noise, level = logit_error(data), levels(data)
     num = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, level, len(num)) / np.maximum(num, 1)
@@ -138,8 +138,9 @@ def places(data: PairData) -> list[Where]:
 def _split(
     data: PairData, noise: np.ndarray, name: str, values: np.ndarray, level: np.ndarray, rows: np.ndarray | None
 ) -> Where | None:
-    """Return the best division by a feature. `values` and `level` are those of the sequences `rows`, or of the kept tokens
-    if that is None."""
+    """Return the best split by a feature. `values` and `level` belong to the sequences `rows`, or to the kept tokens if
+    `rows` is None.
+    """
     there = np.isfinite(values) if values.dtype.kind == "f" else np.ones(len(values), bool)
     if values.dtype.kind == "O":
         there, values = np.array([value is not None for value in values]), values.astype(str)
@@ -175,9 +176,10 @@ def _split(
 def _best(
     counts: np.ndarray, sums: np.ndarray, level: np.ndarray, known: np.ndarray, name: str
 ) -> tuple[float, Kind, np.ndarray] | None:
-    """Return the gain, the kind and the indices of the values of the best division; None if there is none.
+    """Return the best split as (gain, kind, indices of the values inside); None if there is none.
 
-    `counts` and `sums`, [V], are of the units with each of the V values; `level` are those of all units.
+    `counts` and `sums`, [V], are the number of units (sequences or tokens) with each of the V values and the sum of
+    their levels; `level` holds the levels of all units.
     """
     total, num = float(np.sum((level - level.mean()) ** 2)), len(level)
     sums = sums - counts * level.mean()
@@ -203,7 +205,7 @@ def _best(
         order = np.argsort(-(sums / counts), kind="stable")
         inside, part = np.cumsum(counts[order])[:-1], np.cumsum(sums[order])[:-1]
         size = np.arange(1, len(known))
-        # Naming m of n values costs the logarithm of the number of ways to choose them.
+        # Naming m of n values costs the logarithm of the number of ways to choose m of n.
         worth = gains(inside, part) - size * (np.log(len(known) / size) + 1) - np.log(len(known))
         at = int(np.argmax(worth))
         options.append((float(worth[at]), "one_of", np.sort(order[: at + 1])))
@@ -312,7 +314,7 @@ def later_turn(sample: Sample) -> np.ndarray:
 
 
 def recorded_order(sample: Sample) -> np.ndarray:
-    """Return [S] the place of each sequence among those of its step, in the order in which their ids count."""
+    """Return the index [S] of each sequence within its step, ordered by the number in its id."""
     order = np.zeros(sample.num_sequences, np.int64)
     keys = np.array([f"{len(name):08d}{name}" for name in sample.seq_ids])
     for step in np.unique(sample.steps):

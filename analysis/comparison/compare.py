@@ -38,19 +38,20 @@ def compare(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Comparison:
-    """Say what differs first between two runs, and what else, by the step at which each difference begins.
+    """List the differences between two runs, earliest first, with the step at which each begins.
 
     Compares settings, sampling settings and contracts (most frequent per pass and step), and over shared steps:
 
-    - prompts, and responses to equal prompts;
+    - prompts, and responses to identical prompts;
     - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
     - rewards of equal responses, with a tolerance of 1e-6 of the largest;
     - advantages of equal responses if all rewards of their group are equal;
     - lags of policy versions;
     - every series of `dynamics`, from the first segment between change points whose mean is beyond 4.5 standard errors.
 
-    Sequences are paired within a step: equal ones first, then by equal prompt in the order of recording. `pair` names
-    the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not compared.
+    Sequences are paired within a step: identical ones first, then those with the same prompt, in recording order.
+    `pair` names the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not
+    compared.
 
     Raises NothingToCompare if the runs share no step, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

@@ -61,7 +61,7 @@ class Comparison(Result):
     within_scatter: tuple[str, ...]
     """Names of the series whose differences are no larger than noise."""
     note_codes: tuple[Statement, ...] = ()
-    """What could not be compared, as codes in text.NOTES."""
+    """Notes on what could not be compared, as codes in text.NOTES."""
 
     @property
     def first(self) -> RunDifference | None:

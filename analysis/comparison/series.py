@@ -1,4 +1,4 @@
-"""Compare the series of two runs, and their sequences: prompts, responses, logprobs of equal tokens, rewards, advantages.
+"""Compare the series of two runs, and their sequences: prompts, responses, logprobs of identical tokens, rewards, advantages.
 
 Shapes: n steps with a value in both runs.
 """

@@ -18,10 +18,11 @@ FIRST: Mapping[str, str] = {
     "sampling": "sequences are sampled with {name} {a} in A and {b} in B",
     "contract": "{name} is {a} in A and {b} in B",
     "prompts": "the prompts differ ({num_shared} shared, of {a} in A and {b} in B)",
-    "responses": "equal prompts get different responses ({a})",
-    "logprobs": "{name} gives equal tokens different logprobs ({a} in A, {b} in B; largest difference {largest:.3g} nats, at "
+    "responses": "identical prompts get different responses ({a})",
+    "logprobs": "{name} gives identical tokens different logprobs ({a} in A, {b} in B; largest difference "
+    "{largest:.3g} nats, at "
     "step {largest_step})",
-    "rewards": "equal responses get different rewards ({a} in A, {b} in B; {share:.1%} of {num_pairs:,})",
+    "rewards": "identical responses get different rewards ({a} in A, {b} in B; {share:.1%} of {num_pairs:,})",
     "advantages": "equal rewards give different advantages ({a} in A, {b} in B; {share:.1%} of {num_pairs:,})",
     "lag": "{name} is {a} in A and {b} in B",
     "series": "{name} is {a} in A and {b} in B{size}",
@@ -42,7 +43,7 @@ _NAME = 24
 def sentence(found: Comparison) -> str:
     """Return a sentence that states the first difference."""
     if found.first is None:
-        return f"No difference in {found.num_steps:,} steps, in anything both traces record."
+        return f"No difference in {found.num_steps:,} steps in anything that both traces record."
     first = found.first
     more = len(found.differences) - 1
     others = "Nothing else differs." if not more else f"{more} more difference{'' if more == 1 else 's'} below."

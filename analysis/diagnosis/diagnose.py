@@ -47,12 +47,12 @@ def diagnose(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Diagnosis:
-    """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
+    """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
+    normal.
 
     Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the
-    precision of each side (declared and inferred), the published values for the mismatch next to the trace's own, the
-    alerts at every step, and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) restricts it to part
-    of the run.
+    precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
+    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) restricts it to part of the run.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -122,7 +122,7 @@ _ORDER = ("float32", "float16", "bfloat16", "float8")
 
 
 def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComparison, ...]:
-    """Return the published figures for metrics that the trace has, those with the same coarser dtype first."""
+    """Return the published figures for the metrics in the trace; figures with the same coarser dtype come first."""
     found = [
         FigureComparison(figure=figure, own=metrics[figure.metric], fits=_coarsest(figure.dtypes) == coarser)
         for figure in FIGURES
@@ -134,7 +134,7 @@ def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComp
 def size_comparison(
     verdict: str, own: float, figures: Sequence[FigureComparison], coarser: str | None
 ) -> SizeComparison:
-    """Compare the rms of d, `own`, with published values from healthy runs with the same coarser dtype.
+    """Compare the run's rms of d, `own`, with published values from healthy runs with the same coarser dtype.
 
     `verdict` is the code of the check's first finding.
     """
@@ -171,7 +171,7 @@ def _next(
         return where
     found = [finding.next for finding in checked.findings if finding.next]
     if not data.has_weights:
-        return (*found, Advice(commands.supply(data), "this trace has no weights to replay with"))
+        return (*found, Advice(commands.supply(data), "this trace has no weights for a replay"))
     if not checked.is_valid:
         return (*found, *where)
     return (*found, *where, commands.triangulate(data, dtype_of(data.contract("a"))))
@@ -203,8 +203,8 @@ def own_metrics(data: PairData) -> dict[str, float]:
     """Return metric name, as in figures and alarms -> value over all tokens in the trace.
 
     With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2)
-    with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums and covers the
-    sampled tokens.
+    with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums, so it covers only
+    the tokens read individually.
     """
     sums = data.sums
     if not sums.num_tokens:

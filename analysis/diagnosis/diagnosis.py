@@ -60,7 +60,7 @@ class SizeComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """Share of the mismatch that disappears when a replay takes the place of pass a."""
+    """Share of the mismatch that disappears if a replay replaces pass a."""
 
     arm: str
     pair: tuple[str, str]

@@ -27,8 +27,9 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Query that returns, per sequence: number of tokens, sum of squared differences between passes a and b, the same
-between the replay c and b, and group."""
+"""Query that returns, per sequence: the number of tokens, the sum of squared differences between passes a and b, the
+same between the replay c and pass b, and the group.
+"""
 
 
 _ENGINE_ALONE = {"engine", "mode"}

@@ -38,7 +38,7 @@ TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where the rows of one side are stored, with the keys of the head and the contract to use."""
+    """Location of one side's rows, with the keys of the head and the contract to use."""
 
     run: str
     group: str
@@ -97,13 +97,15 @@ class DistributionPairs:
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return a list of measures per row.
 
-        `columns`: run, number of tokens, and for a and b: group, first row, contract, policy version, attempt.
+        `columns` are run and number of tokens, followed by group, first row, contract, policy version and attempt for a
+        and for b.
         """
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
             except TimTraceError as error:
-                # Not the error itself: its traceback references the connection, which would never be freed.
+                # Keep the text rather than the error, whose traceback references the connection and would keep it
+                # alive.
                 self.error = type(error), str(error)
                 raise
 
@@ -180,7 +182,7 @@ class _Measures:
 
 
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
-    """Return some rows from every array in a group; consecutive rows are read together."""
+    """Return the given rows from every array in a group; consecutive rows are read together."""
     order = np.argsort(rows_C, kind="stable")
     parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
     back = np.argsort(order, kind="stable")

@@ -33,12 +33,12 @@ def dynamics(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Dynamics:
-    """Say how a run changed: when each series changed, and which changed first.
+    """Report when each series of a run changed, and which changed first.
 
     Series come from `series.read_series`, on the scales of `quantities.KINDS`. Change points come from
     `changes.change_points` with 95 % intervals; if two intervals overlap, their order is undecided. The growth rate of k3 is
-    reported as well. What the trace cannot show is listed. The onset of a collapse is that of `attribute`. `steps` (3:80, :100,
-    2:200:2) restricts it to part of the run.
+    reported as well. Questions that the trace cannot answer are listed. The onset of a collapse is the one found by
+    `attribute`. `steps` (3:80, :100, 2:200:2) restricts it to part of the run.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

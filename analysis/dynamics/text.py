@@ -16,7 +16,7 @@ from ..statistics.location import RAMP
 from .dynamics import Dynamics
 
 SUMMARY: Mapping[str, str] = {
-    "too_short": "Too short to say what changed first: {num_steps} of at least {min_steps} steps recorded.",
+    "too_short": "Too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
     "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows one straight "
     "line.",
     "moved_first": "{onset} changed first{followers}.",
@@ -38,12 +38,13 @@ UNANSWERED: Mapping[str, str] = {
     "no_grad_norm": "no gradient norm; record it with Recorder.add_metrics",
     "no_update_to_weight": "no optimizer statistics; record them with tim-trace record or Recorder.add_optimizer",
     "no_policy_lag": "no policy versions on both sides, so the policy lag is unknown",
-    "no_clip_share": "no loss with a clip, no advantages or no current logprobs, so the clipped share is unknown; record the loss with "
+    "no_clip_share": "no clipped loss, no advantages or no `current` logprobs, so the clipped share is unknown; record "
+    "the loss with "
     "Recorder.add_loss",
     "no_changed_weights": "no weights; record with --weights delta to measure how much each update changes",
     "too_short": "steps with a value: {num_steps}; change points need {changes}, growth rates {rates}",
 }
-"""Code of what the trace cannot show -> sentence template."""
+"""Code of a question that the trace cannot answer -> sentence template."""
 
 
 def summary_sentences(found: Dynamics) -> tuple[str, ...]:
@@ -51,7 +52,7 @@ def summary_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Return sentences that state what the trace cannot show, and what to record to show it."""
+    """Return sentences that list the questions the trace cannot answer, and what to record to answer them."""
     return sentences(found.unanswered_codes, UNANSWERED)
 
 
@@ -82,7 +83,7 @@ def onset_text(onset: FirstChange) -> str:
 
 
 def dynamics_text(found: Dynamics, width: int | None = None) -> str:
-    """Render the answer, onsets, series, growth of k3, and what is unknown."""
+    """Render the answer, the onsets, the series, the growth of k3, and the unanswered questions."""
     found = shown(found)
     head = f"{found.run}: {found.num_steps:,} steps ({found.first_step} to {found.last_step}), d = {found.pair}"
     parts = [wrapped(head, "", width), *(wrapped(sentence, "", width) for sentence in summary_sentences(found))]

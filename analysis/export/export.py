@@ -60,10 +60,11 @@ def export_run(
     """Write a run's sequences, or its figures by step, as files of another tool.
 
     `to` parquet: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
-    logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) - logprob(b) of
-    `pair` for every response token, NULL if either is; and `metrics`, the logged values. `import parquet` reads both. `to`
-    tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged number under its own name, in double
-    precision. The W&B run is written offline and keeps the hyperparameters as config.
+    logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) -
+    logprob(b) of `pair` for every response token, NULL if either logprob is NULL; and `metrics`, the logged values.
+    `import parquet` reads both. `to` tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged
+    number under its own name, in double precision. The W&B run is written offline and keeps the hyperparameters as
+    config.
 
     `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing
     files are replaced only with `force`; wandb always adds a new run.
@@ -110,7 +111,7 @@ def _write_figures(to: str, folder: Path, database: Database, pair: Pair) -> int
 
 
 def exported_text(exported: Exported) -> str:
-    """Render what was written, and a command that reads the files."""
+    """Render a summary of what was written, and a command that reads the files."""
     if exported.format == PARQUET:
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:

@@ -53,7 +53,9 @@ def passes_of(database: Database) -> list[str]:
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """Return the SQL query for the rows in some steps. `passes` maps the name of each pass with scores to an SQL alias."""
+    """Return the SQL query for the rows in the given steps. `passes` maps the name of each pass with scores to an SQL
+    alias.
+    """
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]

@@ -9,7 +9,7 @@ _FACTOR = 1.5
 
 
 def change_sentence(change: RecordedChange) -> str:
-    """Say what changed, from which value to which, and at which step."""
+    """Return a sentence that states what changed, its old and new value, and the step."""
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
         verb = "goes" if change.kind == WRITERS else "is set"

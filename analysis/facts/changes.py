@@ -1,4 +1,6 @@
-"""When a run changed: change points of each series, which changed first, and when the outcome dropped. Every verb reads this timeline."""
+"""The timeline of a run, read by every verb: change points of each series, which changed first, and when the outcome
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class ChangePoint:
     """The first step after the change; for a drop of the outcome its onset, as attribute finds it."""
     low: int
     high: int
-    """95 % confidence interval of the step; if values are several steps apart it starts right after the previous value."""
+    """End of the 95 % confidence interval of the step, which starts at `low`; if values are several steps apart, it
+    starts right after the previous value.
+    """
     before: float
     """The fitted value just before the change, in the unit of the series."""
     after: float
@@ -93,7 +97,7 @@ def _change(
 ) -> ChangePoint:  # fmt: skip
     return ChangePoint(
         step=int(first[located.place]),
-        low=int(last[located.low - 1]) + 1,  # the change may lie anywhere between two values
+        low=int(last[located.low - 1]) + 1,  # the change may be anywhere between two values
         high=int(last[min(located.high, n - 1)]),
         before=_within(_unscaled(located.before, series.scale), before),
         after=_within(_unscaled(located.after, series.scale), after),
@@ -195,7 +199,7 @@ class RunOutcomes:
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """Find the changes of every series of the open run; a dropping outcome changes at the onset of its drop."""
+    """Find the changes of every series of the open run; an outcome that drops changes at the onset of its drop."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}

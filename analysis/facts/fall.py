@@ -24,12 +24,14 @@ and from 0.00 to 0.03 (200 values); with autocorrelation 0.95, from 0.20 to 0.31
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors, beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""Share of the whole loss; a change after this share was lost is too late to be the cause."""
+"""Share of the total loss in the outcome; a change after this share was lost is too late to be the cause."""
 
 COLLAPSE, SLOW_DECLINE = "collapse", "slow_decline"
 
 _UNSEEN_CORRELATION = 2.0
-"""Factor by which scatter is multiplied if there are too few values to estimate autocorrelation; 2 corresponds to an autocorrelation of 0.6."""
+"""Factor on the scatter if there are too few values to estimate autocorrelation; 2 corresponds to an autocorrelation of
+0.6.
+"""
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
 _OUTCOME = re.compile(
@@ -74,7 +76,9 @@ class Fall:
     interval: tuple[int, int]
     """95 % confidence interval of the onset, with the levels before and after fitted and autocorrelation included; see docs/evidence/intervals.md."""
     fallen: int
-    """First step by which the share FALLEN of the whole loss has occurred; later changes cannot be the cause."""
+    """First step by which the outcome has lost the share FALLEN of its total loss; later changes cannot be the
+    cause.
+    """
     before: float
     """Level of the outcome before the drop."""
     after: float
@@ -112,7 +116,8 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
     The earlier level is the best window of a tenth of the run (at least 3 values), the later level the last window. The
     difference must exceed FALL_SHARE of the earlier level. It must also exceed FALL_SD standard errors (see
-    `level_deviation`) beyond the bias of choosing the best window, or the loss along a straight line from there on must.
+    `level_deviation`) beyond the bias of choosing the best window, or the decrease along a straight line fitted from
+    there on must.
 
     `beside` is the same outcome of a baseline run with the same seeds. A drop also counts as certain if the run ends that
     far below the baseline, beyond the noise of their difference.

@@ -194,8 +194,9 @@ class RunMismatch:
     """The mismatch in a run as mean |d|, in nats, at several stages of training."""
 
     size: float
-    """Mean |d| at the onset of the drop: the larger of the median over the tenth of the run before it, and the largest
-    median of three successive steps around the onset."""
+    """Mean |d| at the onset of the drop: the median over the tenth of the run before it, or the largest median of three
+    successive steps around the onset if that is larger.
+    """
     first: float
     """Mean |d| at the first step; before any update if the run was recorded from its start."""
     settled: float
@@ -205,7 +206,7 @@ class RunMismatch:
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (equal weights drift apart), or `later`."""
+        """`from the start`, `with the first updates` (initially equal weights diverge), or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -252,7 +253,9 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """Return [n] bool: the tenth of the run before a drop, at least three steps; without a drop the whole run."""
+    """Return [n] bool: True for the tenth of the run before a drop (at least three steps), or for the whole run if
+    there is no drop.
+    """
     if fall is None:
         return np.ones(len(steps), bool)
     width = max(len(steps) // 10, 3)

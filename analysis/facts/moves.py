@@ -1,7 +1,8 @@
 """The exact order in which quantities change around a drop, and how steeply the reward drops.
 
-A change point has an interval of several steps. A fault at one step shows in the order in which quantities leave their
-earlier level: prompts and sampled tokens, their rewards, the correlation of both, the gradient, and a step later the policy.
+The interval of a change point spans several steps, whereas a fault at a single step shows in the order in which
+quantities leave their earlier level: prompts and sampled tokens, their rewards, the correlation of both, the gradient,
+and a step later the policy.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Moves:
 
     columns: Mapping[str, Quantity]
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`, `loss`; `sampled` and `trained`: mean logprob of the
-    responses under engine and trainer; `distance`: `trained` minus the reference's. Correlations within groups: `relation` of likelihood
-    and reward, `follows` of advantage and reward, `leaves` of advantage and distance, `surprises` of advantage and information."""
+    responses under engine and trainer; `distance`: `trained` minus the reference's. Correlations within groups:
+    `relation` between likelihood and reward, `follows` between advantage and reward, `leaves` between advantage and
+    distance, `surprises` between advantage and information."""
     first: int
     """First step in the range at which a change may have started the drop."""
     last: int
@@ -157,7 +159,7 @@ class Drop:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """Numbers for the evidence."""
+        """The numbers reported with the evidence."""
         return {"share": min(self.share, 1.0), "step": self.step}
 
     @property
@@ -203,7 +205,8 @@ def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[n
 
 
 def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
-    """Return the difference between the means of three values before a step and three from it on, in standard deviations.
+    """Return the difference between the mean of the three values from a step on and that of the three values before it,
+    in standard deviations.
 
     The scatter is at least a hundredth of the level."""
     place = int(np.searchsorted(steps, step))

@@ -12,7 +12,7 @@ from . import thresholds as t
 from .rollouts import FARTHEST, FEWEST_COMPARED, Rollouts, hash_pair, least_reward
 
 _KEPT_STEPS = 8
-"""Maximum number of steps compared before and after a step, few enough for the policy to stay about the same."""
+"""Maximum number of steps compared before and after a step, few enough that the policy hardly changes."""
 _FEWEST_KEPT = 3
 """Minimum number of steps compared before and after a step."""
 _PROMPTS_AWAY = 8
@@ -122,7 +122,9 @@ class KeptRewards:
 
 
 def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
-    """Compare the rewards of up to eight steps before a step with those from it on; None with fewer than three on either side."""
+    """Compare the rewards of up to eight steps before a step with those of up to eight steps from it on; None if either
+    side has fewer than three.
+    """
     before, since = (
         rollouts.until(step - 1).since(step - _KEPT_STEPS),
         rollouts.since(step).until(step + _KEPT_STEPS - 1),
@@ -225,7 +227,7 @@ def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
-    """Return for each row the latest reward that the same response got before `step`, [N]; NaN if there is none."""
+    """Return, for each row, the latest reward that the same response got before `step`, [N]; NaN if there is none."""
     _, number = np.unique(rollouts.whole, return_inverse=True)
     earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
     before = (rollouts.step < step) & np.isfinite(rollouts.reward)

@@ -73,7 +73,7 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Optional values recorded by the passes of a run; they decide the source of a series for all steps."""
+    """The optional columns that the passes of a run recorded; they determine the source of a series for all steps."""
 
     entropy: frozenset[str] = frozenset()
     """Passes with token entropies."""
@@ -125,8 +125,8 @@ def read_lags(database: Database, pair: Pair, run: str, given: Given | None = No
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
-        "policy_lag": f"updates of the weights of {loss} beyond those that sampled",
-        "version_lag": f"updates of the weights of {pair[0]} beyond those of {pair[1]}",
+        "policy_lag": f"updates between the sampling weights and the weights of {loss}",
+        "version_lag": f"updates between the weights of {pair[1]} and those of {pair[0]}",
     }
     return columns_of(by_step(database, query, {"run": run, "loss": loss}), sources)
 

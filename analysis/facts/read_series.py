@@ -133,7 +133,9 @@ def read_logged(database: Database, run: str) -> list[Column]:
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Return series -> metric name in this run; if several names end with the same word, the alphabetically first."""
+    """Return series -> metric name in this run; if several names end with the same word, the first in alphabetical
+    order is used.
+    """
     logged = [
         name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
     ]
@@ -198,7 +200,7 @@ def read_sampled(database: Database, run: str) -> list[Column]:
         *columns_of(
             groups,
             {
-                "reward_std_within_groups": "standard deviation of the reward within a group, mean over groups",
+                "reward_std_within_groups": "standard deviation of the reward within groups, averaged over groups",
                 "share_groups_without_spread": "share of groups in which all rewards are equal",
             },
         ),

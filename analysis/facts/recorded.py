@@ -60,7 +60,9 @@ class RecordedChange:
     step: int
     low: int
     high: int
-    """95 % confidence interval of the step; for deliberate changes the step itself."""
+    """End of the 95 % confidence interval of the step, which starts at `low`; both equal the step for deliberate
+    changes.
+    """
     before: float | str
     after: float | str
     size_in_sd: float | None
@@ -174,7 +176,7 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Yield changes in the number of processes, and processes whose mismatch departs from the others' at some step."""
+    """Yield changes in the number of processes, and processes whose mismatch diverges from the others' at some step."""
     count = read_num_writers(database, pair)
     if count is not None:
         yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
@@ -234,7 +236,7 @@ def read_num_writers(database: Database, pair: Pair) -> Series | None:
 
 
 def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, ChangePoint]]:
-    """Yield, for each pass, the writers whose mean |d| departs from that of the others, with the change.
+    """Yield, for each pass, the writers whose mean |d| diverges from the others', with the change.
 
     The series is the ratio of a writer's mean |d| to that of all others at the same step.
     """
@@ -253,7 +255,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
         for place, writer in enumerate(writers):
             series = Series(
                 f"mean_abs_d of {whose}{writer}", steps, ratio_nW[:, place], LOG, WRITERS,
-                "mean |d| of the writer's tokens over that of all others",
+                "mean |d| of the writer's tokens divided by the other writers'",
             )  # fmt: skip
             for change in change_points(series):
                 factor = change.after / change.before if change.before > 0 else np.inf
@@ -262,7 +264,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
 
 
 def _beside_others(total_nW: Array, count_nW: Array) -> Array:
-    """Return [n, W] the ratio of each writer's mean to that of all others; NaN if either is missing."""
+    """Return the ratio [n, W] of each writer's mean to that of all others; NaN if either is missing."""
     others = total_nW.sum(1, keepdims=True) - total_nW, count_nW.sum(1, keepdims=True) - count_nW
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (total_nW / count_nW) / (others[0] / others[1])

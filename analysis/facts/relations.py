@@ -1,4 +1,6 @@
-"""Correlations of rewards, advantages, lengths and logprobs, and the step from which equal responses get other values."""
+"""Correlations of rewards, advantages, lengths and logprobs, and the step from which identical responses get different
+values.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from .rollouts import (
 _BY_CHANCE = 1.32
 """One-sided 10 % bound on the correlation between unrelated values, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses per length, and minimum number of such lengths, to relate rewards to length."""
+"""Minimum number of responses per length, and of such lengths, to relate rewards to length."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Minimum number of responses per length within a step, and minimum number of such lengths, to relate the step's rewards to length."""
+"""Minimum number of responses per length within a step, and of such lengths, to relate the step's rewards to length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +45,10 @@ class Relation:
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups, pooled and group by group; NaN if both vary in fewer than 30 groups.
+    """Correlate two columns within groups, pooled and per group; NaN if both vary in fewer than 30 groups.
 
-    Subtracting a baseline and dividing by the group's spread leave the correlation between rewards and advantages at 1.
+    The correlation between rewards and advantages stays 1 if a baseline is subtracted or the result is divided by the
+    group's spread.
     """
     x, y, known = _in_groups(rollouts, first, second)
     group = rollouts.group[known]
@@ -104,7 +107,8 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return how much of the variance in reward differences between identical responses length explains, and the sign.
+    """Return the share of the variance in reward differences between identical responses that length explains, and the
+    sign of the relation.
 
     The share is the largest of those explained by length, by length minus its group mean and, if material, by length among
     responses with equal rewards. The fit is monotone or has one turning point. The share is 0 if fewer than two lengths have
@@ -205,7 +209,7 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 
 _INTERVAL = 1.92
-"""Amount by which the log-likelihood is below its maximum at the ends of a 95 % confidence interval."""
+"""Decrease of the log-likelihood from its maximum to the ends of a 95 % confidence interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +313,7 @@ def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tup
 
 
 def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int) -> np.ndarray:
-    """Return [num] the total weight of the intervals `first` to `last` that contain each index."""
+    """Return, for each of `num` indices, the total weight of the intervals `first` to `last` that contain it."""
     held: np.ndarray = np.cumsum(np.bincount(first, weight, num + 1) - np.bincount(last + 1, weight, num + 1))[:num]
     return held
 

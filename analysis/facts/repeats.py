@@ -32,7 +32,9 @@ class RepeatedResponses:
     mean_difference: float
     """Mean absolute reward difference over pairs whose rewards differ."""
     order: str = ""
-    """The row order from ORDERS that leaves the fewest pairs with different rewards; empty if a shift or no change is better."""
+    """The row order in ORDERS that leaves the fewest pairs with different rewards; empty if a shift, or no change,
+    leaves fewer.
+    """
 
     @property
     def lies_off(self) -> bool:
@@ -72,7 +74,9 @@ in the step or in each group; the rewards of the previous step."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return for each row the row whose reward it takes in the named order, [N]; its own if groups differ in size."""
+    """Return [N] for each row the index of the row whose reward it takes in the named order; its own index if groups
+    differ in size.
+    """
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
@@ -108,9 +112,10 @@ def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
 
 
 def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the share of groups with sorted rewards, descending or ascending, whichever is more; and the share by chance.
+    """Return the share of groups with sorted rewards (descending or ascending, whichever is larger), and the share
+    expected by chance.
 
-    Only groups whose rewards differ. NaN if there are fewer than 30.
+    Only groups whose rewards differ count; NaN if there are fewer than 30.
     """
     if not len(rollouts.group):
         return math.nan, math.nan
@@ -128,7 +133,9 @@ def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
-    """Return the number of pairs with known rewards, the share that differs by more than `least`, and their mean difference."""
+    """Return the number of pairs with known rewards, the share of them that differ by more than `least`, and the mean
+    difference of those.
+    """
     difference = _differences(reward, *pairs)
     if len(difference) < FEWEST_COMPARED:
         return 0, math.nan, math.nan
@@ -143,7 +150,7 @@ def _differences(reward: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.nda
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return the rewards moved by `shift` rows within each step, wrapping around: [N]."""
+    """Return the rewards, [N], moved by `shift` rows within each step, wrapping around."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     sizes = np.diff(np.r_[firsts, len(rollouts.step)])
     first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
@@ -159,7 +166,7 @@ def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
     """Return the number of pairs of identical responses to the same prompt within a step, and the share whose rewards differ.
 
-    A reward that depends only on the response gives such a pair one value. The share is NaN below 20 pairs.
+    A reward that depends only on the response is the same for both. The share is NaN below 20 pairs.
     """
     one, two = successive(rollouts.whole, rollouts.step)
     inside = rollouts.step[one] == rollouts.step[two]
@@ -169,7 +176,8 @@ def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
 
 
 def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the shares of identical prefixes within a step that get two different logprobs, from engine and from trainer.
+    """Return the share of identical prefixes within a step that get two different logprobs, for the engine and for the
+    trainer.
 
     NaN below 20 pairs.
     """

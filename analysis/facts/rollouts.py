@@ -65,7 +65,9 @@ FEWEST_COMPARED = 30
 FEWEST_SPANNING = 10
 """Minimum number of responses sampled on both sides of a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob, in nats, below which the policy is certain of a prefix, so that its logprob cannot show a change of weights."""
+"""Bound on -logprob, in nats, below which the policy is certain of a prefix, so that the logprob cannot show a change
+of weights.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,9 @@ class Rollouts:
     num_masked: np.ndarray
     """[N] response tokens outside the loss mask, such as tool output."""
     likelihood: np.ndarray
-    """[N] mean trainer logprob over response tokens in the loss mask, nats; the engine's where the trainer has none."""
+    """[N] mean trainer logprob over response tokens in the loss mask, nats; the engine's mean where the trainer has no
+    logprobs.
+    """
     sampled: np.ndarray
     """[N] mean engine logprob over response tokens in the loss mask, nats; NaN where not recorded."""
     reference: np.ndarray
@@ -140,7 +144,7 @@ class Rollouts:
 
     @property
     def is_alone(self) -> bool:
-        """True if the only groups are the steps."""
+        """True if whole steps serve as groups."""
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
     @property
@@ -196,7 +200,7 @@ class Rollouts:
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """Return the sequences at the given indices, in that order, or those selected by a mask, [N] bool."""
+        """Return the sequences at the given indices, in that order, or the sequences selected by a mask, [N] bool."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:
@@ -261,7 +265,7 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M] indices into both runs: where each response to the same prompt that both runs sampled first occurs."""
+    """Return [M] indices into each run of the first occurrence of every prompt and response that both runs sampled."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 

@@ -70,7 +70,7 @@ class Series:
     not_finite: Array = field(default_factory=_no_steps)
     """Steps with a recorded NaN or infinity."""
     logged: str = ""
-    """Name that the trainer logged it under; empty where it was computed."""
+    """Name under which the trainer logged the series; empty if the series was computed."""
 
     @property
     def known(self) -> Array:
@@ -132,7 +132,7 @@ class Column:
     not_finite: np.ndarray = field(default_factory=lambda: _NO_STEPS)
     """Steps with a recorded NaN or infinity."""
     logged: str = ""
-    """Name that the trainer logged it under; empty where it was computed."""
+    """Name under which the trainer logged the series; empty if the series was computed."""
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:

@@ -27,7 +27,9 @@ _SAME_BITS = 1e-7
 _SAME_LOGPROB = 1e-5
 """Maximum difference, in nats, between the logprobs of an exact engine and its trainer under the same weights."""
 _NEAR = 1e-4
-"""Maximum difference, in nats, between engine and trainer logprobs to match if only one step is compared; there chance matches are rare."""
+"""Maximum difference, in nats, between matching engine and trainer logprobs if only one step is compared, where chance
+matches are rare.
+"""
 _ASIDE = 3.0
 """Offset at which chance matches are counted, in units of the matching tolerance."""
 _MOST_HELD = 5_000_000
@@ -43,7 +45,9 @@ class StaleWeights:
     steps: int
     """Distance, in steps, at which engine and earlier trainer agree best."""
     left: float
-    """Share of the prefixes' mismatch that remains against the trainer `steps` earlier; 0 if the engine had those weights."""
+    """Share of the prefixes' mismatch that remains when compared with the trainer `steps` earlier; 0 if the engine had
+    those weights.
+    """
     num_pairs: int
     """Number of prefixes sampled at two steps that are `steps` apart."""
     farthest: int
@@ -90,9 +94,9 @@ class StillEngine:
 
     num_pairs: int
     still: float
-    """Share of repeated prefixes to which the engine gives bitwise the same logprob both times."""
+    """Share of repeated prefixes that get bitwise identical logprobs from the engine both times."""
     of_trainer: float
-    """Share of repeated prefixes to which the trainer gives bitwise the same logprob both times."""
+    """Share of repeated prefixes that get bitwise identical logprobs from the trainer both times."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -192,7 +196,9 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 
 
 def _best(sums: np.ndarray) -> StaleWeights | None:
-    """Return the distance with the least remaining mismatch, from [_FARTHEST, 3] sums: mismatch, remaining, openings."""
+    """Return the distance with the least remaining mismatch, given [_FARTHEST, 3] sums of mismatch, remaining mismatch
+    and number of openings.
+    """
     together = np.stack([np.convolve(column, np.ones(2 * _AROUND + 1), mode="same") for column in sums.T], 1)
     # Require prefixes repeated at the distance itself, not only at neighbouring distances.
     judged = np.flatnonzero((together[:, 2] >= _FEWEST) & (sums[:, 2] > 0) & (together[:, 0] > 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 AHEAD = 3.0
-"""Number of steps before a drop's onset interval within which its cause may be."""
+"""Number of steps before a drop's onset interval in which its cause is searched."""
 AT_ONCE = 0.35
 """Minimum ratio of the mismatch at the first step to the settled mismatch, for it to count as present from the start; one update causes less."""
 GROWTH = 1.6
@@ -11,7 +11,7 @@ GROWTH = 1.6
 
 STALE_LEFT = 0.2
 """Maximum share of the mismatch that may remain when engine logprobs are compared with the trainer's from an earlier step, for the engine to
-have had that step's weights. Rounding, or a distance wrong by a step, leaves less than this."""
+have had that step's weights. Rounding, or a distance off by one step, leaves less than this."""
 STALE_REACHES = 20
 """Minimum distance, in steps, up to which earlier trainer weights must be compared to rule out stale weights; larger lags are usually
 declared."""
@@ -26,10 +26,12 @@ at most 2.3 in collapses caused by the mismatch."""
 NONE_LEFT = 0.1
 """Maximum share of rows left unexplained, among rows that do not match by chance, for an explanation to hold where many rows match by chance."""
 STILL = 0.5
-"""Minimum share of prefixes, repeated within a few steps, to which the engine gives bitwise the same logprob, for the engine to have kept its
-weights; an engine that gets new weights every other step reaches half."""
+"""Minimum share of prefixes, repeated within a few steps, that get bitwise identical logprobs from the engine, for the
+engine to have kept its weights; an engine that gets new weights every other step reaches half."""
 STILL_BY_CHANCE = 0.1
-"""Maximum share of repeated prefixes to which the trainer gives bitwise the same logprob, for the trainer's weights to count as changing."""
+"""Maximum share of repeated prefixes that get bitwise identical logprobs from the trainer, for the trainer's weights to
+count as changing.
+"""
 STALE_CARRIES = 0.2
 """Minimum ratio of mean |d| over prefixes to the run's mean |d|, for prefixes to represent the mismatch."""
 

@@ -68,7 +68,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Return for each row the number of earlier rows of the same kind, [N]."""
+    """Return [N] for each row the number of earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
     ordered, places = kind_N[order], np.arange(len(kind_N))
     begins = (
@@ -114,9 +114,10 @@ class Prefixes:
     """[K] number of shared tokens."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [K] the number of shared tokens with a logprob under a pass in both runs, and [T] the logprobs of A and of B.
+        """Return the number of shared tokens, [K], that have a logprob under a pass in both runs, and the logprobs in A
+        and in B, [T].
 
-        A pair counts with all its shared tokens, or with none."""
+        All shared tokens of a pair count, or none."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)

@@ -30,10 +30,10 @@ class NemoRl(Framework):
     sequence_level_importance_ratios: bool = option_field(False, "Use sequence-level ratios.")
     """True to take ratios per sequence instead of per token."""
     truncated_importance_sampling_type: str | None = option_field(None, "Truncation.", choices=TRUNCATIONS)
-    """How ratios outside the bounds are treated; None keeps them unchanged."""
-    truncated_importance_sampling_ratio: float | None = option_field(None, "Its upper bound.", metavar="C")
+    """Treatment of ratios outside the bounds; None keeps them unchanged."""
+    truncated_importance_sampling_ratio: float | None = option_field(None, "Upper bound of the ratio.", metavar="C")
     """Upper bound of the importance ratio."""
-    truncated_importance_sampling_ratio_min: float | None = option_field(None, "Its lower bound.", metavar="C")
+    truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound of the ratio.", metavar="C")
     """Lower bound of the importance ratio; None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
@@ -79,7 +79,7 @@ class NemoRl(Framework):
         mixes_micro_batches = self.sequence_level_importance_ratios and self.train_micro_batch_size > 1
         if self.seq_logprob_error_threshold is not None and mixes_micro_batches:
             raise InvalidOption(
-                "with it the mean of sequence ratios depends on which sequences shared a "
+                "with this option, the mean of sequence ratios depends on which sequences shared a "
                 "micro-batch, which is not recorded; drop train_micro_batch_size",
                 option="seq_logprob_error_threshold",
             )

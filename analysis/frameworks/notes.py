@@ -70,7 +70,7 @@ def masked_out(
     which = "tokens that do not count or may be rejected" if rejects else "tokens that do not count"
     return [
         f"{num_logprobs:,} logprobs at {num_steps:,} steps are NaN or infinite on {which}: {framework} multiplies by a "
-        f"mask of 0, which gives NaN, so {effect}; these numbers leave such tokens out"
+        f"mask of 0, which gives NaN, so {effect}; tim-trace leaves such tokens out"
     ]
 
 
@@ -85,7 +85,7 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Name the options that a run was trained with, where they differ from the given ones."""
+    """Report the options that a run was trained with if they differ from the given ones."""
     told = []
     for source in database.sources:
         trained = read_hyperparameters(database, source.run)

@@ -28,7 +28,7 @@ class OpenRlhf(Framework):
     )
     """Pair (low, high): the ratio is clipped to [1 - low, 1 + high]."""
     is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's logprobs.")
-    """True if, with gspo, ratios divide by the rollout's probabilities instead of the trainer's old ones."""
+    """True to divide, with gspo, by the rollout's probabilities instead of the trainer's old ones."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"

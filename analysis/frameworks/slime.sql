@@ -17,7 +17,7 @@
 -- slime averages over rollouts of several samples, and normalizes weights per micro-batch; here every sequence is a separate
 -- rollout, and there is one batch. slime multiplies by the mask; here tokens that do not count are left out.
 
--- slime_mean(...): mean of a number with slime's divisor; slime_spread(...): the same for a sequence-level value.
+-- slime_mean(...): mean of a number with slime's divisor; slime_spread(...): mean of a sequence-level value with this divisor.
 CREATE OR REPLACE MACRO slime_mean(total, num_tokens, calculate_per_token_loss) AS
     sum(CASE WHEN calculate_per_token_loss THEN total ELSE total / greatest(num_tokens, 1) END)
     / sum(CASE WHEN calculate_per_token_loss THEN greatest(num_tokens, 1) ELSE 1 END);
@@ -45,7 +45,7 @@ CREATE OR REPLACE MACRO slime_tokens(a, b) AS TABLE
     FROM pair(a, b)
     WHERE mask AND d IS NOT NULL AND (a <> b OR iteration_a = iteration_b);
 
--- slime_sequences(a, b, ...): sums of each sequence with tokens; slime compares d with a float32 logarithm.
+-- slime_sequences(a, b, ...): sums of each sequence with tokens; slime compares d with the float32 logarithm of veto.
 CREATE OR REPLACE MACRO slime_sequences(a, b, tis_clip, tis_clip_low, veto) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, count(*) AS num_tokens, sum(d) AS sum_d, sum(abs(d)) AS sum_abs_d,
            sum(exp(d)) AS sum_tis, sum(abs(expm1(d))) AS sum_tis_abs,

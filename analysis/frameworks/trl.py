@@ -42,7 +42,7 @@ class Trl(Framework):
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
     """The trainer whose loss is used, `grpo` or `rloo`."""
     loss_type: str = option_field(
-        "dapo", "Loss type in TRL's names: dapo (the default), cispo, ...", metavar="TYPE",
+        "dapo", "Loss type, as named by TRL: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
     )  # fmt: skip
     importance_sampling_level: str = option_field(
@@ -55,7 +55,7 @@ class Trl(Framework):
         None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
     )
     """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
-    delta: float | None = option_field(None, "Largest ratio of the loss.", metavar="C", at_least=0)
+    delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
     """Upper bound of the ratio regardless of the sign of the advantage; None means no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
@@ -63,12 +63,12 @@ class Trl(Framework):
     """Threshold on a sequence's mean of rollout - current logprobs, above which the sequence is dropped if its
     advantage is negative; None drops no sequence."""
     logging_steps: int | None = option_field(
-        None, "Rows as TRL logs them, means over N steps.", metavar="N", at_least=1
+        None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
     """Number of steps per row: TRL logs means over this many steps. None gives one row per step, whose sequences count
     as one batch."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
-    """True to log the first step in a row of its own."""
+    """True to log the first step in a separate row."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"

@@ -1,6 +1,6 @@
 -- Numbers of TRL 1.16.0. Pass a is the trainer (old_per_token_logps), b vLLM (sampling_per_token_logps), over the tokens that
 -- count in the loss.
--- Mismatch, after _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
+-- Mismatch, following _generate_and_score_completions of trl/trainer/grpo_trainer.py; d = a - b:
 --   sampling_logp_difference: mean and maximum of |d| over tokens with logprobs; 0 if none has any.
 --   importance_sampling_ratio: minimum, mean and maximum of exp(d) over tokens, or of exp(sum of d) over sequences; ratios
 --   outside the bounds are clamped (truncate) or set to 0 (mask). A token without a logprob has d = 0, a sequence without
@@ -34,7 +34,7 @@ CREATE OR REPLACE MACRO trl_bounded(ratio, mode, clip_max, clip_min) AS
          WHEN ratio < coalesce(clip_min, 0.0) OR ratio > clip_max THEN 0.0
          ELSE ratio END;
 
--- trl_rows(...): per-sequence sums for the numbers of the mismatch, and the recording process.
+-- trl_rows(...): sums of each sequence, from which TRL's mismatch metrics are computed, and the process that recorded it.
 CREATE OR REPLACE MACRO trl_rows(a, b, mode, clip_max, clip_min) AS TABLE
     SELECT run, step, seq_id, writer, coalesce(num_tokens, 0) AS num_tokens, num_known, sum_abs_d, max_abs_d,
            CASE WHEN of_tokens THEN coalesce(num_tokens, 0) ELSE 1 END AS num_ratios,
@@ -213,7 +213,7 @@ CREATE OR REPLACE MACRO trl_groups(
     ) USING (run)
     ORDER BY run, step;
 
--- trl_numbers(...): the same from TRL's own options; a whole run counts as one batch, whatever logging_steps is.
+-- trl_numbers(...): trl_groups, called with TRL's own options; a whole run counts as one batch, whatever logging_steps is.
 CREATE OR REPLACE MACRO trl_numbers(a, b, by_step, mode, clip_max, clip_min, trainer, loss_type, level, epsilon, epsilon_high, delta,
                                     threshold, logging_steps, logging_first_step) AS TABLE
     SELECT * FROM trl_groups(a, b, by_step, mode, clip_max, clip_min, trl_is_rloo(trainer), loss_type, level, epsilon,

@@ -35,7 +35,9 @@ class Verl(Framework):
     rollout_is: str | None = option_field(None, "Importance-sampling weights.", choices=("token", "sequence"))
     """Level of the importance-sampling weights, `token` or `sequence`; None means no weights."""
     rollout_is_threshold: str = option_field(
-        "2.0", "Cut weights (TIS; 2.0) or mask them (IcePop).", metavar="UPPER|LOWER_UPPER"
+        "2.0",
+        "Upper bound of weights (TIS; 2.0), or bounds outside which weights are masked (IcePop).",
+        metavar="UPPER|LOWER_UPPER",
     )
     """Maximum weight (TIS), or bounds written as `lower_upper`, outside which weights become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
@@ -43,7 +45,7 @@ class Verl(Framework):
     rollout_rs: str | None = option_field(None, "Rejections, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
     """Comma-separated elements of REJECTIONS; None means no rejections."""
     rollout_rs_threshold: str | None = option_field(
-        None, "One bound for all or one each; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
+        None, "One bound for all, or one per rejection; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
     """Either one bound for all rejections or one bound for each; for k1, `lower_upper` gives both bounds on 1 / rho."""
 
@@ -134,7 +136,7 @@ def _check_rejections(options: str | None, thresholds: str | None) -> None:
     for option in chosen:
         check_choice("verl", "rollout_rs", option, REJECTIONS)
     if thresholds is None:
-        raise InvalidOption("rollout_rs needs rollout_rs_threshold: one bound for all options, or one each")
+        raise InvalidOption("rollout_rs needs rollout_rs_threshold: one bound for all options, or one per option")
     bounds = [part.strip() for part in thresholds.split(",")]
     if len(bounds) not in (1, len(chosen)):
         raise InvalidOption(

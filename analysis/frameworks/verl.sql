@@ -23,7 +23,7 @@ CREATE OR REPLACE MACRO verl_summed(a, b) AS TABLE
 
 CREATE OR REPLACE MACRO verl_clamped(x) AS torch_clamp(x, -20.0, 20.0);
 
--- verl_sequences(a, b): the same with mean logprobs; 0 for a sequence without tokens.
+-- verl_sequences(a, b): verl_summed with mean logprobs added; 0 for a sequence without tokens.
 CREATE OR REPLACE MACRO verl_sequences(a, b) AS TABLE
     SELECT *, sum_old / greatest(num_tokens, 1) AS mean_old, sum_rollout / greatest(num_tokens, 1) AS mean_rollout
     FROM verl_summed(a, b);
@@ -132,7 +132,7 @@ CREATE OR REPLACE MACRO verl_is_tokens(a, b, rollout_is, rollout_is_threshold) A
         JOIN verl_sequences(a, b) USING (run, step, seq_id, iteration_a, iteration_b)
     );
 
--- verl_is_rows(...): the same per sequence; a sequence without tokens has mean weight and ratio 0.
+-- verl_is_rows(...): weights and ratios per sequence; a sequence without tokens has mean weight and ratio 0.
 CREATE OR REPLACE MACRO verl_is_rows(a, b, rollout_is, rollout_is_threshold) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, sum_d,
            coalesce(means.num_tokens, 0) AS num_tokens,

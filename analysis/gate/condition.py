@@ -45,22 +45,24 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a number of the run, of each step, or of the last steps; the gate fails if the number is beyond it."""
+    """A bound on a number measured over the run, at each step, or over the last steps; the gate fails if the number
+    exceeds the bound.
+    """
 
     text: str
     source: str
     """`tim`, or the framework that defines the number."""
     metric: str
-    """Full name of the number, or the part of it after the last `/`."""
+    """Full name of the number, or the part of its name after the last `/`."""
     sign: str
     """`>`, `>=`, `<` or `<=`."""
     bound: float
     of_size: bool
     """True if the absolute value of the number is judged, as in `tim.|k1|>0.1`."""
     any_step: bool
-    """True if the value of each step is judged, and one beyond the bound is enough."""
+    """True if the condition applies to every step separately, so that one step beyond the bound fails the gate."""
     last: int
-    """Number of last steps whose tokens are judged together; 0 for all steps of the run."""
+    """Number of last steps whose tokens are evaluated together; 0 for all steps of the run."""
 
     def judged(self, value: float) -> float:
         """Return the value to compare with the bound: the number, or its size."""
@@ -86,8 +88,8 @@ def parse_condition(text: str) -> Condition:
         bound = math.nan
     if found is None or math.isnan(bound):
         raise InvalidOption(
-            f"got {text!r}; write check, or a number and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05, and after it "
-            "'any step' or 'last N steps' if it is not about the whole run",
+            f"got {text!r}; write check, or a number and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append 'any "
+            f"step' or 'last N steps' unless the condition covers the whole run",
             option="fail_on",
         )
     return Condition(
@@ -134,7 +136,7 @@ class Verdict:
     value: float
     """Value of the number over the run, over its last steps, or at the worst step; for `check` the number of faults found."""
     low: float | None
-    """Lower end of the interval over groups; None without an interval, in which case `how` says why."""
+    """Lower end of the interval over groups; None if there is no interval, for the reason given in `how`."""
     high: float | None
     bound: float | None
     verdict: str

@@ -36,12 +36,12 @@ def gate(
 
     A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and describes the failure: `tim.k3>1e-3` for a
     column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is enough), or `check`, which
-    fails if the comparison has a fault. `tim.|k1|>0.1` judges the absolute value. `tim` also has the figures that alerts read
-    by step, such as `grad_norm` or `mean_exp_abs_d`, as their mean over the steps.
+    fails if the comparison has a fault. `tim.|k1|>0.1` judges the absolute value. `tim` also has the per-step figures
+    that alerts use, such as `grad_norm` or `mean_exp_abs_d`, as their mean over the steps.
 
-    Without more, a condition is about all tokens of the run. With ` any step` it fails if the value of one step violates it,
-    as published alert levels are meant, and with ` last 20 steps` it is about the tokens of the last 20 steps. `warns` is
-    true for a verdict whose condition passes while single steps violate it.
+    By default, a condition covers all tokens of the run. With ` any step`, it fails if the value of any single step
+    violates it, which is how published alert levels are meant. With ` last 20 steps`, it covers the tokens of the last
+    20 steps. `warns` is true for a verdict whose condition passes while single steps violate it.
 
     Every number except a count has an interval over groups: sequences of a step with the same `group_id`, or a single sequence
     without one. Numbers computed from sums use a bootstrap-t; maxima a bootstrap that ends at the value itself; quantiles of
@@ -49,9 +49,9 @@ def gate(
     numbers, a jackknife over 20 parts of whole groups. Fewer than 8 groups give no interval. Resampling has a fixed seed.
     Measured coverage: docs/evidence/intervals.md.
 
-    `fails` of a verdict, and so the exit code, depends on the value only; `verdict` is `cannot tell` if the interval contains
-    the bound, or if an interval is expected but missing. NaN and infinities fail, and so does a number that excludes such
-    tokens, or for which most tokens lack logprobs; counts do not.
+    The exit code, like `fails` of a verdict, depends only on the value; `verdict` is `cannot tell` if the interval
+    contains the bound, or if an interval is expected but missing. NaN and infinities fail, and so does any number,
+    except a count, that excludes such tokens or for which most tokens lack logprobs.
 
     `junit` is a JUnit XML file to write, one test case per condition; an existing file is replaced. `summary` is a file to which
     a Markdown table is appended, such as $GITHUB_STEP_SUMMARY.
@@ -99,11 +99,11 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
     says = f"{len(beyond)} of {len(by_step)} steps violate it" + (f", first step {beyond[0]}" if beyond else "")
     if condition.any_step:
         if worst is None:
-            raise NothingToCompare(f"{measured.metric}: no step has a value for it, so a bound on steps proves nothing")
+            raise NothingToCompare(f"{measured.metric}: no step has a value, so a condition on steps proves nothing")
         value, fails, low, high = by_step[worst], bool(beyond), None, None
-        verdict, how = FAILED if fails else PASSED, f"{says}; the value is that of the worst"
+        verdict, how = FAILED if fails else PASSED, f"{says}; the value shown is the worst step's"
     elif worst is not None and beyond and not fails and not is_count(measured.metric):
-        how = f"{says}, worst step {worst} ({by_step[worst]:.3g}): 'any step' fails on them; {how}"
+        how = f"{says}, worst step {worst} ({by_step[worst]:.3g}); with 'any step' the condition would fail; {how}"
     if condition.last and by_step:
         how = f"the last {len(by_step)} steps, {min(by_step)} to {max(by_step)}: {how}"
     if missing and measured.leaves_out:
@@ -123,7 +123,7 @@ def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
 
 
 def _checked(trace: str | os.PathLike[str], pair: str, partial: bool, progress: Progress) -> Verdict:
-    from ..check.check import check  # no other condition needs its detectors
+    from ..check.check import check  # no other condition needs the detectors of `check`
     from ..check.faults import evidence_text
 
     checked = check(trace, pair=pair, partial=partial, progress=progress)

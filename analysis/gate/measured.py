@@ -41,15 +41,17 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Number that a few tokens can dominate -> lowest measured coverage of its 95 % interval in runs whose logit errors have no
-fourth moment, or a size that differs between groups: benchmarks/coverage.py, docs/evidence/intervals.md."""
+"""Number that a few tokens can dominate -> lowest measured coverage of its 95 % interval, over runs whose logit errors
+have no fourth moment or differ in size between groups; see benchmarks/coverage.py, docs/evidence/intervals.md.
+"""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
 """Numbers of the weights exp(sum of d), whose second moment rare sequences determine."""
 
 MOST_REACH = 1.0
-"""Maximum `SequenceColumns.reach`, in nats, for an interval of such a number. Below it intervals hold the truth as often as
-TAILS says; where groups differ in scale and exceed it, in a third of the runs (docs/evidence/intervals.md)."""
+"""Maximum `SequenceColumns.reach`, in nats, for these numbers to get an interval. Below it, coverage is as listed in
+TAILS; above it, if groups differ in scale, coverage drops to a third (docs/evidence/intervals.md).
+"""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -61,7 +63,7 @@ _BOUNDS = {
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
-"""Numbers with source `tim` that are no columns of `stats` and exist by step only."""
+"""Numbers with source `tim` that are not columns of `stats` and exist only per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Measured:
 
     @property
     def leaves_out(self) -> bool:
-        """True if the number says nothing of tokens whose logprobs are not finite."""
+        """True if the number ignores tokens whose logprobs are not finite."""
         return not is_count(self.metric) and (self.metric not in _OF_STEPS or is_of_pair(self.metric))
 
 
@@ -89,14 +91,14 @@ class Run:
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Which tokens the measured numbers exclude; empty if none is excluded."""
+        """Description of the tokens that the measured numbers exclude; empty if there are none."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return condition -> its metric with value and interval, and with the value of each step."""
+        """Return condition -> its metric with the value, the interval, and the value at each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
-            database = self._database.reopened() if found else self._database  # a jackknife leaves sequences out
+            database = self._database.reopened() if found else self._database  # a jackknife leaves out sequences
             if source == OWN:
                 of_steps = [condition for condition in of_source if condition.metric in _OF_STEPS]
                 found |= {condition.text: self._of_steps(database, condition.metric) for condition in of_steps}
@@ -106,7 +108,7 @@ class Run:
         return found
 
     def _of_steps(self, database: Database, name: str) -> Measured:
-        """Return a figure that exists by step: its mean over the steps, or the sum of a count."""
+        """Return a per-step figure for the run: its mean over the steps, or the sum if it is a count."""
         figure = read_figure(database, self._names, name)
         if figure is None or not len(figure[0]):
             raise _no_value(name)
@@ -119,7 +121,7 @@ class Run:
         return Measured(metric=name, value=value, interval=None, how=how, by_step=by_step)
 
     def _own(self, database: Database, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return the numbers that conditions with source `tim` refer to."""
+        """Return the numbers used by conditions with source `tim`."""
         whole = stats(database, pair=self._pair, progress=self._progress)
         asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
         self.left_out = left_out(database, self._names)
@@ -201,7 +203,7 @@ class Run:
             return _measured(name, value, cuts, "", num_groups)
         query = f"SELECT quantile_cont(abs(d), {[*cuts, 1.0]!r}) FROM {tokens} WHERE d IS NOT NULL"
         (((low, high, largest),),) = connection.execute(query).fetchall()
-        how = f"bootstrap-t over {num_groups:,} groups, on the share of tokens above it"
+        how = f"bootstrap-t over {num_groups:,} groups, on the share of tokens above the value"
         how += ": ends at the largest value" if high == largest else ""
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
@@ -286,7 +288,7 @@ class _Asked:
 
 
 def _no_value(metric: str) -> NothingToCompare:
-    return NothingToCompare(f"{metric}: the trace has no value for it, so a bound on it proves nothing")
+    return NothingToCompare(f"{metric}: the trace has no value for this metric, so a bound proves nothing")
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
@@ -296,7 +298,8 @@ def _number_of(row: dict[str, Any], metric: str) -> float:
 
 def _of_tails(level: float) -> str:
     return (
-        f"; if a few tokens dominate or groups differ in scale, a 95% interval holds the truth in {level:.0%} of runs"
+        f"; if a few tokens dominate or groups differ in scale, a 95% interval contains the true value in only "
+        f"{level:.0%} of runs"
     )
 
 

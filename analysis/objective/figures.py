@@ -107,20 +107,23 @@ FIGURES: Mapping[str, FigureFormula] = {
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a one-sided bias", bounds=_SIGNED),
     "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, the size of the objective's terms; other figures are relative to it", bounds=_SIZE),
-    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the same weights: minus the policy part of the loss; for cispo and vespo f is the weight on grad log p"),
+    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used) with the same weights, which is minus the "
+    "policy part of the loss; for cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
     "relative_negative": FigureFormula(_over(itemgetter("w_applied_negative"), itemgetter("w_size_negative")), "sum b / sum |f(rho*)| over A < 0: below 0, these tokens are punished too much"),
     "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
-    "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; if the clip limits only f(rho*), relative_bias is above it", _CLIPPED),
+    "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; "
+    "relative_bias is larger if the clip limits only f(rho*)", _CLIPPED),
     "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the weights of the loss's correction", of_correction=True),
     "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without these weights", of_correction=True, bounds=_SIZE),
     "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without these weights", of_correction=True, bounds=_SIGNED),
     "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without these weights", of_correction=True),
     "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without these weights", of_correction=True, bounds=_SIZE),
     "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
-    "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of the terms that it would clip under rho*", _CLIPPED, bounds=_SHARE),
+    "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of the terms that the loss "
+    "would clip under rho*", _CLIPPED, bounds=_SHARE),
     "flipped": FigureFormula(_share(*_FLIPS), "share of the terms whose clip decision the mismatch flips", _CLIPPED, bounds=_SHARE),
     "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share clipped only under the used ratio, A > 0", _CLIPPED, bounds=_SHARE),
     "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
@@ -128,7 +131,8 @@ FIGURES: Mapping[str, FigureFormula] = {
     "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "the same with p(train): due to the mismatch alone", bounds=_SHARE),
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): "
+    "due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
     "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
     "var_d": FigureFormula(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
@@ -140,7 +144,8 @@ FIGURES: Mapping[str, FigureFormula] = {
     "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
     "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean over sequences of |sum of d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
     "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: the error of REINFORCE's gradient if all gradients were equal"),
-    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of its absolute value", bounds=_SIZE),
+    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of the absolute value of that "
+    "product", bounds=_SIZE),
 }  # fmt: skip
 """Name of a figure -> its formula; arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 

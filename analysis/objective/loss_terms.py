@@ -1,4 +1,4 @@
-"""The terms of a loss, i.e. the tokens or sequences that it takes ratios for, and sums of terms per sequence.
+"""The terms of a loss, i.e. the tokens or sequences with one ratio each, and sums of terms per sequence.
 
 Shapes: T tokens, N sequences, K terms (T or N).
 """
@@ -30,7 +30,7 @@ class Differences:
     counts_T: np.ndarray | None
     """bool: True if the token counts and has a finite logprob in every pass; None if all do."""
     known_T: np.ndarray | None
-    """bool: True if the token counts and has an advantage; None if this holds for all tokens."""
+    """bool: True if the token counts and has an advantage; None if all tokens do."""
     num_N: Array
     """Number of counted tokens in each sequence."""
     known_N: Array
@@ -59,7 +59,7 @@ class LossTerms:
     """Weight from the loss's correction; 1 if the correction is part of the ratio."""
     advantage: Array
     tokens: Array | float
-    """Number of tokens that a term stands for."""
+    """Number of tokens that a term represents."""
     sign_N: Array | None
     """Sign of the advantage, common to all terms in a sequence; None if signs differ within a sequence."""
     known_N: Array
@@ -179,7 +179,7 @@ def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, weight: Array | float) -> LossTerms:
-    """Build terms that each stand for a whole sequence."""
+    """Build terms that each represent a whole sequence."""
     has_N = tokens.known_N > 0
     return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, weight=weight, advantage=tokens.advantage_N,

@@ -36,33 +36,34 @@ def objective(
     ray: str | None = None,
     progress: Progress = no_progress,
 ) -> Objective:
-    """Measure how the mismatch biases the objective that a run trained on: in which direction, by how much, and where.
+    """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
     With d = train - rollout and drift = current - train (logprobs of a token, nats), the correct importance ratio is
     rho* = current / rollout = exp(d + drift). The loss uses rho_used, which divides by one of the passes train (exp(drift)),
     rollout (rho* itself) or current (1). The bias of a token, or of a sequence if the loss takes one ratio per sequence, is
-    b = w f(rho_used) - f(rho*), after arXiv 2605.14220, where b = f(rho* exp(-d)) - f(rho*). f is the loss's term, including
-    the advantage; w is the weight of its correction, 1 without one (in vespo it multiplies rho_used). Exponents are clamped to
-    +-20 nats. A sequence-level ratio uses the mean advantage of its tokens.
+    b = w f(rho_used) - f(rho*), after arXiv 2605.14220, which has b = f(rho* exp(-d)) - f(rho*). f is the loss's term,
+    including the advantage; w is the weight of its correction, or 1 without a correction (in vespo, w multiplies
+    rho_used). Exponents are clamped to +-20 nats. A sequence-level ratio uses the mean advantage of its tokens.
 
     The loss is read from the trace. `loss` overrides recorded values: a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
-    vespo), fields of the loss, or both, as `gspo,clip_high=0.01`. Sums use the loss's token weights within an update
-    (one inner iteration of a step), and figures of the run are means over updates. The loss's divisors include masked rows and
-    tokens without a logprob, which add nothing to a sum. `steps` (3:80, -10:, 2:200:2) selects steps. Intervals are over groups
-    (see statistics.intervals.bootstrap). The KL term is left out.
+    vespo), fields of the loss, or both, such as `gspo,clip_high=0.01`. Sums use the loss's token weights within an
+    update (one inner iteration of a step), and figures of the run are means over updates. The loss's divisors include
+    masked rows and tokens without a logprob, which contribute nothing to the sums. `steps` (3:80, -10:, 2:200:2)
+    selects steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), divides the tokens among its actors.
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
+    its actors.
 
-    Questions without data (no advantages, no pass `current`, one side only, an unknown loss) are listed in `cannot` and
-    `notes`; the others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Questions that lack data (no advantages, no pass `current`, one side only, an unknown loss) are listed in `cannot`
+    and `notes`; all others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
-        raise InvalidOption(f"got {confidence}; give a share between 0 and 1, as 0.95", option="confidence")
+        raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
     database = open_database(trace, steps, ray)
     chosen, basis = choose_loss(database, loss)
     sides = choose_sides(database, chosen)
     if database.kept_steps and not tokens_by_step(database):
-        raise NothingToCompare(f"{database.given[0]}: {option('steps', steps)} names steps without sequences")
+        raise NothingToCompare(f"{database.given[0]}: {option('steps', steps)} selects steps without sequences")
     name = ", ".join(database.given)
     if sides is None:
         return nothing_read(name, chosen, basis, confidence, database.steps)

@@ -1,5 +1,6 @@
-"""Choose the loss, and the passes to use as trainer at the sampling weights, as engine, and as policy inside the loss, and
-read their rows."""
+"""Choose the loss and the passes that act as trainer at the sampling weights, as engine and as policy inside the loss,
+and read their rows.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class PassRoles:
     """Name of the pass inside the loss; equal to `train` if that pass was not recorded."""
     loss: Loss
     known: frozenset[str]
-    """Those of MISMATCH, DRIFT and ADVANTAGE for which the trace has data."""
+    """The members of MISMATCH, DRIFT and ADVANTAGE for which the trace has data."""
     notes: tuple[Statement, ...]
     """Caveats: codes of sentences.NOTES."""
     cannot: tuple[Statement, ...]
@@ -138,10 +139,10 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss and where it comes from, as codes of sentences.loss_basis.
+    """Return the loss, and the source of its settings as codes of sentences.loss_basis.
 
-    `text` may name a key of LOSSES and set fields of Loss, as `gspo,clip_high=0.01`. Other fields keep the recorded value;
-    without one, the loss is PPO with a clip of 0.2. Raises InvalidOption.
+    `text` may name a key of LOSSES and set fields of Loss, such as `gspo,clip_high=0.01`. Other fields keep the
+    recorded value; if no loss was recorded, it is PPO with a clip of 0.2. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()

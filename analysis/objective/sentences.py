@@ -9,19 +9,19 @@ from ..statement import Measured, Statement
 
 VERDICT: Mapping[str, str] = {
     "nothing_read": "The effect of the mismatch on the objective cannot be computed.",
-    "no_tokens": "No result: no token counts and has a finite logprob under every pass.",
-    "no_advantage": "The objective is 0: no advantage is other than 0, so no ratio has an effect.",
+    "no_tokens": "No result: no token in the loss has a finite logprob in every pass.",
+    "no_advantage": "The objective is 0: all advantages are 0, so no ratio has an effect.",
     "in_ratio": "The loss divides by the rollout's own logprobs, so its ratio is the true one and this bias is 0. That ratio "
     "contains both the mismatch and the policy's drift, so clip and weights act on both{how_far}; the gradient is the "
     "trainer's.",
     "no_effect": "The mismatch does not change the objective's value: every token contributes the same under the used ratio as "
     "under the true one.",
-    "not_answerable": "The effect on the objective cannot be computed; see below what is missing.",
+    "not_answerable": "The effect on the objective cannot be computed; the missing data are listed below.",
     "ratios": "A token's ratio is off by {mean_abs_d:.3g} nats on average, a whole sequence's by {mean_abs_sum_d:.3g} nats.",
     "undecided": "Undecided whether the mismatch biases the objective: {reason}. {how_much}",
     "negligible_noise": "The mismatch does not detectably bias the objective, and its noise is negligible. {how_much}",
     "moderate_noise": "The mismatch does not detectably bias the objective: it is noise. {how_much}",
-    "large_noise": "The mismatch does not detectably bias the objective: it is noise, and a lot of it. {how_much}",
+    "large_noise": "The mismatch does not detectably bias the objective: it is noise, but large. {how_much}",
     "negligible_push_up": "The mismatch biases the objective negligibly upward: {up}. {how_much}",
     "small_push_up": "The mismatch biases the objective slightly upward: {up}. {how_much}",
     "large_push_up": "The mismatch biases the objective strongly upward: {up}. {how_much}",
@@ -37,14 +37,14 @@ VERDICT: Mapping[str, str] = {
     "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",
     "correction": "These figures include the loss's correction; without its weights the bias is {uncorrected_relative_bias_signed} "
-    "instead of {relative_bias_signed}, and without cancelling {uncorrected_relative_abs_bias_percent} instead of "
-    "{relative_abs_bias_percent}.",
+    "instead of {relative_bias_signed}, and the sum of absolute biases is {uncorrected_relative_abs_bias_percent} "
+    "instead of {relative_abs_bias_percent}.",
 }
 
 _WAYS = {
     "up": "the loss overstates it",
     "down": "the loss understates it",
-    "opposed": "the clip raises the bias whatever the mismatch is, and without the clip the sign flips",
+    "opposed": "the clip raises the bias regardless of the mismatch, and without the clip the sign flips",
 }
 
 CANNOT: Mapping[str, str] = {
@@ -58,15 +58,16 @@ CANNOT: Mapping[str, str] = {
 """Code of an unanswerable question -> the sentence."""
 
 NOTES: Mapping[str, str] = {
-    "current_for_train": "the trace has no pass 'train': 'current' stands in for it, so the updates since sampling count as "
-    "mismatch here",
+    "current_for_train": "the trace has no pass 'train': 'current' replaces it, so the updates since sampling count as "
+    "mismatch",
     "first_update_only": "the trace has no pass 'current': figures are for a batch's first update, where the policy inside the "
     "loss is the trainer's own and the used ratio is 1 unless the loss divides by the rollout's",
     "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences have no logprobs in one of the passes and are left out",
     "not_finite": "{num_nan:,} tokens have a NaN and {num_inf:,} an infinite logprob in some pass: all figures exclude them",
-    "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage: they add nothing to a bias",
-    "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to compare: they "
-    "add nothing to a sum, but the loss's mean counts them",
+    "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
+    "to a bias",
+    "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to "
+    "compare: they contribute nothing to the sums, but count in the loss's mean",
     "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
     "unknown_settings": "the figures ignore these loss settings: {settings}",
     "micro_batches_unknown": "micro-batches were not recorded: tokens are weighted over the whole update",
@@ -77,7 +78,7 @@ NOTES: Mapping[str, str] = {
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return code of where the loss comes from -> its description."""
+    """Return code for the source of the loss settings -> description."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",
@@ -100,7 +101,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
         else ""
     )
     how_much = (
-        "It adds {relative_bias_signed} of the sum of the terms' sizes{interval}; without cancelling it would be "
+        "It adds {relative_bias_signed} of the sum of the terms' sizes{interval}; the sum of absolute biases is "
         "{relative_abs_bias_percent}."
     )
     words["how_much"] = how_much.format(**words) if "relative_abs_bias" in values else ""
@@ -109,7 +110,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
 
 
 def _how_far(values: Mapping[str, Measured]) -> str:
-    """Describe how far the mismatch changes a ratio that contains it, and what share of the terms is clipped."""
+    """Describe by how much the mismatch changes a ratio that contains it, and what share of the terms is clipped."""
     parts = []
     if "mean_abs_d" in values:
         parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")

@@ -30,7 +30,8 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Over a sequence's tokens that count and have a finite logprob in every pass; num_nan and num_inf count the others.
+"""Sums over a sequence's tokens that count and have a finite logprob in every pass; num_nan and num_inf count the other
+tokens.
 
 d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
@@ -38,7 +39,7 @@ and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(curr
 SIGNED_COLUMNS = (
     "size", "used", "plain", "abs_plain", "applied", "abs_applied", "unclipped", "clipped", "to_clipped", "to_free",
 )  # fmt: skip
-"""Over terms by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
+"""Sums over terms, separately by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
 
 size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
 unclipped: A (w rho_used - rho*);
@@ -133,7 +134,7 @@ class SequenceSums:
     """Sums as [N] arrays with one element per comparable row, in a fixed order."""
 
     unit_N: np.ndarray
-    """Number of the group (group_id and step) that the row belongs to, or of the sequence itself if it has no group."""
+    """Index of the row's group (group_id and step), or of the sequence itself if it has no group."""
     updates: list[tuple[int, int]]
     """[U] (step, inner iteration)."""
     update_N: np.ndarray
@@ -154,7 +155,7 @@ class _Batch:
 
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
-    """bool: True if the logprobs of the row are comparable, which makes it one of the N rows."""
+    """bool: True if the row's logprobs are comparable, so that it is one of the N rows."""
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss."""
     columns_CN: np.ndarray
@@ -227,7 +228,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return [R] the number of tokens that the loss counts according to the mask alone."""
+    """Return the number [R] of tokens that the loss counts according to the mask alone."""
     lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -246,7 +247,7 @@ class LossRows:
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss according to the mask alone."""
     micro_batch_R: np.ndarray
-    """Number of the micro-batch; 0 if not recorded."""
+    """Index of the micro-batch; 0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:

@@ -45,8 +45,8 @@ def _loss(found: Objective, width: int | None) -> str:
               "sapo": f" (temperature {loss.sapo_temperature_pos:g} where A > 0, else {loss.sapo_temperature_neg:g})",
               "vespo": f" (k {loss.vespo_k_pos:g}, lambda {loss.vespo_lambda_pos:g} where A >= 0, else k {loss.vespo_k_neg:g}, "
                        f"lambda {loss.vespo_lambda_neg:g})"}.get(loss.kind, "")  # fmt: skip
-    level = {"token": "tokens", "sequence_mean": "sequences, by the mean of log-ratios"}.get(
-        loss.level, "sequences, by the sum of log-ratios"
+    level = {"token": "tokens", "sequence_mean": "sequence-level ratios from the mean of log-ratios"}.get(
+        loss.level, "sequence-level ratios from the sum of log-ratios"
     )
     corrected = "" if loss.correction == "none" else f", corrected by {loss.correction}{_bounds(found)}"
     text = (

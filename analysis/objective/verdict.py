@@ -24,7 +24,7 @@ class Estimate:
     """Lower end of the interval over groups; None without an interval."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval; None if there is one."""
+    """Reason why there is no interval; None if there is one."""
     meaning: str
 
 
@@ -39,18 +39,20 @@ class Objective(Result):
     """The analyzed steps, as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Where the loss comes from: codes of sentences.loss_basis."""
+    """Source of the loss settings: codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
     """Passes used as the trainer at the sampling weights, the engine, and the policy inside the loss."""
     num_updates: int
     """Number of (step, inner iteration) pairs; `steps` has one row for each."""
     num_rows: int
-    """Sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence means."""
+    """Number of sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence
+    means.
+    """
     num_sequences: int
     """Sequences in `num_rows` with a token that counts and has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """Number of terms with an advantage. A term is what the loss takes one ratio for: a token or a sequence."""
+    """Number of terms with an advantage. A term is the unit with one ratio in the loss: a token or a sequence."""
     num_nan: int
     """Number of tokens with NaN in any pass, which all figures exclude. `num_inf` is the same for infinities."""
     num_inf: int
@@ -85,7 +87,7 @@ class Objective(Result):
 
     @property
     def loss_from(self) -> str:
-        """Where the loss comes from, in words."""
+        """Source of the loss settings, in words."""
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
@@ -154,7 +156,7 @@ def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
 
 
 def _in_ratio(loss: Loss, figures: Mapping[str, Estimate]) -> Statement:
-    """Return the statement for a loss that uses the true ratio: how far mismatch and clip affect this ratio."""
+    """Return the statement for a loss that uses the true ratio: how much mismatch and clip affect this ratio."""
     found = {name: figures[name].value for name in ("mean_abs_d", "clipped") if name in figures}
     values: dict[str, Measured] = {name: value for name, value in found.items() if value is not None}
     return Statement(code="in_ratio", values=values | {"terms": _terms(loss)})
@@ -165,7 +167,7 @@ def _size(share: float, below_small: str, between: str, from_large: str) -> str:
 
 
 def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """Yield statements on how far tokens with positive and negative advantages are over-credited or over-punished."""
+    """Yield statements on how much tokens with positive and negative advantages are over-credited or over-punished."""
     by_sign = {name: figures[name].value for name in ("relative_positive", "relative_negative")}
     values = {name: value for name, value in by_sign.items() if value}
     if values:

@@ -1,7 +1,7 @@
 -- Autocorrelation of d along the response, one row per run.
 -- Unit: correlations of d with d at a given lag in tokens, over pairs of counted, finite tokens.
 -- Source: a token's error reaches later tokens through the KV cache.
--- Meaning: rounding gives about 0; a large value means that a state (cache, position, weights) is wrong over a stretch.
+-- Meaning: rounding gives about 0; a large value means that a state (cache, position, weights) is wrong for several consecutive tokens.
 SELECT run,
        count(d) AS num_tokens,
        corr(d, after_1) AS lag_1,

@@ -1,5 +1,5 @@
 -- Mismatch by response length, one row per power of two.
--- Unit: nats; sequence figures are on the sum of d over a response.
+-- Unit: nats; sequence figures use the sum of d over a response.
 -- Source: arXiv 2510.26788 (the sum of d decreases with length in bfloat16).
 -- Meaning: mean_abs_d shows whether long responses are worse per token; rms_sum_d is the error of ln(sequence ratio).
 SELECT run,

@@ -1,7 +1,7 @@
--- The response length at which the mean d alone brings a sequence ratio to a clip of 2, 5 or 10, one row per step.
+-- Response length at which the mean d alone moves a sequence ratio to a clip bound of 2, 5 or 10, one row per step.
 -- Unit: tokens; mean_d in nats.
--- Source: richardli.xyz/rl-collapse: T = log C / |mean d| (C = 5 and 0.001 nats a token give 1,609).
--- Meaning: a sequence-level clip of C cuts responses longer than this, whatever their content.
+-- Source: richardli.xyz/rl-collapse: T = log C / |mean d| (C = 5 and 0.001 nats per token give 1,609).
+-- Meaning: a sequence-level clip at C cuts responses longer than this regardless of their content.
 SELECT run, step,
        avg(d) AS mean_d,
        ln(2) / nullif(abs(avg(d)), 0) AS tokens_to_2,

@@ -1,13 +1,12 @@
--- Baseline of the advantages: how they follow from the rewards of their groups, one row per step.
+-- Baseline of the advantages: which formula gives them from the rewards of their groups, one row per step.
 -- Unit: rms of advantage minus candidate, in the advantage's unit; correlations.
 -- Needs: advantages, rewards and groups of at least two.
 -- Source: GRPO, (reward - mean) / (std + 1e-4) over a group (arXiv 2402.03300), or without std (arXiv 2503.20783).
--- Meaning: one candidate with an error near 0 is the rule of the run; the first step at which it stops holding is the onset.
---   error_previous or error_next near 0: the baseline of the neighbouring group in order of recording. A low corr_in_group:
---   rewards of other rows. A large rms_group_mean: a baseline of something larger than the group. No error near 0: another rule.
+-- Meaning: the candidate with an error near 0 is the formula that the run uses; the first step at which it fails is the onset.
+--   error_previous or error_next near 0: the baseline is the neighbouring group's in recording order. A low corr_in_group: rewards belong to other rows. A large rms_group_mean: the baseline covers more than the group. No error near 0: a different formula.
 WITH grouped AS (
     SELECT run, step, group_id, advantage AS given, reward,
-           min(row(len(seq_id), seq_id)) OVER of_group AS first_id,  -- as recorded: 9 comes before 10
+           min(row(len(seq_id), seq_id)) OVER of_group AS first_id,  -- recording order: 9 comes before 10
            count(*) OVER of_group AS num_rows,
            avg(reward) OVER of_group AS mean,
            stddev_samp(reward) OVER of_group AS std,

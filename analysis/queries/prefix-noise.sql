@@ -1,9 +1,9 @@
--- Noise of each pass: logprobs that it gave twice to the same token after the same prefix, one row per step.
+-- Noise in each pass: differences between two logprobs for the same token after the same prefix, one row per step.
 -- Unit: nats; noisy_a and noisy_b are shares of the compared tokens.
--- Needs: responses of one step to one prompt that begin with the same tokens.
+-- Needs: responses to the same prompt in one step that begin with the same tokens.
 -- Source: thinkingmachines.ai, Defeating Nondeterminism in LLM Inference.
--- Meaning: noisy (more than 1e-3 apart) on one side only: that side computes with noise, or its rows were run differently.
---   Quiet on both sides while d is large: other weights or another context. In bfloat16, batches alone give rms of about 1e-2.
+-- Meaning: differences above 1e-3 on one side only: that side is not deterministic, or its rows were run differently.
+--   No noise on both sides while d is large: different weights or a different context. In bfloat16, batching alone gives an rms of about 1e-2.
 WITH neighbours AS (
     SELECT run, step, seq_id, before,
            -- Sorted responses share their longest prefix with a neighbour.

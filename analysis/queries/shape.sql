@@ -1,9 +1,7 @@
 -- Shape of the mismatch: how the passes correlate, and how many tokens agree or are far off, one row per step.
 -- Unit: nats; correlations; shares of the tokens.
 -- Source: none; a first look, together with concentration.
--- Meaning: few tokens far off while most agree: single values are wrong, although the mean is small. corr_far, over the tokens
---   with |d| > 0.3, near 0: those values belong to other tokens. No token near: other weights, context or settings. Zeros stand
---   for tokens without a value, unless shares of 1e-6, 1e-5 and so on lead up to them.
+-- Meaning: if few tokens are far off while most agree, single values are wrong although the mean is small. If corr_far, over the tokens with |d| > 0.3, is near 0, those values belong to other tokens. If no token is near, weights, context or settings differ. Zeros are placeholders unless the shares at 1e-6, 1e-5 and so on increase gradually.
 SELECT run, step,
        count(*) AS num_tokens,
        avg(logprob_a) AS mean_a,

@@ -103,7 +103,7 @@ def factor_answer(subject: Subject) -> Answer:
             code="replay",
             severity=GOOD if found.checked.is_valid else BAD,
             short=f"confirmed by a replay: {replay.arm}",
-            figure=f"{replay.removed:.1%} of the mean square of d removed",
+            figure=f"{replay.removed:.1%} of the mean squared d removed",
             basis=f"{replay.num_tokens:,} tokens replayed",
             detail=f"{effect_text(replay)}. {numerics}",
         )
@@ -153,7 +153,7 @@ def objective_answer(subject: Subject) -> Answer:
         return Answer(
             code="in_ratio",
             severity=NOTICE,
-            short="part of the ratio, so clipping and weights see it",
+            short="part of the ratio, so clipping and weights act on it",
             figure=f"{found.value('mean_abs_d') or 0.0:.3g} nats mean |d| in the ratio",
             basis=subject.part,
             detail=detail,
@@ -217,7 +217,7 @@ def fall_answer(subject: Subject) -> Answer:
         return Answer(
             code="not_finite",
             severity=BAD,
-            short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite to the end",
+            short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite until the end",
             figure=f"from step {found.not_finite[0].step} on",
             basis=steps,
             detail=detail,

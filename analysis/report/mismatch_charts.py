@@ -19,10 +19,10 @@ _NOT_SHOWN = ("none", "token-is", "sequence-is")
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",
-    "ratio-": "What the loss sees of it",
-    "contribution-": "What the loss sees of it",
-    "arms": "What would remove or cut it",
-    "corrections": "What would remove or cut it",
+    "ratio-": "How the mismatch enters the loss",
+    "contribution-": "How the mismatch enters the loss",
+    "arms": "What would remove or reduce the mismatch",
+    "corrections": "What would remove or reduce the mismatch",
 }
 """Prefix of a chart's key -> the heading under which the chart is shown."""
 

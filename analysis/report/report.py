@@ -37,24 +37,26 @@ def report(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Write everything known of a run into one HTML file, or as figures for papers.
+    """Write everything known about a run into one HTML file, or as figures for papers.
 
-    The first trace is reported; series of the others are drawn over its own. d = logprob(a) - logprob(b) of `pair`, nats.
-    `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:, 2:200:2) selects steps
-    of every trace. The verdict lists what the trace cannot answer. `output` is the HTML file to write; an existing file is
-    replaced only with `force`. The result shows its page in a notebook and prints as its verdict.
+    The first trace is reported; the series of the others are drawn in the same charts. d = logprob(a) - logprob(b) of
+    `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:,
+    2:200:2) selects steps of every trace. The verdict lists what the trace cannot answer. `output` is the HTML file to
+    write; an existing file is replaced only with `force`. The result shows its page in a notebook and prints its
+    verdict.
 
     Figures for papers: `png` and `svg` are folders for one picture and one CSV file per figure; `pdf` is a file (NAME.pdf)
-    with one page per figure and a folder of CSV files next to it, or a folder for one PDF per figure. `width` is in inches, or
-    a name that gives single figures the width of a column and the overview the width of the text: column (3.4 and 7 inches),
-    aaai, acl, acm, iclr, icml, ieee, jmlr, nature or neurips. `font` is an installed font. `title` adds a title to each figure.
+    with one page per figure and a folder of CSV files next to it, or a folder with one PDF per figure. `width` is in
+    inches, or a name that gives single figures the width of a column and the overview the width of the text: column
+    (3.4 and 7 inches), aaai, acl, acm, iclr, icml, ieee, jmlr, nature or neurips. `font` is an installed font. `title`
+    adds a title to each figure.
 
     Raises FileThere, StorageError, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     names = parse_pair(pair)
     given = [traces] if isinstance(traces, (str, os.PathLike)) else list(traces)
     if not given:
-        raise InvalidOption("report: got no trace; name one folder or several")
+        raise InvalidOption("report: got no trace; give one or more folders")
     pictures = {kind: place for kind, place in (("png", png), ("svg", svg), ("pdf", pdf)) if place is not None}
     files = [] if output is None else [local(output)]
     files += [target for kind, place in pictures.items() if _is_file(kind, target := local(place))]

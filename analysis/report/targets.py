@@ -1,4 +1,4 @@
-"""Checks for output files: existing files are kept, and write errors are explained."""
+"""Checks for output files: protect existing files, and explain write errors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
     if not there:
         return
     more = f", and {len(there) - 1} more of the same figures" if len(there) > 1 else ""
-    way = "name a file in it" if there[0].is_dir() else f"name another place, or replace files with {option('force')}"
-    raise FileThere(f"{there[0]}: is {'a folder' if there[0].is_dir() else 'there already'}{more}; {way}")
+    way = (
+        "give the path of a file in it"
+        if there[0].is_dir()
+        else f"choose another path, or replace files with {option('force')}"
+    )
+    raise FileThere(f"{there[0]}: is {'a folder' if there[0].is_dir() else 'an existing file'}{more}; {way}")
 
 
 def local(path: str | os.PathLike[str]) -> Path:
@@ -40,5 +44,6 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}); name a folder on a disk that you may write to"
+            f"{path}: cannot be written ({error.strerror or error}); choose a folder on a disk where you have write "
+            f"access"
         ) from error

@@ -1,4 +1,4 @@
--- Pairs of passes with other recorded data of their tokens.
+-- Pairs of passes, joined with other recorded data for their tokens.
 
 -- pair_entropies(a, b): one row per response token; entropy and the gap between the two most probable tokens (nats), from
 -- pass b, else pass a, else the pass current at the loss's first use of the sequence.

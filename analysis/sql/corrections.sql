@@ -4,7 +4,7 @@
 -- The table correction_rules has one row per rule. Zones are the intervals between the token bounds of all rules; a rule treats
 -- all tokens of a zone equally, so tokens are read once for any number of rules.
 
--- NULL stays NULL; greatest and least would ignore it.
+-- NULL stays NULL, which greatest and least would ignore.
 CREATE OR REPLACE MACRO clamped(x) AS CASE WHEN x IS NOT NULL THEN greatest(least(x, 20.0::DOUBLE), -20.0::DOUBLE) END;
 
 -- Weight of a ratio: the ratio within [low, high]; above, high if the rule truncates; else 0.
@@ -16,7 +16,7 @@ CREATE OR REPLACE MACRO treatment(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0 WHEN ratio <= high THEN 2 WHEN truncates THEN 1 ELSE 0 END;
 
 -- correction_lists(a, b, of_run, first_step, last_step): logprob lists of the sequences scored in both passes, with the mask
--- (empty if every token counts) and the advantages (empty if recorded per sequence). A NULL argument selects all.
+-- (empty if every token counts) and the advantages (empty if recorded per sequence). An argument of NULL selects everything.
 CREATE OR REPLACE MACRO correction_lists(a, b, of_run, first_step, last_step) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            coalesce(scores_a.logprobs, []::FLOAT[]) AS logprobs_a, coalesce(scores_b.logprobs, []::FLOAT[]) AS logprobs_b,

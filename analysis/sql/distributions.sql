@@ -30,7 +30,7 @@ CREATE OR REPLACE MACRO pair_distributions(a, b) AS TABLE
         )
     );
 
--- num_captured(a, b): number of sequences with captured distributions in both passes, without reading any.
+-- num_captured(a, b): number of sequences with captured distributions in both passes; the distributions are not read.
 CREATE OR REPLACE MACRO num_captured(a, b) AS TABLE
     SELECT count(*) AS num_captured
     FROM (SELECT run, step, seq_id FROM scores WHERE "pass" = a AND dense IS NOT NULL)

@@ -1,5 +1,5 @@
--- Sums and quantiles of a pair: stored ones if the trace has them for every sequence of the pair, else computed here.
--- {covered} and {run_covered} list the pairs with stored ones; the condition is constant, so DuckDB drops the other branch.
+-- Sums and quantiles of a pair: stored ones if the trace has them for every sequence of the pair, otherwise computed here.
+-- {covered} and {run_covered} list the pairs with stored sums; the condition is constant, so DuckDB drops the unused branch.
 
 CREATE OR REPLACE MACRO is_covered(a, b) AS (a || ' ' || b) IN ({covered});
 CREATE OR REPLACE MACRO is_run_covered(a, b) AS (a || ' ' || b) IN ({run_covered});

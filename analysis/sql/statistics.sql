@@ -51,7 +51,7 @@ CREATE OR REPLACE MACRO pair_sequences(a, b) AS TABLE
 CREATE OR REPLACE MACRO group_statistics(a, b, by_step, of_runs, first_step, last_step) AS TABLE
     {statistics_of_groups};
 
--- pair_groups(a, b, by_step): the same with NULL columns for quantiles; reads stored rows if available.
+-- pair_groups(a, b, by_step): group_statistics with NULL columns for quantiles; reads stored rows if available.
 CREATE OR REPLACE MACRO pair_groups(a, b, by_step) AS TABLE
     SELECT run, step, num_sequences, num_tokens, num_nan, num_inf, k1, k2, k3, mean_abs_d, rms_d,
            NULL::DOUBLE AS p50_abs_d, NULL::DOUBLE AS p95_abs_d, NULL::DOUBLE AS p99_abs_d, NULL::DOUBLE AS quantile_error,

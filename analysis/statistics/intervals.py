@@ -1,6 +1,6 @@
 """Confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
 
-Groups are resampled: the sequences of one step with the same `group_id`, or one sequence without one.
+Groups are resampled: the sequences of one step with the same `group_id`, or a single sequence if it has no `group_id`.
 benchmarks/coverage.py measures the coverage; docs/evidence/intervals.md has the table.
 
 Shapes: N sequences, G units (one or several groups), R resamples, C columns.
@@ -58,9 +58,11 @@ class NoInterval(StrEnum):
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
     UNDEFINED = "undefined without some groups"
-    CARRIED = "too few groups determine it"
+    CARRIED = "too few groups determine the value"
     SINGLE = "single sequences determine it"
-    UNSEEN = "single sequence weights can be so large that the run need not contain the ones that determine it"
+    UNSEEN = (
+        "single sequence weights can be so large that the run may not contain the sequences that determine the value"
+    )
 
 
 def ends(found: Interval | NoInterval) -> Interval | None:
@@ -88,7 +90,7 @@ def bootstrap(
     Whole groups are drawn with replacement. For each resample, t = (resampled value - value) / (resampled standard
     error), with the standard error of the linearised statistic (infinitesimal jackknife, Efron 1982); the bounds are
     value - t * standard error at two quantiles of t. Because few groups underestimate the variance, the interval is
-    wider than the textbook's in two ways: the quantiles are expanded after Hesterberg 2015 (What Teachers Should Know
+    wider than the textbook's in two ways: the quantiles are expanded as in Hesterberg 2015 (What Teachers Should Know
     About the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees
     of freedom. scipy.stats.bootstrap supports neither groups nor t.
 
@@ -124,7 +126,7 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """Return [N] the index of each element's part: whole groups are distributed randomly over at most PARTS parts."""
+    """Return the index [N] of each element's part: whole groups are distributed randomly over at most PARTS parts."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -133,10 +135,10 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic from its values without each of P parts, made of whole groups.
+    """Return the interval of a smooth statistic, given its value without each of P parts that consist of whole groups.
 
     Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. Returns FEW with fewer than MIN_GROUPS
-    parts, and SINGLE if leaving out most parts does not change the value, as for a maximum.
+    parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -178,7 +180,7 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return [N] the group index of each element, in order of first occurrence, and the number of groups."""
+    """Return the group index [N] of each element, in order of first occurrence, and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -186,7 +188,7 @@ def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return [N] the resampling unit of each element, and the number of groups."""
+    """Return the resampling unit [N] of each element, and the number of groups."""
     groups_N, num_groups = numbered(unit_N)
     return groups_N % MOST_UNITS, num_groups
 
@@ -247,7 +249,7 @@ class _Resampling:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
             off_G = np.asarray(by_unit_G - total / self._number, np.float64)
-            # No BLAS: on busy cores, waiting for its threads takes fifty times longer than the computation.
+            # BLAS is avoided: on busy cores, waiting for its threads takes fifty times longer than the computation.
             resampled_R = np.asarray(total + np.einsum("rg,g->r", self._counts_RG, off_G), np.float64)
             self._by_unit[name] = max(abs(total), scale), total, off_G, resampled_R
         return self._by_unit[name]

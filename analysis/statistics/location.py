@@ -44,15 +44,17 @@ class Located:
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Reduction of the sum of squares relative to one line, in long-run variances, with free slope and level."""
+    """Reduction of the sum of squares relative to one line, in long-run variances, if slope and level may change
+    freely.
+    """
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """Locate the one change of a segment, at least `margin` values from its ends.
 
-    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together, or an exponential
-    approach with its time constant, cost two, the second at a penalty of ln(n). The interval includes all forms that fit about as well as the best, because a ramp
-    that looks like a jump in noise began earlier.
+    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together, or an
+    exponential approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval includes
+    all forms that fit about as well as the best, because a ramp that looks like a jump in noise began earlier.
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)

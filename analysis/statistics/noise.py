@@ -1,4 +1,4 @@
-"""Estimate the noise of a series: its long-run variance, which exceeds the variance under autocorrelation.
+"""Estimate the noise of a series as its long-run variance, which exceeds the plain variance under autocorrelation.
 
 Shapes: n values, one per step, without gaps.
 """
@@ -81,7 +81,7 @@ def level_deviation(values: np.ndarray) -> float:
 
     For a first-order autoregression, (x[i-1] - 2 x[i] + x[i+1])^2 has the mean var (6 - 8 phi + 2 phi^2), and the
     variance of the mean is var (1 + phi) / (1 - phi) / n. phi is estimated around a running median over a fifth of the
-    series, and 0 for fewer than 40 values.
+    series; it is 0 if there are fewer than 40 values.
     """
     n = len(values)
     phi = 0.0

@@ -224,7 +224,7 @@ def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    """Return the rows that are worst in their step: notable steps first, then all other steps in order."""
+    """Return the worst rows of each step: notable steps first, then all other steps in order."""
     places: dict[int, list[int]] = {step: [] for step in looked.notable}
     places |= {step: [] for step in looked.steps if step not in places}
     shown = looked.with_worst(wanted.max_steps)
@@ -279,7 +279,7 @@ def _sorts(
     elif not (gaps.num_compared > 0).any():
         yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
     else:
-        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that the loss counts and both passes scored."
+        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that count in the loss and were scored by both passes."
     sorts = {
         WORST: f"largest |d| of a token in {'all steps' if looked.has_all_worst else searched}",
         TYPICAL: f"mean |d| closest to the median over sequences of {evenly}",

@@ -179,9 +179,9 @@ def read_token_samples(
     """Choose sequences of a run and read their tokens, with d = logprob(a) - logprob(b) of the pair, nats.
 
     Worst sequences have the largest |d| of one token, typical ones a mean |d| closest to the median; random ones are the same
-    in every call; and every step adds its own worst ones. In a large run only some steps are searched (see steps.look_at),
-    `notable` steps first. Whole sequences are left out to limit the tokens shown, and a long response is cut around its worst
-    token. `choice` of the result reports all of this with numbers.
+    in every call; and the worst sequences of every step are added. In a large run only some steps are searched (see
+    steps.look_at), `notable` steps first. Whole sequences are left out to limit the number of tokens shown, and long
+    responses are cut to a window around their worst token. `choice` of the result reports all of this with numbers.
 
     A trace with one pass of the pair is shown without d; an empty trace has no sequences. Raises DamagedTrace.
     """

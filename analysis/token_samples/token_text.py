@@ -66,7 +66,7 @@ class Decoding:
 
 
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
-    """Read the decoder of a tokenizer.json; None joins tokens with spaces.
+    """Read the decoder of a tokenizer.json; None means that tokens are joined with spaces.
 
     Raises KeyError, TypeError, ValueError or AttributeError for anything else.
     """
@@ -75,7 +75,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
     parts = {str(part.get("type")): part for part in _parts(decoder)}
     replaced = [found for part in _parts(decoder) if (found := _replaced(part)) is not None]
     if any(not old or len(new) > _MOST_BY for old, new in replaced):
-        raise ValueError("its decoder replaces an empty string, or has a replacement that is too long")
+        raise ValueError("the decoder replaces an empty string, or has a replacement that is too long")
     return Decoding(
         byte_level="ByteLevel" in parts,
         byte_fallback="ByteFallback" in parts,
@@ -215,11 +215,11 @@ def _content(source: Source) -> bytes:
     """Read tokenizer.json, and verify the content against the recorded checksum, if any. Raises ValueError."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
-        raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
+        raise ValueError(f"the file has {size:,} bytes, more than any vocabulary")
     content = source.store.read_bytes(_FILE)
     accounts = [state.files[_FILE].hash for state in source.writers if state.files and _FILE in state.files]
     if accounts and whole_hash(content) not in accounts:
-        raise ValueError("its checksum differs from the recorded one")
+        raise ValueError("the file's checksum differs from the recorded one")
     return content
 
 

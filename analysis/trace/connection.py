@@ -25,12 +25,12 @@ _most: list[int] = []
 
 
 def limit_threads(most: int) -> None:
-    """Limit the number of threads that any reading in this process uses."""
+    """Limit the number of threads used for reading in this process."""
     _most[:] = [most]
 
 
 def num_threads() -> int:
-    """Return the number of threads for a reading: the number of CPU cores, or the limit if it is lower."""
+    """Return the number of threads used for reading: the number of CPU cores, or the limit if that is lower."""
     return min([os.cpu_count() or 1, *_most])
 
 

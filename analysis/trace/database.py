@@ -46,8 +46,8 @@ class Database:
         `traces` is one or several paths; one or several Sources, which are already examined and from which files may
         have been removed; or a Database, whose sources are read through a new connection. The views hold the `steps` of each trace, as parsed by
         parse_steps, and the hyperparameters of earlier steps. `ray` is the address of a Ray cluster whose actors share
-        the readings of all tokens; see `spread`. Without a `catalogue` only the macros of this folder are available;
-        `views.open_database` adds those of every feature.
+        the work of reading all tokens; see `spread`. Without a `catalogue` only the macros of this folder are
+        available; `views.open_database` adds those of every feature.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
@@ -79,7 +79,7 @@ class Database:
         """Progress callback, notified of the number of tokens read; see `telling`."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
-        self.connection.execute("SET parquet_metadata_cache = true")  # files of a trace never change
+        self.connection.execute("SET parquet_metadata_cache = true")  # the files of a trace never change
         if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte per list column
             self.connection.execute("SET disable_parquet_prefetching = true")
         self.views = TableViews(self.connection, self.sources, self.files)
@@ -130,7 +130,7 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence per part of the traces that is unreadable or missing and therefore in no answer."""
+        """One sentence per part of the traces that is unreadable or missing and therefore excluded from all answers."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
@@ -138,7 +138,7 @@ class Database:
         if self.damaged and not partial:
             more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
-                f"the trace is damaged or incomplete, so that its rest proves nothing: {self.damaged[0]}{more}; "
+                f"the trace is damaged or incomplete, so the rest proves nothing: {self.damaged[0]}{more}; "
                 f"{option('partial')} answers from the rest"
             )
 
@@ -167,7 +167,7 @@ class Database:
         self._forget_sums()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit the views of sequences and scores to some steps; logged values of all steps remain."""
+        """Limit the views of sequences and scores to the given steps; logged values of all steps remain."""
         self.views.keep_steps(steps)
         self._forget_sums()
 
@@ -181,7 +181,7 @@ class Database:
     def _forget_sums(self) -> None:
         self.memory.clear()
         if self.sums.forget():
-            self._defined.discard("lookup")  # the next query that needs it defines it without sums
+            self._defined.discard("lookup")  # the next query that needs the lookup defines it without sums
 
     def step_condition(self, run: str | None = None) -> str:
         """Return an SQL condition that selects the steps of a run in the views; empty if they hold all."""

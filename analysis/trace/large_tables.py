@@ -70,7 +70,7 @@ class FileChoice:
     names: dict[str, list[str]]
     """File name pattern -> the files that it stands for."""
     counted: frozenset[str] = frozenset()
-    """Views of which the query needs only the number of rows, and no column."""
+    """Views whose number of rows the query needs, but no column."""
 
 
 class LargeTables:
@@ -141,7 +141,7 @@ class LargeTables:
             ((_, plan),) = self._connection.execute(f"EXPLAIN (FORMAT json) {query}", parameters).fetchall()
             scans = list(_scans(json.loads(plan)))
             asked = self._files.num_asked - before
-        except (duckdb.Error, ValueError):  # an invalid query: running it raises the error
+        except (duckdb.Error, ValueError):  # the query is invalid; running it raises the error
             return None
         finally:
             for table in self._tables:

@@ -38,7 +38,7 @@ class MacroFile(Generic[Owner]):
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names that the file defines, in lower case."""
+        """Names defined in the file, in lower case."""
         return frozenset(name.lower() for name in (*_DEFINED.findall(self.sql), *self.functions))
 
     @cached_property

@@ -19,7 +19,7 @@ def parse_pair(text: str) -> Pair:
     """Return the two pass names in `a:b`."""
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
-        raise InvalidOption(f"got {text!r}; write two passes as a:b, as train:rollout", option="pair")
+        raise InvalidOption(f"got {text!r}; write two passes as a:b, e.g. train:rollout", option="pair")
     return a, b
 
 
@@ -40,11 +40,11 @@ def why_nothing(database: Database, pair: Pair) -> str:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}{_note(database, list(pair))}"
     others = list(counts)
     if (shown := first_pair(others)) is not None:
-        return f"{where}: {problem}; compare two of: {', '.join(others)}, as {option('pair', shown)}"
+        return f"{where}: {problem}; compare two of: {', '.join(others)}, e.g. with {option('pair', shown)}"
     if others:
         return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}{_replay_gives(database, others[0])}"
     if database.kept_steps:
-        return f"{where}: {problem}; {option('steps', database.steps)} names steps without any score"
+        return f"{where}: {problem}; {option('steps', database.steps)} selects steps without any score"
     return f"{where}: {problem}; the trace has no scores at all"
 
 
@@ -97,7 +97,7 @@ def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
 
 def sample_sentence(number: int, total: int) -> str:
     """Return a phrase saying how many of the sequences in its steps a sampled pass contains."""
-    return f"a sample: {number:,} of {total:,} sequences of its steps"
+    return f"a sample: {number:,} of {total:,} sequences in its steps"
 
 
 def tell_sampled(database: Database, names: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 Each histogram bin counts the values whose doubles share the same upper bits: sign, exponent and the first BITS of the
 mantissa. An octave has 2^BITS bins, so the middle of a bin differs from every value in the bin by a relative error of
-at most ERROR (the principle of Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero has a bin of its own. Counts are
+at most ERROR (the principle of Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero has its own bin. Counts are
 integers, so merging histograms in any order gives the histogram of all values.
 
 The error bound holds if |d| is 0 or a normal double, which is always so for the difference between two float32 numbers.

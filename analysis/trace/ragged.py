@@ -115,7 +115,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of about _BLOCK_TOKENS tokens from non-empty sequences; a longer sequence is a block of its own."""
+    """Yield blocks of about _BLOCK_TOKENS tokens from non-empty sequences; a longer sequence forms its own block."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0
@@ -164,7 +164,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return [T] the values of lists, truncated or padded with NaN to the given lengths."""
+    """Return the values [T] of lists, truncated or padded with NaN to the given lengths."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -176,7 +176,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return [T] each token's own advantage, or else its sequence's; None if no token has its own."""
+    """Return each token's own advantage [T], or else its sequence's; None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

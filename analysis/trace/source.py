@@ -1,4 +1,4 @@
-"""A trace as the database reads it: its readable files under a run's name, and the sums stored in it."""
+"""A trace as seen by the database: its readable files under a run's name, and its stored sums."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def urls_of(traces: Traces) -> list[str]:
     """Return the URLs of the traces as given. Raises InvalidOption if none is given."""
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
-        raise InvalidOption("got none; name one folder or several", option="traces")
+        raise InvalidOption("got no trace; give one or more folders", option="traces")
     return urls
 
 
@@ -158,7 +158,8 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return what a file of sums was made of; None if an earlier release wrote the file. Raises DamagedTrace.
+    """Return the metadata on what a file of sums was made from; None if an earlier release wrote the file. Raises
+    DamagedTrace.
 
     The file name contains the checksum of the footer, so the file can be verified without a manifest entry.
     """
@@ -172,9 +173,9 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
         content = json.loads(footer.metadata[MADE_OF])
         kind, (a, b), covers = content["kind"], content["pair"], set(content["covers"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedTrace(f"{where}: does not say what it was made of") from error
+        raise DamagedTrace(f"{where}: does not record which files it was made from") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
-        raise DamagedTrace(f"{where}: is not what its name stands for")
+        raise DamagedTrace(f"{where}: its contents do not match its name")
     if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:
         return None
     keeps_tail = indexed is not None or not store.is_local

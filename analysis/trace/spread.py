@@ -79,8 +79,8 @@ def places(database: Database) -> tuple[str, ...]:
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
-                f"{source.store.url} is being recorded, or was not finished, and the nodes would not see the same rows of it; ask "
-                "without a cluster",
+                f"{source.store.url} is being recorded or was not finished, so the nodes would not all see the same "
+                f"rows; run the command without a cluster",
                 option="ray",
             )
     return tuple(
@@ -105,4 +105,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Do nothing, as a reader writes nothing."""
+        """Do nothing, because a reader writes nothing."""

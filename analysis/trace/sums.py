@@ -1,4 +1,4 @@
-"""Per-sequence sums of a pair of passes: computed once from the tokens, and stored in the trace beside the scores."""
+"""Per-sequence sums of a pair of passes: computed once from the tokens, and stored in the trace next to the scores."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ Unit = tuple[Chunk, ...]
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Ensure that the tables of sums contain every sequence of a pair, and return whether anything was computed.
+    """Ensure that the tables of sums contain every sequence of a pair; return True if anything was computed.
 
     Only steps without stored sums have their tokens read, once each. `of_run` also requests quantiles over whole runs.
     These are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
@@ -140,7 +140,7 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write the sums, quantiles and histograms of every step, both stored and newly computed ones, in a fixed order.
+    """Write the sums, quantiles and histograms of every step, stored or newly computed, in a fixed order.
 
     The fixed order makes totals identical whichever steps had stored sums.
     """
@@ -276,9 +276,9 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store the per-sequence sums of a pair beside the scores, so that statistics need not read tokens.
+    """Store the per-sequence sums of a pair next to the scores, so that statistics need not read tokens.
 
-    Returns True if sums were written: they are not if they exist already, while a trace is live, or if it is read-only.
+    Returns True if sums were written. Nothing is written if the sums exist, or if the trace is live or read-only.
     """
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
@@ -373,7 +373,7 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
     """Yield ranges of neighbouring steps that all have stored sums or all lack them, of up to `most_tokens` tokens and
-    CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
+    CHUNK_SEQUENCES sequences. A larger step forms its own range."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
@@ -424,7 +424,7 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
 
 
 def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
-    """Copy the stored rows of some runs into the table of computed sums."""
+    """Copy the stored rows of the given runs into the table of computed sums."""
     database.connection.execute(f"INSERT INTO computed_{spec.name} {database.sums.kept(spec, pair, runs)}")
 
 

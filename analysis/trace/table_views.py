@@ -92,7 +92,7 @@ class TableViews:
         return kept_steps, condition
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit sequences and scores to some steps; logged values of all steps remain."""
+        """Limit sequences and scores to the given steps; logged values of all steps remain."""
         for name in ("sequences", "scores"):
             self._narrow(name, step_condition(steps))
         self.is_whole = False
@@ -133,7 +133,7 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        """Return the SQL for the columns of a table when reading files that lack some of them."""
+        """Return the SQL for a table's columns in files that lack some of them."""
         # DuckDB maps the Arrow types to its own type names.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(

@@ -39,8 +39,8 @@ def token_query(
     """Return an SQL query with one row per sequence; `tokens_of_rows` converts its rows to tokens.
 
     The columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may use
-    `s` (the sequence) and the keys of `passes`; the `lists` mask and advantages, with the advantage per sequence; and
-    `entropy`, from the first of the named passes that has one.
+    `s` (the sequence) and the keys of `passes`; the `lists` mask and advantages, the latter together with the advantage
+    per sequence; and `entropy`, from the first of the named passes that has one.
 
     Only sequences with a score under every non-optional pass are read, optionally of one run and some steps; a range of
     steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences` requires it,
@@ -81,7 +81,9 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, optional: Sequence[str] = ()) -> Tokens:
-    """Return the tokens from rows of `token_query`; every pass in `passes` is required, those in `optional` are not."""
+    """Return the tokens from rows of `token_query`; every pass in `passes` is required, the passes in `optional` are
+    not.
+    """
     names = rows.schema.names
 
     def column(name: str) -> object:
@@ -120,7 +122,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
     """Return ranges of steps, in order, each of at most `most_tokens` tokens and CHUNK_STEPS steps.
 
-    A step that exceeds the limit is a range of its own.
+    A step that exceeds the limit forms its own range.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]

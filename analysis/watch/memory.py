@@ -1,4 +1,4 @@
-"""Cache of a run's series by step. A refresh reads only the steps that have grown, as their row counts show."""
+"""Cache of a run's series by step. A refresh reads only the steps whose row counts have grown."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _of_newest(rows: pa.Table, newest: dict[int, int]) -> pa.Table:
 
 
 MOST_TOKENS = 10_000_000
-"""Maximum number of response tokens read per refresh, newest steps first; a step with more tokens is read alone."""
+"""Maximum number of response tokens read per refresh, newest steps first; a larger step is read alone."""
 RATE_STEPS = 20
 """Number of newest steps over which the training rate is measured."""
 Times = list[tuple[int, float]]
@@ -188,7 +188,7 @@ class Memory:
         # If no step has been read yet, reading the sums stored in the trace is cheaper than reading tokens.
         summed = self._pair in source.covered and len(pending) == len(extents.steps)
         used = accumulate(extents.steps[step].num_response_tokens for step in pending)
-        # Without gaps: alerts and changes compare neighbouring steps.
+        # Read steps without gaps, because alerts and changes compare neighbouring steps.
         newest = [step for step, num in zip(pending, used, strict=True) if step == pending[0] or num <= MOST_TOKENS]
         wanted = sorted(pending if summed else newest)
         database = open_database(source)

@@ -25,7 +25,7 @@ _SHORTEST_SPARK = 8
 _HIGH = 45
 """Minimum height of the screen, lines, at which sections are separated by empty lines."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Section -> number of rows that are cut only if no other section can be shortened any further."""
+"""Section -> minimum number of rows, which are cut only if no other section can be shortened further."""
 _NOT_FINITE = "NaN/inf"
 
 

@@ -72,8 +72,8 @@ class Watcher:
             except OSError as error:
                 if attempt == _ATTEMPTS - 1:
                     raise DamagedTrace(
-                        f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); check that the folder is not being moved or "
-                        "deleted, and that you may read it"
+                        f"{self.trace}: files cannot be read ({str(error).splitlines()[0]}); check that the folder is "
+                        f"not being moved or deleted, and that you have read access"
                     ) from error
             time.sleep(0.1 * attempt)
         raise AssertionError
@@ -81,7 +81,7 @@ class Watcher:
     def waiting(self, why: str) -> Watched:
         """Return the view of a trace that does not exist yet or no longer exists."""
         self._begin("")
-        note = f"{why}. Waiting for it; Ctrl-C stops"
+        note = f"{why}. Waiting; Ctrl-C stops"
         return Watched(
             trace=self.trace, run=os.path.basename(os.path.abspath(self.trace)), pair=":".join(self.pair), state=WAITING,
             notes=(note,), steps=self.steps, series={},
@@ -169,12 +169,12 @@ class Watcher:
         if state == WAITING:
             notes.append("the trace exists, but no process records into it yet; waiting")
         elif not extents.steps:
-            notes.append(f"no sequence was recorded; see {info}" if ended else "no sequence recorded yet")
+            notes.append(f"no sequences were recorded; see {info}" if ended else "no sequence recorded yet")
         elif lacking := [name for name in self.pair if name not in extents.passes]:
             there = ", ".join(sorted(extents.passes)) or "none"
             notes.append(
                 f"no mismatch to show: no scores of pass {' and '.join(map(repr, lacking))} yet; passes so far: {there}"
-                f" ({option('pair', 'A:B')} compares two others)"
+                f" ({option('pair', 'A:B')} compares two other passes)"
             )
         if state not in (LIVE, WAITING) and not ended:
             notes.append("every recording process has exited, but the command is still running")
@@ -228,14 +228,14 @@ def watch(
     pair: str = "train:rollout",
     progress: Progress = no_progress,
 ) -> Iterator[Watched]:
-    """Show a run while it is recorded: its latest steps, its course so far, and the first alerts.
+    """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
 
     Yields a view every `every` seconds until the recording has ended; with `once`, one view. Without `once` it waits for a
     trace that does not exist yet. `steps` are the steps to show (`3`, `2:8`, `-10:` for the last ten, `all`), and `pair` names
     the passes of the mismatch, d = logprob(a) - logprob(b) in nats.
 
-    Only steps that have grown are read again. A long run is read in portions, the newest steps first: views in between say how
-    many steps are left, and `once` waits until all are read. Nothing is written, and the recorder is not disturbed.
+    Only steps that have grown are read again. A long run is read in portions, newest steps first. Views show how many
+    steps are left to read, and `once` waits until all are read. Nothing is written, and the recorder is not disturbed.
 
     Raises InvalidOption, NewerTrace or DamagedTrace, and with `once` TraceNotFound.
     """

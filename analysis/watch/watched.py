@@ -54,7 +54,7 @@ class Watched(Result):
     notes: tuple[str, ...] = ()
     """Notes and advice for the user, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """Descriptions of unreadable or missing data, which is excluded from all numbers; one sentence each."""
+    """Descriptions of unreadable or missing data, which all numbers exclude, one sentence each."""
     num_steps: int = 0
     num_unread_steps: int = 0
     """Number of steps whose tokens have not been read yet; values over the whole run exclude these steps."""
@@ -67,7 +67,7 @@ class Watched(Result):
     """Time since data was last recorded, seconds; None if unknown."""
     steps_per_minute: float | None = None
     rate_from: str = ""
-    """Source of the figure steps_per_minute."""
+    """Source of the value of steps_per_minute."""
     steps: str = "-10:"
     """Steps to show, in the syntax of `parse_steps`."""
     series: Mapping[str, Series]

@@ -47,7 +47,7 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields about initialisation and storage, which do not affect a forward with loaded weights."""
+"""Fields for initialisation and storage, which do not affect a forward with loaded weights."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise CannotReplay("the model has adapters of PEFT, which is not installed here: pip install peft") from error
+        raise CannotReplay("the model has PEFT adapters, but PEFT is not installed here: pip install peft") from error
     wrapped: Any = None
     for name, recorded in identity["adapters"].items():
         config = LoraConfig(**_fields(str(name), recorded, LoraConfig))
@@ -82,7 +82,9 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     try:
         known = msgspec.to_builtins(msgspec.convert(recorded, _Lora))
     except msgspec.ValidationError as error:
-        raise CannotReplay(f"the adapter {ascii(name)[:80]} cannot be replayed ({error}); LoRA and DoRA can") from error
+        raise CannotReplay(
+            f"the adapter {ascii(name)[:80]} cannot be replayed ({error}); only LoRA and DoRA are supported"
+        ) from error
     usual = kind().to_dict()
     others = [
         field for field, value in recorded.items()
@@ -90,7 +92,8 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     ]  # fmt: skip
     if others:
         raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}, which cannot be replayed; LoRA and DoRA without it can"
+            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}, which cannot be replayed; LoRA "
+            f"and DoRA are supported without it"
         )
     del known["peft_type"]
     return {field: value for field, value in known.items() if value is not None}
@@ -102,7 +105,7 @@ def exported_config(name: str, recorded: Any) -> dict[str, Any]:
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
         raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} has a name that is not valid for a folder; is the trace damaged?"
+            f"the adapter {ascii(name)[:80]} has a name that is not valid as a folder name; is the trace damaged?"
         )
     return _fields(name, recorded, LoraConfig) | {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
 

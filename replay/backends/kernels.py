@@ -53,8 +53,8 @@ def forced(attention: str | None) -> Iterator[None]:
         if "No available kernel" not in str(error) and "No viable backend" not in str(error):
             raise
         raise CannotReplay(
-            f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; try math, which "
-            "always works, or eager"
+            f"attention {attention}: torch has no such kernel for this model, mask, dtype and device; use math, which "
+            f"always works, or eager"
         ) from error
 
 
@@ -69,7 +69,7 @@ def _heads_repeated() -> AbstractContextManager[None]:
 
 @contextmanager
 def observed(found: set[str]) -> Iterator[None]:
-    """Add to `found` the kernels that scaled_dot_product_attention uses, by torch's own choice for its arguments."""
+    """Add to `found` the kernels that torch chooses for the calls of scaled_dot_product_attention."""
     import torch
 
     functional: Any = torch.nn.functional

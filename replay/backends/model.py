@@ -170,8 +170,8 @@ def _within_memory(device: str) -> Iterator[None]:
             num_bytes += part.numel() * part.element_size()
         if parts > MAX_MODULES or num_bytes > memory:
             raise CannotReplay(
-                f"the model cannot be rebuilt: its config asks for {parts:,} modules and {num_bytes:,} bytes so far, and this "
-                f"machine has {memory:,}; replay on a larger one, or is the trace damaged?"
+                f"the model cannot be rebuilt: its config asks for {parts:,} modules and {num_bytes:,} bytes so far, "
+                f"but this machine has {memory:,}; replay on a larger machine, or is the trace damaged?"
             )
 
     with ExitStack() as stack:

@@ -46,7 +46,7 @@ def check(config: Any) -> None:
     text = config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
-        raise _cannot(f"{text.model_type} has other kinds of layers ({', '.join(sorted(kinds))})")
+        raise _cannot(f"{text.model_type} has layers other than full attention ({', '.join(sorted(kinds))})")
 
 
 def check_all(rows: RowSpans, config: Any) -> None:

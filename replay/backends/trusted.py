@@ -24,7 +24,9 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model as they do but does not call them."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> transformers' check for its package; without the package, transformers would fetch a kernel from the hub."""
+"""Attention -> transformers' check for the package that it needs; without the package, transformers would fetch a
+kernel from the hub.
+"""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -183,7 +185,7 @@ def attention_here(
 
     `path` is the model's class, `allowed` the hub kernels that the user allows; `is_half` is true for 16-bit activations.
     """
-    name = name.removeprefix("paged|")  # only affects paged generation: a forward over whole rows is the same
+    name = name.removeprefix("paged|")  # affects only paged generation: a forward over whole rows is the same
     cls = model_class(path)
     code = None
     if name in _FLASH or "/" in name:
@@ -200,7 +202,7 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 
     is_installed = getattr(import_utils, _FLASH.get(name, ""), None)
     if of_model and name not in of_model:
-        name = of_model[0]  # transformers would use this one, whatever is requested
+        name = of_model[0]  # transformers would use this attention whatever is requested
     elif name in _FLASH:
         if device != "cpu" and is_installed is not None and is_installed():
             return name, None

@@ -86,8 +86,8 @@ class VllmEngine:
         if stale:
             self.not_compared |= set(stale)
             warnings.warn(
-                f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} did not take the new "
-                "weights; the engine is restarted for every version",
+                f"engine vllm: {stale[0]}{f' and {len(stale) - 1:,} more tensors' if stale[1:] else ''} did not "
+                f"receive the new weights; the engine is restarted for every version",
                 TimTraceWarning,
                 stacklevel=4,
             )

@@ -1,4 +1,6 @@
-"""Arms of a gradient: changes of forward and backward, of the logprobs that the loss compares with, and of the correction."""
+"""Arms of a gradient: changes to forward and backward, to the logprobs that the loss compares with, and to the
+correction.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,18 @@ from ..arm_option import GRADIENT, HF
 from ..arms import Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Untruncated importance weights train / rollout: at the level of the loss's correction or ratio, per token, per sequence."""
+"""Untruncated importance weights train / rollout, at the level of the loss's correction or ratio (`exact`), per token,
+or per sequence.
+"""
 _OWN = ("logprobs", "correction", "name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm:
-    """Changes of a gradient relative to the recording; none by default."""
+    """Changes to a gradient relative to the recording; none by default."""
 
     forward: Arm = field(default_factory=Arm)
-    """Changes of forward and backward."""
+    """Changes to forward and backward."""
     logprobs: str | None = None
     """Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train,
     rollout (bypass), current (ratio 1), or replay/<arm>; None for the recorded one."""
@@ -59,7 +63,7 @@ class GradientArm:
 
 
 def parse_gradient_arm(text: str) -> GradientArm:
-    """Parse `dtype=bf16,logprobs=rollout,correction=token_truncate:2`: changes of a replay and of the loss.
+    """Parse `dtype=bf16,logprobs=rollout,correction=token_truncate:2`: changes to the replay and to the loss.
 
     Raises InvalidOption.
 
@@ -81,14 +85,14 @@ def parse_gradient_arm(text: str) -> GradientArm:
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with an arm's correction instead of its own. Raises InvalidOption."""
+    """Return the loss with an arm's correction instead of the recorded one. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")
     if (kind not in CORRECTIONS and kind not in EXACT) or bool(bounds) == (kind in ("none", *EXACT)):
         raise InvalidOption(
             f"arm correction={correction}: use none, {', '.join(EXACT)}, or token_truncate, token_mask, "
-            "sequence_truncate or sequence_mask with a bound, as token_truncate:2 or token_mask:0.5_5"
+            "sequence_truncate or sequence_mask with a bound, e.g. token_truncate:2 or token_mask:0.5_5"
         )
     if kind in EXACT:
         level = kind.partition("_")[0]

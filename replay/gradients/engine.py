@@ -40,18 +40,18 @@ def gradient(
     gpus_per_arm: float | None = None,
     progress: Progress = no_progress,
 ) -> GradientReport:
-    """Take the gradient of recorded steps again, as recorded and under each arm, and compare the results.
+    """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
     Forward and backward run from the recorded weights, with the recorded loss, micro-batches and padding. The recording
-    comes first; its norm is compared with the logged grad norm. `arm` is a list of arms as text: changes of forward and
-    backward as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the denominator of the importance
-    ratio and the numerator of the correction's (train, rollout, current, replay/<arm>), and `correction=RULE` (none, exact,
-    token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2, sequence_mask:3). Commas combine
-    several changes in one arm. correction=exact uses the untruncated weights train / rollout, which the other corrections
-    approximate.
+    comes first; its norm is compared with the logged grad norm. `arm` is a list of arms as text: changes to forward and
+    backward as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the denominator of the
+    importance ratio and the numerator of the correction's (train, rollout, current, replay/<arm>), and
+    `correction=RULE` (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
+    sequence_truncate:2, sequence_mask:3). Commas combine several changes in one arm. correction=exact uses the
+    untruncated weights train / rollout, which the other corrections approximate.
 
     The variance is computed over the recorded micro-batches if there are at least 4 of them. `loss` sets fields of the loss that
-    the trace does not have, or overrides them, as `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
+    the trace does not have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
     `module:function`, builds a model whose class transformers does not have. `weights_from` is the folder of the run's
     checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that may be fetched from the
     hub and run. Nothing is written.

@@ -38,7 +38,7 @@ class StepLoss:
     """The loss of an optimizer step under an arm."""
 
     loss: Loss
-    """The recorded loss, with the arm's correction instead of its own."""
+    """The recorded loss, with the arm's correction instead of the recorded one."""
     below: str
     """Name of the pass in the denominator of the importance ratio."""
     above: str

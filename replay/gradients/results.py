@@ -42,7 +42,7 @@ class GradientStep:
     arm: str
     num_sequences: int
     num_tokens: int
-    """Tokens that count in the loss."""
+    """Number of tokens that count in the loss."""
     grad_norm: float
     """Norm as computed by torch's clip_grad_norm_."""
     logged_norm: float | None
@@ -52,7 +52,7 @@ class GradientStep:
     forward_held: bool
     """For the gradient as recorded: true if its forward reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
-    """Micro-batches used for bias and variance; 0 for none."""
+    """Number of micro-batches used for bias and variance; 0 if there are none."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
     notes: tuple[str, ...] = ()

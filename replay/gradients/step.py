@@ -105,7 +105,9 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Return the gradient, and the squared norms [M] of each micro-batch's share of it if there are enough for statistics."""
+        """Return the gradient, and the squared norms [M] of each micro-batch's share if there are enough micro-batches
+        for statistics.
+        """
         total: list[Any] | None = None
         squares = []
         places = self.update.places.values()
@@ -140,7 +142,7 @@ class StepPasses:
             why.append("the rows of each micro-batch were not recorded")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
-            why.append(f"{writers} processes computed it, and the sum is in another order here")
+            why.append(f"{writers} processes computed it, and the summation order differs here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
                 f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer step "

@@ -176,8 +176,9 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
         else:
             dropped += 1
     notes = [
-        f"{dropped} rows were scored again by other weights under the same policy version; their optimizer steps cannot "
-        "be distinguished, so only the first is used (record versions with Recorder.add_scores(policy_version=...))"
+        f"{dropped} rows were scored again with different weights under the same policy version; their optimizer steps "
+        f"cannot be distinguished, so only the first is used (record versions with "
+        f"Recorder.add_scores(policy_version=...))"
     ]
     kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
     return kept, notes if dropped else []
@@ -223,7 +224,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
     }
     if not found:
         how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
-            f"record it, or set a loss without it, as {option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
+            f"record it, or set a loss without it, e.g. "
+            f"{option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
             f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
@@ -237,7 +239,7 @@ def _metric_steps(
     """Return policy version -> step at which its update was logged; None if unknown.
 
     A single update is logged at its own step. Several updates are logged at consecutive steps, as in TRL, if these
-    steps have no sequences of their own; otherwise it is unknown which update was logged.
+    steps have no sequences; otherwise it is unknown which update was logged.
     """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}

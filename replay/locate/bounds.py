@@ -170,7 +170,8 @@ def of_branch(exact: Any, rounding: Rounding) -> Any:
 
 
 def of_own_attention(exact: Any, rounding: Rounding) -> Any:
-    """Return a bound on the error of attention computed by custom code, relative to the largest element of all tokens.
+    """Return a bound on the error of attention computed by custom code, relative to the largest element over all
+    tokens.
 
     Custom code may use float32 even in a float64 model.
     """
@@ -303,12 +304,12 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised values are rounded to the input's dtype before they are multiplied by a wider weight.
     out = max(rounding.out, unit(rounding.taken))
-    # If the sum was not rounded, each value and their norm are off by one rounding each.
+    # If the sum was not rounded, each value is off by one rounding, and so is their norm.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round at each step: the mean, the centred value, its square, their mean (the last two count half, under a
-    # root), the root, a quotient, a factor and a sum.
+    # Code may round the mean, the centred value, its square and the mean of squares (these two count half, because a
+    # root follows), the root, a quotient, a factor and a sum.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)

@@ -94,8 +94,7 @@ class Cores:
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # The same tables rotate both: if queries are right and keys are not, keys were changed after the
-                # rotary.
+                # The same tables rotate both: if only the keys are wrong, they were changed after the rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
                 # A rotation, or its absence, preserves the norm of each head's vector.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)

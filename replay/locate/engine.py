@@ -122,12 +122,14 @@ def _named(text: str | None) -> Callable[[str], bool]:
         return lambda name: True
     words = [word.strip().strip(".") for word in text.split(",")]
     if not all(words):
-        raise InvalidOption(f"got {text!r}; give comma-separated words of names, as q_proj,rotary", option="operators")
+        raise InvalidOption(
+            f"got {text!r}; give comma-separated parts of names, e.g. q_proj,rotary", option="operators"
+        )
     return lambda name: any(f".{word}." in f".{name}." for word in words)
 
 
 class _Location:
-    """One question: both executions, the float64 model, and the chosen sequences."""
+    """One run of `locate`: both executions, the float64 model, and the chosen sequences."""
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class _Location:
         # A trace of a model with adapters has the parameter names of PEFT, which the rebuilt model does not use.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
-        self._free = free_bytes(self._device)  # before both executions take theirs
+        self._free = free_bytes(self._device)  # before both executions allocate theirs
         # If one side has user code, both compute logits with the model's own forward, including the head.
         whole = any(runs[side].model_factory is not None or changes[side] is not None for side in arms)
 
@@ -190,8 +192,9 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """Return the result of the question. `only` is a description of the layers and operators to which it is
-        limited, `tapped_bytes` the memory for operator values."""
+        """Return the result. `only` describes the layers and operators to which the search is limited, `tapped_bytes`
+        the memory for operator values.
+        """
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
@@ -265,7 +268,9 @@ class _Location:
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return the log-probabilities of some rows in an execution, and the inputs and outputs of its operators."""
+        """Return the log-probabilities of the given rows in an execution, and the inputs and outputs of its
+        operators.
+        """
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -334,7 +339,7 @@ def _check_form(model: Any) -> None:
     needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
     missing = [name for name in needs if not hasattr(model, name)]
     if not missing and model.get_output_embeddings() is None:
-        missing = ["a module that gives logits"]
+        missing = ["a module that computes logits"]
     if not hasattr(getattr(model, "config", None), "get_text_config"):
         missing.append("a config of transformers")
     if missing:

@@ -73,17 +73,17 @@ class Execution:
 
     @property
     def is_other_code(self) -> bool:
-        """True if the model is a user's, not the one of transformers recorded in the trace."""
+        """True if the model is a user's own, not the recorded transformers model."""
         return self._prepare is not None or self.run.model_factory is not None
 
     @property
     def is_adapted(self) -> bool:
-        """True if it has adapters, so that its weights are not the recorded ones."""
+        """True if the model has adapters, so that its weights differ from the recorded ones."""
         return self.scorer.adapter is not None
 
     @property
     def numerics(self) -> Numerics:
-        """Precision settings of its scorer."""
+        """Precision settings of the execution's scorer."""
         return self.scorer.numerics
 
     @property
@@ -113,7 +113,9 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype of its weights, below which it does not round values; None if it may."""
+        """Coarsest dtype of the weights, which is also the coarsest to which values are rounded; None if there is no
+        such limit.
+        """
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -122,7 +124,7 @@ class Execution:
         )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and value of the weights it computes with."""
+        """Yield name and value of the weights used in the computation."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach()
 
@@ -132,7 +134,9 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities of `rows`, in batches of `of`; each runs within `around`."""
+        """Return sequence -> [T] float64 log-probabilities of `rows`, scored in the batches of the rows `of`; each
+        batch runs within the context `around`.
+        """
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -240,9 +244,9 @@ def _heard_exactly(
 def check_heard(arm: Arm) -> None:
     """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
-        why = "comparing operators needs one forward per row that runs all of them"
+        why = "comparing operators requires one forward per row that runs all operators"
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:
             why += "; engine exact gives the same bits in every mode"
-        raise CannotReplay(f"arm {arm.name}: {why}; leave {phrase(name, getattr(arm, name))} out")
+        raise CannotReplay(f"arm {arm.name}: {why}; omit {phrase(name, getattr(arm, name))}")

@@ -40,7 +40,7 @@ RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "e
 and changes to embeddings before the first layer.
 """
 INPUT = "input"
-"""Suffix for the input of an operator that should be its layer's input, and is not."""
+"""Suffix for an operator's input that should equal its layer's input but does not."""
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
@@ -102,7 +102,7 @@ class Forward:
     def _give(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> Any:
         call = self._heard.end(name)
         takes, outputs = tuple(tensors_of(args, kwargs)), outputs_of(given)
-        if call is None or all(each is None for each in call.gives):  # e.g. if called for some tokens at a time
+        if call is None or all(each is None for each in call.gives):  # e.g. if called for a few tokens at a time
             if outputs and outputs[0].is_floating_point():
                 self._heard.miss_module(name, module, takes, outputs[0])
             return None

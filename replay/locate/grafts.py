@@ -45,7 +45,9 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the replaceable operators: those that both have, and attention in padded forwards, which have a mask."""
+        """Return the replaceable operators: those present in both executions, and attention in padded forwards, which
+        have a mask.
+        """
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
@@ -56,7 +58,9 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> the taker's [T] float64 logprobs of `rows`, in batches of `of`, with the giver's operators."""
+        """Return sequence -> the taker's [T] float64 logprobs for `rows`, scored in the batches of the rows `of` with
+        the giver's operators.
+        """
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
@@ -92,7 +96,7 @@ class Graft:
 
     @property
     def _first(self) -> Any:
-        """A parameter of the giver, with its device and dtype."""
+        """A parameter of the giver, from which device and dtype are taken."""
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
@@ -224,7 +228,7 @@ def _experts(module: Any) -> Callable[..., Any]:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
-    """Return the graft that puts a giver's operators into a transformers model; None if it cannot be done."""
+    """Return the graft that puts a giver's operators into a transformers model; None if that is not possible."""
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

@@ -72,12 +72,13 @@ class Heard:
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that begins now; None if the call was not observed."""
+        """Return the recorded call of an operator that is starting; None if the call was not observed."""
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that ends now, and release its values unless they are needed for the
-        head."""
+        """Return the recorded call of an operator that is finishing, and release its values unless they are needed for
+        the head.
+        """
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -192,8 +193,9 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return what unobserved projections add to the bound for the input of an activation or of the last
-        projection."""
+        """Return the contribution of unobserved projections to the bound for the input of an activation or of the last
+        projection.
+        """
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # This is the input of the activation.

@@ -23,22 +23,22 @@ _ORDERS = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One operator of one row's forward, compared with float64."""
+    """One operator in one row's forward, compared with float64."""
 
     operator: str
-    """Name of its module; `layers.7.residual` and the like for computations between modules."""
+    """Name of the operator's module; names such as `layers.7.residual` for computations between modules."""
     kind: str
     layer: int | None
     order: int
     num_values: int
     error: float
-    """Root mean square of the error it introduced, relative to the RMS of the exact result."""
+    """Root mean square of the error that the operator introduced, relative to the RMS of the exact result."""
     largest: float
     """Error of the token with the largest error, relative to the RMS of the exact result."""
     ratio: float
     """Largest introduced error divided by its bound; inf if only one of the two values is finite, or a choice differs."""
     token: int
-    """Index of the token with that error in the row (prompt and response)."""
+    """Index in the row (prompt and response) of the token with the largest error."""
     dtype: str
     """torch's name of the output's dtype."""
     point: Point | None = None
@@ -51,7 +51,7 @@ class Judgement:
 
     window: Window
     operators: list[Judged] = field(default_factory=list)
-    """In forward order, without the head."""
+    """Judged operators in forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
     """Error introduced at each point: found minus exact, float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Judgement:
         )  # fmt: skip
 
     def _owns(self, layer: int | None) -> bool:
-        """Return True if an operator of this layer belongs to the window."""
+        """Return True if an operator in this layer belongs to the window."""
         if layer is None:
             return self.window.is_last if self.attended else self.window.is_first
         return self.window.has(layer)

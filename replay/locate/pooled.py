@@ -14,9 +14,7 @@ from .judged import Judged
 CODE_DIFFERS = 4e-6
 """Maximum relative error of a token up to which a side's code, run in float64, counts as equal to the recorded model's.
 Code that uses float32 internally stays below it."""
-_UNDONE = (
-    "differs from the recorded model, but this has no effect: in float64 this code gives the same log-probabilities"
-)
+_UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
 """Minimum share of elements that differ for a tensor to count as a different tensor; below it, the tensor counts as
 modified."""
@@ -43,7 +41,7 @@ class Pooled:
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """Side -> sequence -> [T] log-probabilities of the response, nats."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
-    """As `Located.products`: a residual stream is judged at two places, whose errors are added up."""
+    """Products as in `Located.products`; a residual stream is judged at two places, whose errors are added up."""
     routers: dict[str, Router] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
     unjudged: dict[str, str] = field(default_factory=dict)

@@ -161,7 +161,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge the operators of some sides in a window of layers; return the errors introduced on each side."""
+        """Judge the operators of the given sides in a window of layers; return the errors introduced on each side."""
         taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):

@@ -250,7 +250,7 @@ DATA = SimpleNamespace(
 )
 LOCATE = "tim-trace locate run --steps 7 --against dtype=bf16"
 TRIANGULATE = "tim-trace triangulate run --steps 7 --arm dtype=bf16 --arm lm-head=fp32"
-RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights to replay with"
+RECORD = "tim-trace record --weights delta -o RUN -- COMMAND  # this trace has no weights for a replay"
 
 
 @pytest.mark.parametrize(

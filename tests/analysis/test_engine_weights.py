@@ -223,7 +223,7 @@ def test_verbose_goes_with_the_engine_s_weights(tmp_path):
 def test_a_trace_without_digests_says_how_to_record_them(tmp_path):
     with Recorder(tmp_path / "t") as recorder:
         recorder.add_sequences(step=1, prompt_ids=[[5]], response_ids=[[7]])
-    with pytest.raises(WeightsMissing, match="has no digests of the engine's weights"):
+    with pytest.raises(WeightsMissing, match="contains no digests of the engine's weights"):
         weights(tmp_path / "t", engine=True)
     with pytest.raises(InvalidOption, match="excludes"):
         weights(tmp_path / "t", engine=True, verify=True)
@@ -272,7 +272,7 @@ def test_check_says_which_tensor_is_behind_and_asks_no_logprobs(tmp_path):
     numbers = {name: finding.numbers[name] for name in ("cause", "tensor", "holds_version", "trainer_version")}
     assert numbers == {"cause": "partial_sync", "tensor": DOWN, "holds_version": 0, "trainer_version": 3}
     assert 0 < finding.share < 1
-    assert f"the engine's {DOWN} is from version 0, the trainer is at 3" in checked_text(found)
+    assert f"the engine's {DOWN} is from version 0, while the trainer is at 3" in checked_text(found)
     assert finding.next.command.endswith("--engine")
     assert json.loads(tim_trace("check", tmp_path / "t", "--json").stdout)["findings"][0]["numbers"]["tensor"] == DOWN
 

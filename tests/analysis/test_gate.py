@@ -408,7 +408,7 @@ def test_a_gate_does_not_pass_where_its_number_leaves_a_token_out(tmp_path, side
         ("cannot tell", True), ("cannot tell", True), ("failed", True), ("passed", False),
     ]  # fmt: skip
     for each in found[:3]:
-        assert each.how.startswith(f"of 48 tokens that count, {what} and are left out; ")
+        assert each.how.startswith(f"of 48 tokens in the loss, {what}; they are left out; ")
     assert tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>1e-3").code == 1
 
 
@@ -432,7 +432,7 @@ def test_a_gate_does_not_pass_where_most_tokens_have_no_logprob(tmp_path, num_nu
     for condition in ("tim.k3>1e-3", "verl.k3_kl>1e-3"):
         (verdict,) = judged(tmp_path / "run", condition)
         assert (not verdict.fails) == passes
-        assert ("27 have no logprob of both passes" in verdict.how) == (not passes)
+        assert ("27 have no logprob in one of the passes" in verdict.how) == (not passes)
 
 
 def test_what_the_trace_has_no_value_of_is_said(tmp_path):
@@ -552,11 +552,11 @@ def test_a_mean_that_passes_while_steps_do_not_is_said(late, metric, bound):
     values = {row["step"]: row[plain.metric] for row in rows}
     worst = max(values, key=values.get)
     assert (plain.verdict, plain.fails, plain.steps_beyond, plain.worst_step) == ("passed", False, 4, worst)
-    assert plain.how.startswith(f"4 of 40 steps violate it, first step 37, worst step {worst} ({values[worst]:.3g}): ")
-    assert "'any step' fails on them" in plain.how
+    assert plain.how.startswith(f"4 of 40 steps violate it, first step 37, worst step {worst} ({values[worst]:.3g}); ")
+    assert "with 'any step' the condition would fail" in plain.how
     assert (any_step.verdict, any_step.fails, any_step.value) == ("failed", True, values[worst])
     assert (any_step.low, any_step.steps_beyond, any_step.worst_step) == (None, 4, worst)
-    assert any_step.how == "4 of 40 steps violate it, first step 37; the value is that of the worst"
+    assert any_step.how == "4 of 40 steps violate it, first step 37; the value shown is the worst step's"
     assert (last.verdict, last.fails, last.steps_beyond) == ("failed", True, 3)
     assert last.low > bound
     assert "the last 3 steps, 38 to 40" in last.how

@@ -155,7 +155,7 @@ def test_steps_that_a_writer_says_and_its_rows_have_not_are_named_by_verify(trac
     path.write_text(state.to_json())
     (sentence,) = verify(trace).damaged
     assert name in sentence
-    assert "cover steps (4, 4), but its writer recorded (7, 9)" in sentence
+    assert "cover steps (4, 4), but the writer recorded (7, 9)" in sentence
 
 
 def test_an_index_that_is_written_again_reads_no_file_that_it_knows(trace, files_read):

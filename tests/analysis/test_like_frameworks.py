@@ -545,7 +545,7 @@ def test_where_a_framework_that_multiplies_by_the_mask_has_nan_is_said(masked_ou
     for name in ("slime", "nemo-rl", "openrlhf"):
         (told,) = likeness(path, like=name)[1:]
         assert told.startswith("3 logprobs at 1 steps are NaN or infinite on tokens that do not count: ")
-        assert told.endswith("can be NaN; these numbers leave such tokens out")
+        assert told.endswith("can be NaN; tim-trace leaves such tokens out")
     assert "do not count" not in " ".join(likeness(path, like="prime-rl"))  # which selects
     given = batch(9, 0.1)
     record(tmp_path / "sound", [given])

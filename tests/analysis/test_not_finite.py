@@ -39,18 +39,18 @@ def recorded(path, *, share=0.0, first=AT, last=STEPS, logged=None, falls=False)
 @pytest.mark.parametrize(
     ("planted", "begins"),
     [
-        ({"share": 0.6}, "reward is NaN or infinite from step 25 to the end; no collapse detected before that;"),
+        ({"share": 0.6}, "reward is NaN or infinite from step 25 until the end; no collapse detected before that;"),
         ({"share": 0.5}, "No collapse detected;"),
         ({"share": 0.6, "last": STEPS - 1}, "No collapse detected;"),
-        ({"share": 0.6, "first": STEPS}, "reward is NaN or infinite from step 40 to the end;"),
-        ({"logged": {"loss": 30}}, "loss is NaN or infinite from step 30 to the end;"),
-        ({"logged": {"loss": 31, "grad_norm": 31}}, "grad_norm and loss are NaN or infinite from step 31 to the end;"),
+        ({"share": 0.6, "first": STEPS}, "reward is NaN or infinite from step 40 until the end;"),
+        ({"logged": {"loss": 30}}, "loss is NaN or infinite from step 30 until the end;"),
+        ({"logged": {"loss": 31, "grad_norm": 31}}, "grad_norm and loss are NaN or infinite from step 31 until the end;"),
         (
             {"share": 0.9, "logged": {"loss": 24, "grad_norm": 25}},
-            "loss is NaN or infinite from step 24 to the end, reward and grad_norm are NaN or infinite from step 25 to the end; no collapse",
+            "loss is NaN or infinite from step 24 until the end, reward and grad_norm are NaN or infinite from step 25 until the end; no collapse",
         ),
-        ({"share": 1.0, "first": 1}, "reward is NaN or infinite from step 1 to the end; the comparison"),
-        ({"falls": True, "logged": {"loss": 24}}, "loss is NaN or infinite from step 24 to the end. "),
+        ({"share": 1.0, "first": 1}, "reward is NaN or infinite from step 1 until the end; the comparison"),
+        ({"falls": True, "logged": {"loss": 24}}, "loss is NaN or infinite from step 24 until the end. "),
     ],
 )  # fmt: skip
 def test_the_story_begins_with_what_is_no_number_to_the_end(tmp_path, planted, begins):
@@ -72,7 +72,7 @@ def test_the_sequences_of_its_first_step_are_the_next_thing_to_look_at(tmp_path)
 def test_the_verdict_of_a_run_that_did_not_fall_says_it_too(tmp_path):
     found = attribute(recorded(tmp_path / "run", logged={"loss": 30}))
     assert verdict_sentence(found) == (
-        "loss is NaN or infinite from step 30 to the end; these steps carry no information. No drop of reward before that."
+        "loss is NaN or infinite from step 30 until the end; these steps carry no information. No drop of reward before that."
     )
     assert attribute(recorded(tmp_path / "sound", logged={"loss": STEPS + 1})).not_finite == ()
 
@@ -88,14 +88,14 @@ def test_the_report_does_not_call_it_a_run_that_did_not_fall(tmp_path):
     report(recorded(tmp_path / "run", share=0.6, logged={"loss": 30}), output=path)
     page = path.read_text(encoding="utf-8")
     assert "no collapse<" not in page
-    assert "reward, loss NaN or infinite to the end" in page
+    assert "reward, loss NaN or infinite until the end" in page
 
 
 def test_it_comes_before_a_reward_that_no_longer_tells(tmp_path):
     found = attribute(recorded(tmp_path / "run", logged={"loss": 30}))
     silent = SilentChange(suspects=(Suspect(code="reward", evidence=()),), step=20, low=19, high=21)
     told = story_of_run(replace(found, silent=silent), None)
-    assert told.startswith("loss is NaN or infinite from step 30 to the end; no collapse detected before that;")
+    assert told.startswith("loss is NaN or infinite from step 30 until the end; no collapse detected before that;")
 
 
 def test_logprobs_that_are_no_number_sound_in_every_verb_that_names_alarms(tmp_path):

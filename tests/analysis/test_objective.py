@@ -728,7 +728,7 @@ def test_without_train_the_loss_divides_by_itself(tmp_path):
     assert found.loss.denominator == "current"
     assert found.passes == ("current", "rollout", "current")
     assert found.num_updates == 2
-    assert any("'current' stands in for it" in note for note in found.notes)
+    assert any("'current' replaces it" in note for note in found.notes)
     assert any("how much is policy drift" in sentence for sentence in found.cannot)
     assert found.value("bias") is not None
 
@@ -756,7 +756,7 @@ def test_traces_with_nothing_to_count_have_an_answer(tmp_path):
     assert (nan.num_tokens, nan.num_nan, nan.num_inf) == (0, 1, 1)
     assert nan.verdict[0].startswith("No result")
     zero = objective(one_sequence(tmp_path / "zero", [-1.0, -2.0], [-1.1, -2.0], advantage=0.0))
-    assert "no advantage is other than 0" in zero.verdict[0]
+    assert "all advantages are 0" in zero.verdict[0]
     for name in ("nan", "zero"):
         assert objective_text(objective(tmp_path / name))
 

@@ -28,7 +28,7 @@ def sentence(part):
 
 NOISE = [
     (0.00099, "negligible_noise", "and its noise is negligible."), (0.00101, "moderate_noise", ": it is noise."),
-    (0.0499, "moderate_noise", ": it is noise."), (0.0501, "large_noise", "it is noise, and a lot of it."),
+    (0.0499, "moderate_noise", ": it is noise."), (0.0501, "large_noise", "it is noise, but large."),
 ]  # fmt: skip
 
 
@@ -88,7 +88,7 @@ def test_a_sign_that_the_clip_alone_gives_is_none(bias, free, code):
 def test_the_size_of_a_bias_in_words():
     part = direction(estimate(-0.0123, -0.02, -0.01), estimate(0.2))
     assert sentence(part).endswith(
-        "It adds -1.23 % of the sum of the terms' sizes (95 % interval over groups -2 % to -1 %); without cancelling it would be 20 %."
+        "It adds -1.23 % of the sum of the terms' sizes (95 % interval over groups -2 % to -1 %); the sum of absolute biases is 20 %."
     )
     undecided = sentence(direction(estimate(-0.0123), estimate(0.2)))
     assert undecided.startswith(
@@ -159,7 +159,7 @@ def test_where_a_bias_lies():
         )
     assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75 % of the total)."
     assert (
-        "its weights the bias is -30 % instead of +1 %, and without cancelling 40 % instead of 20 %"
+        "its weights the bias is -30 % instead of +1 %, and the sum of absolute biases is 40 % instead of 20 %"
         in parts["correction"]
     )
 
@@ -207,7 +207,7 @@ def test_changes_need_twelve_steps(num_steps, code):
     codes_, sentences = told(num_steps=num_steps)
     assert codes_ == [code]
     expected = (
-        "Too short to say what changed first: 11 of at least 12 steps recorded"
+        "Too short to find what changed first (steps recorded: 11, needed: 12)"
         if code == "too_short"
         else "No series changed by 2 or"
     )

@@ -173,7 +173,7 @@ def test_storage_that_takes_nothing_ends_the_wait_and_names_the_remedy(s3, tmp_p
     with pytest.raises(StorageError, match=f"accepted no data for 1 s; .*`tim-trace compact {sender.folder} -o {url}`"):
         sender.finish()
     never.set()
-    assert "gives up after 1 s without progress" in capsys.readouterr().err
+    assert "stops after 1 s without progress" in capsys.readouterr().err
     assert sender.folder.exists()
 
 

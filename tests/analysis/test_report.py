@@ -178,7 +178,7 @@ def test_a_report_of_a_bypassing_run_does_not_say_that_nothing_is_moved():
     )  # fmt: skip
     answer = objective_answer(asked_run(objective=found))
     assert (answer.code, answer.severity) == ("in_ratio", NOTICE)
-    assert answer.short == "part of the ratio, so clipping and weights see it"
+    assert answer.short == "part of the ratio, so clipping and weights act on it"
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,9 @@ def test_a_heading_stands_over_the_figures_that_there_are(made):
     assert [one.key for charts in grouped(made.mismatch).values() for one in charts] == keys
     without = [one for one in made.mismatch if not one.key.startswith("d-by-p")]
     assert list(grouped(without)) == list(grouped(made.mismatch))
-    assert "What the loss sees of it" not in grouped(one for one in made.mismatch if one.key.startswith("d-by-"))
+    assert "How the mismatch enters the loss" not in grouped(
+        one for one in made.mismatch if one.key.startswith("d-by-")
+    )
 
 
 def test_rewards_that_are_no_numbers_are_told_and_sorted_as_none(tmp_path):

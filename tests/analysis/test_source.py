@@ -191,7 +191,7 @@ def test_a_contract_that_no_writer_accounts_for_does_not_count(trace, tmp_path):
     shutil.copytree(tmp_path / "other" / "passes", trace / "passes", dirs_exist_ok=True)
     found = info(str(trace))
     assert [one.name for one in found.passes] == ["rollout", "train"]
-    assert "listed in no writer's state" in found.ignored[0]
+    assert "not listed in any writer's state" in found.ignored[0]
 
 
 def test_a_writer_s_state_of_an_earlier_moment_is_named(tmp_path):

@@ -183,7 +183,7 @@ def test_a_trace_that_grows_is_not_divided(tmp_path):
     recorder.flush()
     try:
         for ask in (stats, objective, corrections):
-            with pytest.raises(InvalidOption, match=r"ray: .* is being recorded, or was not finished"):
+            with pytest.raises(InvalidOption, match=r"ray: .* is being recorded or was not finished"):
                 ask(tmp_path / "run", ray="local")
     finally:
         recorder.close()
@@ -201,7 +201,7 @@ def test_the_command_line_takes_an_address(trace):
     told = tim_trace("check", "--ray", trace)
     assert told.code == 2
     assert f"--ray: got '{trace}'; use 'auto' on a node" in told.stderr
-    assert "put RUN before --ray, which takes the word behind it" in told.stderr
+    assert "put RUN before --ray, which takes the next word as its value" in told.stderr
     told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
     assert told.code == 2
     assert "--gpus-per-arm: applies to a cluster only; add --ray auto" in told.stderr

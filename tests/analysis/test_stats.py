@@ -281,7 +281,7 @@ def test_large_runs_have_quantiles_from_histograms_and_exact_ones_on_request(tmp
     assert stats(path, exact=True).dicts() == [exact]
     assert stats(path).dicts() == [found], "what was asked exactly changes no later answer"
     assert approximate(stats(path)) == [
-        "p50_abs_d, p95_abs_d and p99_abs_d are within 0.1% of the exact ones; exact=True reads the tokens once more for exact ones"
+        "p50_abs_d, p95_abs_d and p99_abs_d are within 0.1% of the exact values; exact=True reads the tokens a second time to compute those"
     ]
     assert approximate(stats(path, exact=True)) == []
 
@@ -414,7 +414,7 @@ def test_nan_everywhere_is_counted(tmp_path):
 @pytest.mark.parametrize("pair", ["train", "train:", ":", "a:b:c"])
 def test_a_pair_is_written_with_one_colon(tmp_path, pair):
     make_trace(tmp_path / "run")
-    with pytest.raises(InvalidOption, match="as train:rollout"):
+    with pytest.raises(InvalidOption, match=r"as a:b, e.g. train:rollout"):
         stats(tmp_path / "run", pair=pair)
 
 

@@ -174,18 +174,21 @@ def test_the_contract_names_the_shape_and_the_pass_is_named_for_it(trace, tmp_pa
     ("changes", "message"),
     [
         ({"batch_tokens": 0}, "got 0; use 1 or more"),
-        ({"batch_tokens": 64, "batch_size": 2}, "64 does not go with batch-size 2: both bound a forward; drop one"),
+        (
+            {"batch_tokens": 64, "batch_size": 2},
+            "64 cannot be combined with batch-size 2: both bound a forward; drop one",
+        ),
         (
             {"padding": "packed", "mode": "decode"},
-            "padding: packed does not go with mode decode: .*; use mode='prefill'",
+            "padding: packed cannot be combined with mode decode: .*; use mode='prefill'",
         ),
         (
             {"padding": "packed", "attention": "eager"},
-            "attention eager: it cannot keep rows apart; use attention='math', flash",
+            "attention eager: this attention cannot keep rows apart; use attention='math', flash",
         ),
         (
             {"batch_tokens": 64, "engine": "vllm", "mode": "chunked:8"},
-            "mode chunked:8: the chunk is vLLM's bound of tokens; use mode='prefill', decode",
+            "mode chunked:8: the chunk size is vLLM's token limit; use mode='prefill', decode",
         ),
     ],
 )

@@ -176,5 +176,7 @@ def test_options_that_a_cluster_does_not_take_are_refused(trace):
         replay(trace, gpus_per_arm=1)
     with pytest.raises(InvalidOption, match=r"gpus_per_arm: got 1\.5; use a fraction from 0 to 1, or a whole number"):
         replay(trace, ray="local", gpus_per_arm=1.5)
-    with pytest.raises(InvalidOption, match="dry_run: measures the pace in this process, so it does not go with ray"):
+    with pytest.raises(
+        InvalidOption, match="dry_run: measures the pace in this process, so it cannot be combined with ray"
+    ):
         replay(trace, ray="local", dry_run=True)

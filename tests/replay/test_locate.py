@@ -98,7 +98,7 @@ def test_flipped_routes_are_counted_and_are_no_divergence(traces):
     found = locate(traces("qwen3_moe"), arm="dtype=bf16", patch="none")
     assert found.first is None
     assert sum(router.num_flipped for router in found.routers) > 0
-    assert "choices of experts differ, first in model.layers." in location_text(found)
+    assert "expert choices differ, first in model.layers." in location_text(found)
 
 
 def other_experts(model):
@@ -595,8 +595,8 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
     [
         ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; kinds: .*q_proj.*"),
         ({"operators": "proj"}, InvalidOption, "in these layers matches"),
-        ({"operators": "q_proj,"}, InvalidOption, "give comma-separated words of names"),
-        ({"against": "mode=decode"}, CannotReplay, "leave mode decode out"),
+        ({"operators": "q_proj,"}, InvalidOption, "give comma-separated parts of names"),
+        ({"against": "mode=decode"}, CannotReplay, "omit mode decode"),
         ({"sequences": "nobody"}, InvalidOption, "'nobody' is not a scored sequence of step 1"),
         ({"steps": "7"}, InvalidOption, "matches no recorded step"),
         ({"layers": "a"}, InvalidOption, "give a layer, or FIRST:LAST"),

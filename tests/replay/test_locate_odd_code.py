@@ -197,7 +197,7 @@ def test_a_patch_of_another_form_is_left_out_by_name(trace):
         (torch.nn.Linear(2, 2), "base_model, no get_input_embeddings, no get_output_embeddings, no a config of transformers"),
         (
             SimpleNamespace(base_model=1, get_input_embeddings=1, get_output_embeddings=lambda: None, config=None),
-            "a module that gives logits, no a config of transformers",
+            "a module that computes logits, no a config of transformers",
         ),
     ],
 )  # fmt: skip
@@ -380,7 +380,7 @@ def test_other_modules_that_compute_the_same_are_no_fault(traces, name, plant, d
 def test_what_is_undone_further_on_is_told(trace):
     found = located(trace, scale_in_a_projection)
     assert found.first is None
-    assert "this has no effect" in found.unjudged["b model.layers.0.self_attn.q_proj"]
+    assert "without effect" in found.unjudged["b model.layers.0.self_attn.q_proj"]
     assert {each.tensor for each in found.weights} == {
         f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)
     }

@@ -117,7 +117,7 @@ def test_a_recorded_run_is_held_against_its_engine(tmp_path, mode):
 @pytest.mark.parametrize(
     ("model", "options", "said"),
     [
-        ("llama", {"against": "engine=vllm,prefix-caching=on"}, "leave prefix-caching on out"),
+        ("llama", {"against": "engine=vllm,prefix-caching=on"}, "omit prefix-caching on"),
         (
             "qwen2_moe",
             {"against": "engine=vllm"},

@@ -89,7 +89,7 @@ def test_a_larger_sample_adds_to_the_smaller_and_scores_nothing_twice(trace, mon
 @pytest.mark.slow
 def test_what_a_sample_lacks_is_no_fault_and_is_said(trace):
     replay(trace, sample=0.5, dtype="bf16")
-    with pytest.warns(SampleWarning, match="replay/bf16 is a sample: 36 of 72 sequences of its steps"):
+    with pytest.warns(SampleWarning, match="replay/bf16 is a sample: 36 of 72 sequences in its steps"):
         found = check(trace, pair="replay/bf16:train")
     replay(trace, dtype="bf16")
     whole = check(trace, pair="replay/bf16:train")
@@ -103,9 +103,9 @@ def test_info_and_stats_say_what_is_a_sample(trace):
     replay(trace, sample=0.5, dtype="bf16")
     assert not info(trace).missing
     (bf16,) = [row for row in info(trace).passes if row.name == "replay/bf16"]
-    assert bf16.note == "a sample: 36 of 72 sequences of its steps"
+    assert bf16.note == "a sample: 36 of 72 sequences in its steps"
     done = tim_trace("stats", trace, "--pair", "replay/bf16:train")
-    assert done.stderr == "tim-trace: replay/bf16 is a sample: 36 of 72 sequences of its steps\n"
+    assert done.stderr == "tim-trace: replay/bf16 is a sample: 36 of 72 sequences in its steps\n"
 
 
 def test_the_contract_says_that_it_is_a_sample(trace):

@@ -313,7 +313,7 @@ def test_a_folder_that_the_trace_names_is_read_on_the_user_s_word_alone(tmp_path
     save_checkpoint(model, outside)
     for verb in (replay, triangulate, weights):
         with pytest.raises(
-            WeightsMissing, match=rf"'{outside}', which is not read unless you name the folder: weights_from='DIR'"
+            WeightsMissing, match=rf"'{outside}', which is not read unless you give the folder: weights_from='DIR'"
         ):
             verb(tmp_path / "run")
     with pytest.raises((CannotReplay, WeightsMissing), match="weights_from='DIR'"):

@@ -60,7 +60,7 @@ def test_fields_of_a_later_minor_release_are_passed_over():
 
 def test_a_manifest_that_was_edited_is_refused():
     content = json.loads(MANIFEST.to_json()) | {"run_id": "another"}
-    with pytest.raises(DamagedTrace, match="does not fit its checksum"):
+    with pytest.raises(DamagedTrace, match="does not match its checksum"):
         parse_manifest(json.dumps(content).encode(), "x")
     del content["checksum"]
     with pytest.raises(DamagedTrace, match="its checksum is missing"):

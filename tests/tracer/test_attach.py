@@ -278,7 +278,7 @@ def test_a_loop_that_recorded_no_weights_takes_them_and_only_of_its_model(tmp_pa
         recorder.add_contract("train", {"engine": "mine"})
         recorder.add_scores("train", batch, logprobs=[alone(model, [[1, 5, 2, 9]])[0][1:]])
     save(make_model(num_hidden_layers=1), tmp_path / "small")
-    with pytest.raises(InvalidOption, match=r"does not match the model of .*: num_hidden_layers 1, not 2"):
+    with pytest.raises(InvalidOption, match=r"does not match the model in .*: num_hidden_layers 1, not 2"):
         attach(tmp_path / "run", 0, tmp_path / "small")
     attach(tmp_path / "run", 0, tmp_path / "model")
     assert replay(tmp_path / "run")[0].identity_held
@@ -332,7 +332,7 @@ def _of(**changes):
         (_of(architectures=["Mine"], auto_map={"AutoModelForCausalLM": "mine.Mine"}), "names the architecture Mine"),
         (
             _of(num_hidden_layers=3, layer_types=["full_attention"] * 3),
-            r"lacks model\.layers\.2\..* and \d+ more; is it a whole Qwen3ForCausalLM",
+            r"lacks model\.layers\.2\..* and \d+ more; is it a complete Qwen3ForCausalLM",
         ),
         (_of(intermediate_size=40), "has another shape of|cannot be loaded"),
         (_of(model_type="moon"), "config.json: cannot be read"),
@@ -360,7 +360,10 @@ def test_a_tokenizer_of_its_own_folder_is_taken_and_what_is_none_refused(dumped,
 def test_info_check_and_replay_name_the_command(dumped):
     (missing,) = (sentence for sentence in info(dumped).missing if "--attach" in sentence)
     assert f"tim-trace weights {dumped} --attach VERSION DIR" in missing
-    with pytest.raises(CannotReplay, match="was imported from a dump and has no model; attach it: tim-trace weights"):
+    with pytest.raises(
+        CannotReplay,
+        match="was imported from a dump and has no model; attach the weights that scored it: tim-trace weights",
+    ):
         replay(dumped)
     with pytest.raises(WeightsMissing, match="attach a folder"):
         weights(dumped)

@@ -98,7 +98,7 @@ def test_another_release_of_ray_is_named(address, monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "__version__", "1.0.0")
-    told = r"has other versions than this process \(.*Ray: 1\.0\.0.*; install the same"
+    told = r"has different versions from this process \(.*Ray: 1\.0\.0.*; install the same"
     with pytest.raises(InvalidOption, match=told), connected(address):
         pass
 
@@ -155,7 +155,7 @@ def test_a_disk_that_cannot_be_written_is_told_in_a_sentence(tmp_path, address):
 @pytest.mark.slow
 def test_no_room_for_an_actor_is_told_with_what_there_is(address, monkeypatch):
     monkeypatch.setattr(cluster, "LOOK_S", 0.2)
-    told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(the largest: 1 CPUs, 0 GPUs\); add a node, or ask for less with gpus_per_arm="
+    told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(the largest: 1 CPUs, 0 GPUs\); add a node, or request less with gpus_per_arm="
     with pytest.raises(ClusterFailed, match=told):
         list(run_units(address, None, [1], num_cpus=1, num_gpus=2))
 

@@ -238,14 +238,14 @@ NOT_NUMBERS = "a list of numbers"
 NOT_FLAGS = "a list of 0 and 1, or of false and true"
 WRONG = [
     # column, value, what each row needs, what the message shows of the row
-    ("step", None, "a whole number from 0 on", ": NULL"),
-    ("step", 1.5, "a whole number from 0 on", ": 1.5"),
-    ("step", "3", "a whole number from 0 on", ": '3'"),
-    ("step", float("nan"), "a whole number from 0 on", ": nan"),
-    ("step", 1e300, "a whole number from 0 on", ": 1e+300"),
-    ("step", -1, "a whole number from 0 on", ": -1"),
-    ("step", True, "a whole number from 0 on", ": True"),
-    ("step", [3], "a whole number from 0 on", ": [3]"),
+    ("step", None, "a non-negative integer", ": NULL"),
+    ("step", 1.5, "a non-negative integer", ": 1.5"),
+    ("step", "3", "a non-negative integer", ": '3'"),
+    ("step", float("nan"), "a non-negative integer", ": nan"),
+    ("step", 1e300, "a non-negative integer", ": 1e+300"),
+    ("step", -1, "a non-negative integer", ": -1"),
+    ("step", True, "a non-negative integer", ": True"),
+    ("step", [3], "a non-negative integer", ": [3]"),
     ("seq_id", None, "a string or an integer", ": NULL"),
     ("seq_id", 1.5, "a string or an integer", ": 1.5"),
     ("seq_id", ["a"], "a string or an integer", ": ['a']"),

@@ -34,7 +34,7 @@ def test_a_second_run_of_ranks_into_the_same_folder_is_refused(tmp_path, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     Recorder(tmp_path / "run").close()
-    with pytest.raises(TraceExists, match=r"writer of rank 0 is closed.*force=True"):
+    with pytest.raises(TraceExists, match=r"writer for rank 0 is closed.*force=True"):
         Recorder(tmp_path / "run")
 
 

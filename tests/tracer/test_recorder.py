@@ -393,7 +393,7 @@ def test_a_trace_that_is_there_is_left_alone_without_force(tmp_path):
 
 def test_a_folder_that_is_no_trace_is_left_alone_even_with_force(tmp_path):
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(TraceExists, match="is not a trace, so it is left alone"):
+    with pytest.raises(TraceExists, match="is not a trace, so it is left unchanged"):
         Recorder(tmp_path, force=True)
     assert (tmp_path / "mine.txt").read_text() == "x"
 

@@ -55,7 +55,7 @@ def refused(recorder, message, **changes):
 
 @pytest.mark.parametrize("step", [1.5, 1.0, "1", True, None, -1, 2**63, np.float64(1), torch.tensor(1.0), [1], NAN])
 def test_a_step_is_an_integer_from_0_on(recorder, step):
-    refused(recorder, r"^step: got .*; give an integer from 0 on", step=step)
+    refused(recorder, r"^step: got .*; give a non-negative integer", step=step)
     with pytest.raises(InvalidRecord, match=r"^step: got"):
         recorder.add_metrics(step, {"loss": 1.0})
 
@@ -97,8 +97,8 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ("ab", r"response_ids: got 'ab' \(str\)"),
         (None, "response_ids: got None"),
         (7, r"response_ids: got 7 \(int\)"),
-        ([], "response_ids: holds no sequence; skip the call"),
-        (np.zeros((0, 5), int), "response_ids: holds no sequence"),
+        ([], "response_ids: has no sequences; skip the call"),
+        (np.zeros((0, 5), int), "response_ids: has no sequences"),
     ],
 )
 def test_token_ids_are_whole_numbers_of_int32(recorder, ids, message):
@@ -153,8 +153,8 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"advantage": [[0.5], [1.0]]}, "sequence 'a': 1 values of advantages for 2 response tokens"),
         ({"advantage": [[0.5, "x"], [1.0]]}, r"advantages: row 0 is \[0.5, 'x'\]"),
         ({"advantage": [[0.5, 1e39], [1.0]]}, "advantages: row 0, token 1 is 1e\\+39; give numbers that float32 holds"),
-        ({"rewards": [[1.0, 2.0]]}, r"rewards: got \[\[1.0, 2.0\]\] \(list\); give a dict of a reward function's name"),
-        ({"rewards": {1: [1.0, 2.0]}}, "rewards: got .*; give a dict of a reward function's name"),
+        ({"rewards": [[1.0, 2.0]]}, r"rewards: got \[\[1.0, 2.0\]\] \(list\); give a dict of reward function name"),
+        ({"rewards": {1: [1.0, 2.0]}}, "rewards: got .*; give a dict of reward function name"),
         ({"rewards": {"right": [1.0]}}, r"rewards\['right'\]: got 1 values for 2 sequences"),
         ({"rewards": {"right": ["a", 1.0]}}, r"rewards\['right'\]: row 0: got 'a' \(str\); give a number"),
         ({"group_ids": ["g"]}, "group_ids: got 1 values for 2 sequences"),
@@ -187,7 +187,7 @@ def test_what_contradicts_a_batch_is_refused(recorder, changes, message):
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        (np.zeros((2, 2)), "response_attention_mask: is 0 everywhere, so no row has a token"),
+        (np.zeros((2, 2)), "response_attention_mask: contains only 0, so no row has a token"),
         (np.ones((2, 3)), r"got shape \(2, 2\), but the attention mask has \(2, 3\)"),
         (np.ones(2), r"response_attention_mask: got shape \(2,\); give \[B, T\]"),
         (np.array([[1, NAN], [1, 0]]), "response_attention_mask: row 0, token 1 is nan"),
@@ -202,7 +202,9 @@ def test_a_mask_is_0_or_1_where_the_batch_has_cells(recorder, mask, message):
 
 def test_a_row_without_a_token_is_recorded_with_a_warning(recorder):
     mask = np.array([[1, 1], [0, 0]])
-    with pytest.warns(TimTraceWarning, match=r"is 0 in all of row 1 \(1 of 2 rows\), which is recorded without tokens"):
+    with pytest.warns(
+        TimTraceWarning, match=r"row 1 contains only 0 \(1 of 2 rows do\), so it is recorded without tokens"
+    ):
         recorder.add_sequences(step=1, response_ids=PADDED, response_attention_mask=mask)
     recorder.close()
     assert table(recorder, "sequences", "response_ids") == [([1, 2],), ([],)]
@@ -219,9 +221,9 @@ def test_padding_without_a_mask_is_pointed_at_once(recorder, side, kind):
     (sentence,) = [str(warning.message) for warning in told]
     edge = "end" if side == "right" else "begin"
     assert sentence.startswith(
-        f"step 1, response_ids: 2 of 3 rows {edge} in up to 4 repeats of token 0, which looks like"
+        f"step 1, response_ids: 2 of 3 rows {edge} with up to 4 repeats of token 0, which looks like"
     )
-    assert "give that mask, or lists without padding" in sentence
+    assert "Give that mask, or lists without padding" in sentence
 
 
 @pytest.mark.parametrize(
@@ -353,7 +355,7 @@ def test_scores_may_come_through_another_recorder_of_the_trace(tmp_path):
     [
         (
             {"loss": {"policy": 1.0}},
-            r"'loss': got \{'policy': 1.0\} \(dict\); give each of its values its own name",
+            r"'loss': got \{'policy': 1.0\} \(dict\); give each value its own name",
         ),
         ({"loss": [1.0, 2.0]}, r"'loss': got \[1.0, 2.0\] \(list\); give one number"),
         ({"loss": torch.ones(3)}, r"'loss': got values of shape \(3,\); give one number, such as their mean"),

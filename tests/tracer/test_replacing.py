@@ -61,7 +61,7 @@ def test_a_folder_of_someone_else_is_kept(tmp_path, how):
     (mine / "checkpoint-4" / "model.safetensors").write_bytes(b"weights")
     (mine / "notes.txt").write_text("important")
     before = tree(mine)
-    with pytest.raises(TraceExists, match="exists and is not a trace, so it is left alone"):
+    with pytest.raises(TraceExists, match="exists and is not a trace, so it is left unchanged"):
         replace(how, mine, tmp_path)
     assert tree(mine) == before
 
@@ -216,7 +216,7 @@ def test_what_a_sentence_says_to_do_gets_the_trace_back(tmp_path):
         os.rename(tmp_path / "a run" / name, moving / name)
     done = tim_trace("info", tmp_path / "a run")
     assert done.code == 2
-    command = done.stderr.strip().rpartition("or: ")[2]
+    command = done.stderr.strip().rpartition("or run: ")[2]
     assert run("sh", "-c", command).code == 0
     moving.rmdir()
     assert tree(tmp_path / "a run") == before

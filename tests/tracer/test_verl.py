@@ -441,7 +441,7 @@ def test_a_mask_as_wide_as_a_response_is_in_the_contract(session, padding, capfd
     trace = connect(session.order.run)
     ((text,),) = rows(trace, "SELECT contract_json FROM passes WHERE pass = 'train'")
     assert json.loads(text).get("attended_tokens") == wanted
-    assert ("lets attention see only the first 4 tokens" in capfd.readouterr().err) == (wanted is not None)
+    assert ("attention sees only the first 4 tokens" in capfd.readouterr().err) == (wanted is not None)
 
 
 def test_forwards_of_several_workers_and_calls_are_told_apart(session):
@@ -457,7 +457,7 @@ def test_of_other_engines_padding_is_not_guessed(session):
 def test_what_is_not_understood_of_micro_batches_ends_that_part_alone(session, capfd):
     assert scored_by(WorkerHooks(session), 0, [(0, 1)], **PACKED | {"ulysses_sequence_parallel_size": 0}) is None
     assert session.is_recording
-    assert "which rows of verl's passes went through the model together is not recorded" in capfd.readouterr().err
+    assert "which rows of verl's passes shared a forward is not recorded" in capfd.readouterr().err
 
 
 def test_the_driver_records_the_forwards_that_its_workers_told(session, queue):

@@ -121,7 +121,7 @@ def test_a_request_of_which_its_caller_was_given_nothing_is_told(recorded):
     assert rows(
         recorded, "SELECT count(*) FROM sequences WHERE seq_id LIKE 'cancelled%' OR seq_id LIKE 'refused%'"
     ) == [(0,)]
-    sentence = "before its caller got a token"
+    sentence = "before the caller received any token"
     assert recorded.done.stderr.count(sentence) == 1
     assert any(sentence in missing for missing in info(str(recorded.trace)).missing)
 

@@ -19,7 +19,7 @@ def _activate() -> None:
         return
     if activate() is None:
         print(
-            "tim-trace: this process is not recorded: its launcher passed on PYTHONPATH but not TIM_TRACE_RECORD; "
+            "tim-trace: this process is not recorded: its launcher forwarded PYTHONPATH but not TIM_TRACE_RECORD; "
             "see docs/start/clusters.md",
             file=sys.stderr,
         )

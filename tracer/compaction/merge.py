@@ -83,7 +83,7 @@ def whole_snapshot(store: Store) -> Snapshot:
     """Take a snapshot of a trace that is to be merged. Raises DamagedTrace if any part of the trace cannot be read."""
     snapshot = take_snapshot(store)
     if not snapshot.manifest.is_checked:
-        raise DamagedTrace(f"{store.url}: was recorded by an earlier release, without checksums, and cannot be merged")
+        raise DamagedTrace(f"{store.url}: was recorded by an earlier release without checksums, and cannot be merged")
     if snapshot.damaged:
         more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
         raise DamagedTrace(

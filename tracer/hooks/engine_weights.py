@@ -34,8 +34,8 @@ _MIN_COSINE_SCORE = 6.0
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
 _NO_OWN = (
-    "the engine's weights are not compared with the trainer's: these are sharded (FSDP, ZeRO-3), and this release of TRL has no "
-    "function in which to read them once gathered (VLLMGeneration._iter_named_params)"
+    "the engine's weights are not compared with the trainer's: these are sharded (FSDP, ZeRO-3), and this release of "
+    "TRL has no function in which the gathered weights can be read (VLLMGeneration._iter_named_params)"
 )
 
 

@@ -97,7 +97,7 @@ class Session:
 
     @property
     def recorder(self) -> Any:
-        """This process's recorder. A forked child process gets a recorder of its own."""
+        """This process's recorder. A forked child process gets its own recorder."""
         if self._recorder is None or self._pid != os.getpid():
             from ..recorder import Recorder
             from ..writer import TraceWriter
@@ -145,7 +145,7 @@ class Session:
 
     def seal(self) -> None:
         """Seal all records already written, so that other processes can read them. Later records go to a new writer."""
-        with self.guard("what was recorded so far"):
+        with self.guard("the data recorded so far"):
             self._seal()
 
     def _seal(self) -> None:

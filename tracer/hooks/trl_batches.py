@@ -36,7 +36,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 
 
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a scoring call by name. TRL 1.14 passes some as *args, which have no names of their own."""
+    """Return the arguments of a scoring call by name. TRL 1.14 passes some as *args, without names."""
     call = arguments(original, trainer, *args, **kwargs)
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 

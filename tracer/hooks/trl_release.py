@@ -16,7 +16,7 @@ from typing import Any
 from .patches import tested_releases, untested
 
 POINTS = {
-    "train": "the repeated steps of a second call of train() as an attempt of their own",
+    "train": "the steps that a second call of train() repeats, as a separate attempt",
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",

@@ -66,7 +66,7 @@ _OLDER_POINTS = {
 _LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Module of a program in verl 0.8 that defines a trainer of its own."""
+"""Module of a program in verl 0.8 that defines its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -233,7 +233,7 @@ class TrainerHooks:
         if self._is_fitting and self.session.is_recording:
             self.session.record(Part.METRICS, self._add_metrics, original, tracking, *args, **kwargs)
             if self._flushes:
-                with self.session.guard("what was recorded so far"):
+                with self.session.guard("the data recorded so far"):
                     self.session.recorder.flush(weights=False)
             if self._is_last:
                 self.session.seal()

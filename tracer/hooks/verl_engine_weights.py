@@ -172,7 +172,9 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield an unsharded model's tensors under the names that verl sends them under, in the form of `trainer_tensors`."""
+    """Yield an unsharded model's tensors under the names that verl uses to send them, in the form of
+    `trainer_tensors`.
+    """
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -27,9 +27,9 @@ from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
 from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards, attended_tokens
 
-_COMPOSITION = "which rows of verl's passes went through the model together"
+_COMPOSITION = "which rows of verl's passes shared a forward"
 
-_BLIND = "verl {} lets attention see only the first {} tokens of a padded row: set actor_rollout_ref.model.use_remove_padding=True"
+_BLIND = "in verl {}, attention sees only the first {} tokens of a padded row: set actor_rollout_ref.model.use_remove_padding=True"
 _OTHER_STRATEGY = (
     "weights are not recorded: verl's strategy {} uses its own names and shards; replaying needs them: have verl "
     "save them with hf_model in actor.checkpoint.save_contents, and after the run attach each version's folder: "

@@ -34,7 +34,7 @@ UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
-    "which needs Triton, and tim-trace does not read them yet; the trainer's are recorded"
+    "which needs Triton, and tim-trace does not read them yet; the trainer's router choices are recorded"
 )
 _NO_TOKENIZER = "the trace has no tokenizer, so tokens are shown as ids: the engine has none (skip_tokenizer_init)"
 EMBEDDED = (

@@ -42,12 +42,12 @@ _POINTS = {
 
 _STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded: their prompt keeps growing"
 _BARE = (
-    "logprobs of AsyncLLM.generate are not recorded if the prompt is an EngineCoreRequest that requests none: it carries its "
-    "own sampling parameters"
+    "logprobs of AsyncLLM.generate are not recorded if the prompt is an EngineCoreRequest that requests no logprobs, "
+    "because it carries its own sampling parameters"
 )
 _LOST = (
-    "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or an error) before its caller got "
-    "a token of them"
+    "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or an error) before the caller "
+    "received any token"
 )
 
 
@@ -202,7 +202,7 @@ class GivenCompletion:
     tokens: Any = ()
     """At least `num_tokens` token ids; vLLM's own list may keep growing."""
     positions: Any = None
-    """The engine's logprobs of these tokens; None if it returned none."""
+    """The engine's logprobs for `tokens`; None if it returned none."""
     finish_reason: str | None = None
 
     @property

@@ -78,8 +78,8 @@ class Conditions:
 
 
 _GRAMMAR = (
-    "logprobs over the whole vocabulary are not recorded for rollouts with structured outputs: vLLM gives them over the tokens "
-    "that the grammar allows, so d includes the effect of the grammar"
+    "logprobs over the whole vocabulary are not recorded for rollouts with structured outputs: vLLM returns logprobs "
+    "over the tokens that the grammar allows, so d includes the effect of the grammar"
 )
 
 

@@ -42,12 +42,12 @@ def import_dump(
     by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
     set `partial` to read what exists.
 
-    `path` is a file or a folder; of the format parquet also a URL that fsspec can open.
+    `path` is a file or a folder; for the format parquet it may also be a URL that fsspec can open.
 
     Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
     Memory holds one step at a time, or 512 rows of a JSON Lines file.
 
-    Raises ImportFailed, naming file, field and row; the output is then left as it was before.
+    Raises ImportFailed, naming file, field and row; the output is then left unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
@@ -57,7 +57,7 @@ def import_dump(
     if folder is None or format == PARQUET:
         if partial:
             raise ImportFailed(
-                "does not apply to the format parquet, which has no incomplete steps; remove the option",
+                "does not apply to the format parquet, which has no incomplete steps; remove this option",
                 option="partial",
             )
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
@@ -104,7 +104,7 @@ def import_dump(
 def _holds_none(format: Format, folder: DumpFolder) -> str:
     """Return an error message for a folder without files in the given format, with a remedy."""
     other = recognised(folder)
-    remedy = "name the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
+    remedy = "give the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
     return f"holds no {format.files}; {remedy}"
 
 
@@ -157,8 +157,8 @@ class _Before:
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
                 f"{output}: is a recorded run, and texts of {format.name} cannot be matched to its sequences: they have no ids, "
-                "the same text can occur several times in a step, and a truncated text looks like a finished one; the recording "
-                "already has their rewards and advantages. Name another folder"
+                "the same text can occur several times in a step, and a truncated text looks like a finished one; the "
+                "recording already has their rewards and advantages. Choose another folder"
             )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
@@ -166,8 +166,8 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same options, or name "
-                "another folder"
+                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same "
+                f"options, or choose another folder"
             )
         passes = {name for name in store.folders("passes")}
         # A file that grew between imports has one entry per import; the entry with the most lines is kept.
@@ -191,8 +191,8 @@ class _Before:
                 found.append(part)
         if parts and not self.num_known:
             raise ImportFailed(
-                f"{self._url}: was imported from another folder; none of its files is in {folder.url}. Name another "
-                "folder for the trace, or replace that one with --force"
+                f"{self._url}: was imported from another folder; none of its files is in {folder.url}. Choose another "
+                f"folder for the trace, or replace the existing one with --force"
             )
         return found
 

@@ -196,7 +196,7 @@ TOKENS = list_of(
     required(integer("a token id", pa.int32(), 0, INT32_MAX)),
     f"a list of token ids, whole numbers from 0 to {INT32_MAX}",
 )
-STEP = required(integer("a whole number from 0 on", pa.int64(), 0, INT64_MAX))
+STEP = required(integer("a non-negative integer", pa.int64(), 0, INT64_MAX))
 VERSION = integer("a whole number", pa.int64(), -INT64_MAX - 1, INT64_MAX)
 COUNT = integer(f"a whole number of at most {INT32_MAX}", pa.int32(), -INT32_MAX - 1, INT32_MAX)
 

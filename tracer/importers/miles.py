@@ -184,8 +184,8 @@ MILES = Format(
     writes="`--dump-details DIR`, `--save-debug-rollout-data`, `--save-debug-train-data`",
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
     columns=COLUMNS,
-    alignment="as for slime; each context-parallel rank has its zig-zag part of the response, and tensor-parallel ranks hold "
-    "the same data",
+    alignment="same as slime; each context-parallel rank has its zig-zag part of the response, and tensor-parallel "
+    "ranks hold the same data",
     recognises=lambda folder: framework_of(folder) == "miles",
     parts=dump_parts,
     read=_read,

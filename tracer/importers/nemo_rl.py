@@ -35,7 +35,7 @@ def _cells(fields: Fields) -> dict[str, Any]:
     """Return the cells of a sample. Lists in the file are padded on the right, and the token at index 0 has no logprob."""
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: has no token_ids and token_loss_mask")
+        raise ImportFailed(f"{fields.where}: lacks token_ids or token_loss_mask")
     length = fields.integer("length")
     length = len(tokens) if length is None else length
     if not 0 < length <= len(tokens) or len(mask) != len(tokens):
@@ -75,8 +75,8 @@ NEMO_RL = Format(
     writes="the logger, by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i], index 0 has no value; prompt and tool tokens hold 0; if prev_logprobs are all 0, "
-    "they were not computed (force_on_policy_ratio)",
+    alignment="index i belongs to token_ids[i], index 0 has no value; prompt and tool tokens have 0; if prev_logprobs "
+    "are all 0, they were not computed (force_on_policy_ratio)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _rows, at_once=64),
     lacks={

@@ -32,12 +32,12 @@ def import_parquet(
     """Convert Parquet or JSON files with the trace's column names to a trace.
 
     Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of
-    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`; optionally every other column
-    that Recorder.add_sequences takes, and `entropy` and `top2_gap`. `advantage` is a number or a list, `rewards` a
+    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`; every other column that
+    Recorder.add_sequences takes, `entropy` and `top2_gap` are optional. `advantage` is a number or a list, `rewards` a
     record of numbers. Lists are aligned with `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same
-    folder is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map` renames columns (file's name -> trace's name); a
-    column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
-    by a hash of their names.
+    folder is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map`
+    renames columns (file's name -> trace's name); a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps,
+    and `sample` a share of the sequences, chosen by a hash of their names.
 
     Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0 unless another pass also has logprobs
     near 0 for the same tokens (see ZeroLists).

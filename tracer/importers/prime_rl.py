@@ -54,7 +54,7 @@ def _rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: has no token_ids and loss_mask")
+        raise ImportFailed(f"{fields.where}: lacks token_ids or loss_mask")
     positions = fields.ids("positions")
     found = {name: fields.values(name) for name in (*_PER_TOKEN, "reward")}
     lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}
@@ -95,8 +95,8 @@ PRIME_RL = Format(
     writes="`trainer.enable_token_export = true`",
     files="token_exports/step_<N>/rank_<r>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null means none; the response "
-    "begins at the first token in the loss mask",
+    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null means no "
+    "logprob; the response begins at the first token in the loss mask",
     pattern=_FILE,
     parts=_parts,
     read=lambda reading: read_rows(reading, _rows, at_once=64),

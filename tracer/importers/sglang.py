@@ -29,7 +29,7 @@ def _rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any
             raise ImportFailed(f"{fields.where}: output_ids differ from the tokens of output_token_logprobs")
         ids = given
     if ids is None:
-        raise ImportFailed(f"{fields.where}: has no token ids; ask SGLang with return_logprob=true")
+        raise ImportFailed(f"{fields.where}: has no token ids; request them from SGLang with return_logprob=true")
     prompt = fields.ids("prompt_ids")
     before = _triples(own, "prompt") if prompt is None else None
     reason = meta.get("finish_reason")
@@ -79,7 +79,8 @@ SGLANG = response_format(
     },
     name="sglang",
     writes="your client: responses of `/generate`, requested with return_logprob=true",
-    alignment="output_token_logprobs are (logprob, id, text) of each output token; output_token_sampling_logprobs become the pass "
+    alignment="output_token_logprobs are (logprob, id, text) for each output token; output_token_sampling_logprobs "
+    "become the pass "
     "rollout/sampling, and rollout minus rollout/sampling is the log of the mass that truncation kept",
     rollout="the responses hold no logprobs; request them with return_logprob=true",
 )

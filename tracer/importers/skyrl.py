@@ -47,7 +47,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     fields = reading.fields(batch, str(path), budget)
     sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
     if sequences is None or attention is None or sequences.shape != attention.shape:
-        raise ImportFailed(f"{path}: has no sequences and attention_mask of the same shape")
+        raise ImportFailed(f"{path}: lacks sequences or attention_mask, or their shapes differ")
     per_token = {
         name: found
         for name in ("response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage")

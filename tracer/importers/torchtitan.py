@@ -80,12 +80,12 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns are masked and have none; "
-    "the newest policy version is the step; validation rollouts are skipped",
+    alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns are masked and have "
+    "no logprobs; the newest policy version is the step; validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_rows,
     lacks={
-        "rollout": "the turns have no token ids and completion_logprobs; turn their recording on in RolloutSampleRecorder",
+        "rollout": "the turns lack token ids or completion_logprobs; turn on their recording in RolloutSampleRecorder",
         "train": "RolloutSampleRecorder writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,

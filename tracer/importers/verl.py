@@ -56,8 +56,8 @@ def _parts(folder: DumpFolder) -> list[Part]:
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: holds batches (*.dp) and texts (*.jsonl) of the same sequences; name the folder of only one of "
-            "them"
+            f"{folder.url}: holds batches (*.dp) and texts (*.jsonl) of the same sequences; give the folder of only "
+            f"one of them"
         )
     return batches or texts
 
@@ -223,8 +223,8 @@ VERL = Format(
     parts=_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs; verl keeps them with actor_rollout_ref.rollout.calculate_log_probs=True, and the "
-        "text of rollout_data_dir has none",
+        "rollout": "no rollout_log_probs; verl keeps them with actor_rollout_ref.rollout.calculate_log_probs=True, and "
+        "the text in rollout_data_dir has none",
         "train": "no old_log_probs: gen_batch.dp is written before the trainer scores it, and rollout_data_dir is text; call "
         "batch.save_to_disk(PATH) after compute_log_prob, and import that",
     },

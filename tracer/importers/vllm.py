@@ -49,7 +49,8 @@ def _ids(tokens: list[Any], where: str) -> np.ndarray:
     numbers = [int(match[1]) for match in found if match is not None]
     if len(numbers) != len(tokens) or not tokens or max(numbers) >= 2**31:
         raise ImportFailed(
-            f"{where}: has no token ids; ask vLLM with return_token_ids=true (or return_tokens_as_token_ids=true) and logprobs"
+            f"{where}: has no token ids; request them from vLLM with return_token_ids=true (or "
+            f"return_tokens_as_token_ids=true) and logprobs"
         )
     return np.array(numbers, np.int32)
 

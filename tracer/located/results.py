@@ -161,7 +161,7 @@ class LocatedFacts:
     device: str
     """`cpu` or `cuda`."""
     a: str
-    """Name of the replay arm that execution a is."""
+    """Name of the replay arm that defines execution a."""
     b: str
     chosen: str
     """Description of how the compared sequences were chosen."""
@@ -231,7 +231,7 @@ def parse_header(content: bytes, where: str) -> ResultHeader:
     """Parse locate/<id>.json; unknown fields are ignored. Raises DamagedTrace and NewerTrace."""
     values = read_document(content, where, _WHAT, needs_checksum=True)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made}, from a later release; this release reads up to {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made} of a later release; this release reads up to {FORMAT}")
     try:
         # JSON has no NaN or infinities; they are stored as strings.
         return msgspec.convert(values, ResultHeader, strict=False)

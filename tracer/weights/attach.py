@@ -53,7 +53,7 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Keep the weights of a Hugging Face folder as a policy version's, so that a trace of a dump can be replayed.
+    """Store the weights of a Hugging Face folder as a policy version, so that an imported dump can be replayed.
 
     `folder` holds config.json and safetensors files, as written by `save_pretrained`, for one of transformers' own
     model classes; code in the folder is never run. The model's config is stored with the weights, and so is the
@@ -138,7 +138,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a copy") from error
     for words, names in (("lacks", told["missing_keys"]), ("has another shape of", told["mismatched_keys"])):
         if names:
-            raise WeightsMissing(f"{path}: {words} {_listed(sorted(map(str, names)))}; is it a whole {name}?")
+            raise WeightsMissing(f"{path}: {words} {_listed(sorted(map(str, names)))}; is it a complete {name}?")
     with torch.no_grad():
         _put_own_dtypes(model, path)
     return model, _tokenizer(path, tokenizer)

@@ -1,8 +1,8 @@
 """Arrays of bits in Zarr v3 format, one row per version, compressed chunk by chunk, or as sparse changes.
 
 Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
-them. No Zarr library is used for writing, for two reasons. A library spends 10 ms and starts threads per array, which
-would slow every training step of a small model; and its threads are no longer available at interpreter exit.
+them. No Zarr library is used for writing, for two reasons. Such a library spends 10 ms and starts threads per array,
+which would slow every training step of a small model; and its threads are no longer available at interpreter exit.
 
 At a small learning rate, an update changes few of a half-precision model's weights, and most of the changed ones by one
 unit in the last place. A change is stored as two numbers: the distance from the previous changed element, and the

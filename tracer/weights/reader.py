@@ -119,7 +119,7 @@ class WeightReader:
             self._note_lost(name, told, known.get(segment.writer))
             return
         if name != f"{record.segment}.{record.version}.json":
-            self.damaged.append(f"{where}: contains the record of {record.segment}.{record.version}.json; remove it")
+            self.damaged.append(f"{where}: contains the record for {record.segment}.{record.version}.json; remove it")
             return
         writer = known.get(segment.writer)
         if needs_checksums and writer is None:
@@ -337,7 +337,8 @@ class WeightReader:
             if parent not in by_row:
                 raise WeightsMissing(
                     f"{self.store.url}: version {record.version} cannot be rebuilt: row {parent} of "
-                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not depend on it can"
+                    f"{WEIGHTS}/{record.segment} is missing (its .json file); versions that do not depend on it can be "
+                    f"rebuilt"
                 )
             if parent >= path[-1].row:
                 raise DamagedTrace(
@@ -387,7 +388,8 @@ class WeightReader:
         except (OSError, ValueError) as error:
             what = "keyframe" if record.is_keyframe else "delta"
             raise DamagedTrace(
-                f"{self.store.shown(relative)}: the {what} of version {record.version} is missing or damaged ({error}); no version "
+                f"{self.store.shown(relative)}: the {what} for version {record.version} is missing or damaged "
+                f"({error}); no version "
                 f"of {record.segment} that depends on it can be rebuilt"
             ) from error
         if not in_place:
@@ -397,8 +399,9 @@ class WeightReader:
     def told_checkpoints(self) -> str:
         """Sentence on the checkpoint folder recorded in the trace, and how to read it."""
         return (
-            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}, which is not read unless you name "
-            f"the folder: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without that option"
+            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}, which is not read unless "
+            f"you give the folder: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
+            f"that option"
         )
 
     def _range(self) -> str:
@@ -406,7 +409,7 @@ class WeightReader:
         if not versions and self.checkpoints is not None:
             return self.told_checkpoints
         if not versions:
-            return f"it has no weights: {SUPPLIES}, or name checkpoints with {option('weights_from', 'DIR')}"
+            return f"it has no weights: {SUPPLIES}, or give checkpoints with {option('weights_from', 'DIR')}"
         return f"it has {len(versions):,} versions, {versions[0]} to {versions[-1]}"
 
 

@@ -64,7 +64,7 @@ ChunkChanges = dict[str, list[Changes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How a version is to be stored in the current segment."""
+    """How a version will be stored in the current segment."""
 
     base_row: int | None = None
     changes: ChunkChanges | None = None
@@ -72,7 +72,7 @@ class _Plan:
 
 
 class WeightWriter:
-    """Copies weights to the host, and writes them to disk on a thread of its own.
+    """Copies weights to the host, and writes them to disk on a separate thread.
 
     Host memory holds two copies of the weights: the version being written and the previous one. A call that submits a
     version waits until the previous one is written; the time spent waiting is recorded.

@@ -39,7 +39,7 @@ def worth(facts: Facts, change: RecordedChange) -> float:
         return t.DECISIVE
     if not facts.is_near(change):
         return t.EARLIER
-    if change.shape == "ramp":  # the step at which a gradual change becomes too much is unknown
+    if change.shape == "ramp":  # the step at which a gradual change becomes too large is unknown
         return t.DECISIVE
     first, last = facts.fall.interval
     if is_learning_rate(change.series) and _is_slight(change):

@@ -1,4 +1,4 @@
-"""The faults that a check knows, each described in one file."""
+"""The faults that a check can detect, one file per fault or group of faults."""
 
 from __future__ import annotations
 

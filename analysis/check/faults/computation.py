@@ -1,4 +1,6 @@
-"""Equal or unknown weights whose computation differs, a side that does not repeat itself, experts chosen differently."""
+"""Mismatch from computation rather than recorded weights: a different model, a non-deterministic side, or different
+experts.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +38,18 @@ COMPUTATION = Fault(
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
         + _MEASURED,
-        "full_size": _MEASURED + "; it has its full size at the first step recorded: replay to find the part",
+        "full_size": _MEASURED + "; it has its full size from the first recorded step: replay to find the component",
         "one_step": _MEASURED + "; one step does not show whether weights or the computation differ",
     },
     words={"equal_weights": _dtypes, "full_size": _dtypes, "one_step": _dtypes},
 )
 NOT_REPEATABLE = Fault(
     code="not_repeatable",
-    title="one side does not repeat itself: dropout is on, or it computes with noise",
+    title="one side is not deterministic: dropout is on, or its computation is noisy",
     broken="computation",
     evidence={
-        "repeats": "{side} gives the same token after the same prefix logits that differ by {own:.2g} nats rms, {other} by "
-        "{others:.2g}, over {num:,} repeated tokens; d there is {d:.2g}"
+        "repeats": "for {num:,} tokens repeated after the same prefix, the logits of {side} differ by {own:.2g} nats "
+        "rms, those of {other} by {others:.2g}; d there is {d:.2g}"
     },
 )
 ROUTER_FLIPS = Fault(
@@ -56,7 +58,7 @@ ROUTER_FLIPS = Fault(
     broken="engine",
     evidence={
         "router_tail": "{experts_text}: {tail_share:.2%} of the tokens differ by more than {tail_ratio:g} times the median "
-        "({bulk:.2g} nats of a logit); for these the router chose different experts"
+        "({bulk:.2g} nats of a logit); for these, the router chose different experts"
     },
     words={
         "router_tail": lambda n: {
@@ -71,7 +73,7 @@ TAIL_RATIO = 10.0
 
 
 def find_not_repeatable(data: PairData) -> list[Finding]:
-    """Detect a side that gives the same token after the same prefix other values."""
+    """Detect a side that gives different values for the same token after the same prefix."""
     side = not_repeatable(data)
     if side is None:
         return []
@@ -97,7 +99,9 @@ def find_not_repeatable(data: PairData) -> list[Finding]:
 
 
 def find_computation(data: PairData, *, is_equal: bool) -> Finding:
-    """Return the finding that more than rounding is left; `is_equal` is True if the weights are known to be equal."""
+    """Return the finding for a mismatch larger than rounding; `is_equal` is True if the weights are known to be
+    equal.
+    """
     signal = "equal_weights" if is_equal else "full_size" if growth(data).later else "one_step"
     return COMPUTATION.finding(
         data,
@@ -109,8 +113,9 @@ def find_computation(data: PairData, *, is_equal: bool) -> Finding:
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Hypothesis]:
-    """Detect that most tokens agree within rounding and a few differ by far more in either direction, in a mixture of
-    experts. `off`, [K] bool, are the tokens that rounding does not explain."""
+    """Detect, in a mixture of experts, that most tokens agree within rounding while a few differ by far more in either
+    direction. `off`, [K] bool, are the tokens that rounding does not explain.
+    """
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
     bulk = float(np.median(noise))

@@ -27,7 +27,7 @@ _WORDS: dict[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = {
         else "no contract gives a reason to differ"
     },
     "equal_against_contracts": lambda n: {
-        "copied_text": "two such forwards are never bitwise equal, so one was copied from the other"
+        "copied_text": "two such forward passes are never bitwise equal, so one was copied from the other"
         if "dtype_a" in n
         else "one was copied from the other, or the two are built to be bitwise equal: replay to find out",
         "differing": " and ".join(
@@ -59,7 +59,7 @@ def find_equal(data: PairData) -> list[Finding]:
             COPIES.finding(
                 data,
                 "equal_against_contracts",
-                # Two engines can be made to give equal bits; two dtypes cannot.
+                # Two engines can be built to give equal bits; two dtypes cannot.
                 is_expected="dtype_a" not in differing,
                 next=replay,
                 numbers={"num_tokens": data.num_kept, **data.names, **differing},
@@ -92,10 +92,10 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     equal_elsewhere = float(np.mean(data.d[telling_others] == 0.0)) if telling_others.any() else 1.0
     share = np.bincount(data.seq[telling_others], (data.d == 0.0)[telling_others], len(num))
     share = share / np.maximum(np.bincount(data.seq[telling_others], minlength=len(num)), 1)
-    # Without a copy, rows that are equal as a whole come with rows that are mostly equal.
+    # If nothing was copied, fully equal rows occur together with mostly equal ones.
     mostly = int(np.sum(share[np.unique(data.seq[telling_others])] > 0.5))
     expected = len(num) * max(equal_elsewhere, 1e-3) ** telling[copied].max()
-    few = copied.sum() < 3 and telling[copied].max() < 16  # a short row may be equal by luck of its context
+    few = copied.sum() < 3 and telling[copied].max() < 16  # a short row may be equal by chance
     if few or expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:
         return []
     return [

@@ -1,4 +1,4 @@
-"""Engine and trainer weights that differ by the recorded digests of all tensors."""
+"""Engine and trainer weights that differ according to the recorded tensor digests."""
 
 from __future__ import annotations
 

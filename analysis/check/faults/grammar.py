@@ -15,9 +15,9 @@ GRAMMAR = Fault(
     title="one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
     broken="recording",
     evidence={
-        "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs are over the allowed tokens, {other}'s "
-        "over all; of {of_tokens:,} such tokens {num_tokens:,} are higher in {side} beyond rounding, by at most {largest:.3g} "
-        "nats, and {num_lower:,} are lower"
+        "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs cover the allowed "
+        "tokens, those of {other} all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
+        "more than rounding (at most {largest:.3g} nats), and {num_lower:,} are lower"
     },
 )
 

@@ -21,8 +21,9 @@ LOW_PRECISION = Fault(
     },
 )
 MIN_SHARE = 0.5
-"""Minimum share of the mismatch that rounding of the recorded values explains where nothing is known of how they were
-computed. A pass computed in 16 bits throughout has 16-bit logprobs as a matter of course."""
+"""Minimum share of the mismatch that rounding of the recorded values must explain if it is unknown how they were
+computed. A pass computed entirely in 16 bits naturally has 16-bit logprobs.
+"""
 
 
 def find_low_precision(data: PairData) -> list[Hypothesis]:

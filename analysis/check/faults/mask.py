@@ -21,9 +21,9 @@ MASK = Fault(
     title="prompt or tool tokens are counted as sampled tokens",
     broken="recording",
     evidence={
-        "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens ({num_tokens:,} in "
-        "all) average {mean_logprob:.3g} nats on both sides where their entropy is {mean_entropy:.3g}: they were not sampled "
-        "but come from a prompt or a tool, and they count in the loss"
+        "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
+        "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
+        "{mean_entropy:.3g}: they were not sampled but come from a prompt or a tool, and they count in the loss"
     },
 )
 

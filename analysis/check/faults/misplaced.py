@@ -1,4 +1,4 @@
-"""Values that belong to other tokens: blocks of a row in another order, or rows of other steps and ranks."""
+"""Values that belong to other tokens: blocks of a row in the wrong order, or rows from other steps and ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..placement import Placement, placement
 from ..structure import sampled_score
 
 _ORDERS = {
-    "blocks": "blocks of the same row stand in another order, as when chunks of a context-parallel row are put together "
-    "wrongly: {num_offsets:,} displacements, the most frequent {offset:+,} tokens",
-    "rows": "they are values of other rows, {steps_text}",
+    "blocks": "blocks of the same row are in the wrong order, as when the chunks of a context-parallel row are joined "
+    "wrongly: {num_offsets:,} displacements, most often {offset:+,} tokens",
+    "rows": "they belong to other rows, {steps_text}",
 }
 
 
@@ -34,15 +34,15 @@ MISPLACED = Fault(
     title="one side's values belong to other tokens: blocks or rows are in the wrong order",
     broken="recording",
     evidence={
-        "found_elsewhere": "{num_tokens:,} values of {side} fit {other} at other tokens, to {residual:.2g} nats on average "
-        "where they are now off by {size:.2g}: {order_text}",
+        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at other tokens, within {residual:.2g} nats "
+        "on average; as recorded they are off by {size:.2g}: {order_text}",
     },
     words={"found_elsewhere": _where},
 )
 
 
 def find_misplaced(data: PairData) -> list[Hypothesis]:
-    """Detect runs of values in pass b that fit pass a at other tokens, anywhere in the sample."""
+    """Detect runs of values in pass b that match pass a at other tokens, anywhere in the sample."""
     if data.num_kept < 100 or data.rms() < 0.05:
         return []
     place = placement(data)
@@ -65,7 +65,7 @@ def find_misplaced(data: PairData) -> list[Hypothesis]:
 
 
 def _described(data: PairData, place: Placement, moved: np.ndarray) -> dict[str, Any]:
-    # The side whose logprob + entropy averages to 0 has the values of the tokens that were sampled.
+    # The side whose logprob + entropy averages to 0 has the values in the right place.
     a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
     right, wrong = ("a", "b") if a_is_right else ("b", "a")
     if place.other_row[moved].mean() > 0.5:

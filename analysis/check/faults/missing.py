@@ -18,7 +18,7 @@ them."""
 
 
 def missing_at(numbers: Mapping[str, Any]) -> dict[str, str]:
-    """Return the phrase that says where logprobs are missing."""
+    """Return a phrase that states where logprobs are missing."""
     if numbers["place"] == "scattered":
         return {"at": f"scattered over {numbers['num_sequences']:,} sequences"}
     if numbers["place"] == "whole":
@@ -77,7 +77,7 @@ def _of_side(
     in_tail = float((missing & _tails(missing, sample.starts)).sum() / missing.sum())
     in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
     rows = np.unique(sample.seq[missing])
-    cut = missing.sum() >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at an end by chance
+    cut = missing.sum() >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at the end of a sequence by chance
     return (LENGTHS if cut else HOLES).finding(
         data,
         "missing_in_both" if in_both else "missing",

@@ -17,8 +17,8 @@ NOT_LOGPROBS = Fault(
     title="values are not logprobs: some are above 0",
     broken="recording",
     evidence={
-        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a logprob is "
-        "at most 0, and in no known unit do these agree with the other side"
+        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a "
+        "logprob is at most 0, and no known unit makes these agree with the other side"
     },
 )
 

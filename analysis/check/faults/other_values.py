@@ -1,4 +1,4 @@
-"""Values of something else than the sampled tokens: of other tokens, of the most probable ones, or entropies."""
+"""Values that do not belong to the sampled tokens: those of other or the most probable tokens, or entropies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLED = {
     "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
     "distribution, so {side} holds other values",
     "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
-    "distribution, so one of the two runs with broken weights or on other text",
+    "distribution, so one side has broken weights or scored different text",
 }
 
 UNRELATED = Fault(
@@ -152,7 +152,7 @@ def _whole(data: PairData, correlation: float) -> Hypothesis:
         data, "no_correlation", next=commands.tokens(data), broken=whose,
         numbers={**_numbers(data, side), "correlation": correlation, "sampled": sampled, "sampled_mean": mean},
     )  # fmt: skip
-    # As in scattered values, nothing is predicted but the two distributions, each its own.
+    # As with scattered values, only the two separate distributions are predicted.
     gain = 0.05 * data.num_kept
     return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=gain)
 

@@ -19,11 +19,11 @@ PENALTY = Fault(
     broken="recording",
     evidence={
         "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
-        "{mean_new:+.2g} nats on average, as under a penalty for repetition{recorded_text}",
-        "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against {mean_rest:+.2g} nats "
-        "on average, as under a logit bias or a filter of tokens",
-        "sampled_elsewhere": "the passes agree, yet logprob + entropy averages to {mean:.3g} nats: the tokens were sampled from "
-        "another distribution than the one recorded{recorded_text}",
+        "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",
+        "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against "
+        "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
+        "sampled_elsewhere": "the passes agree, yet logprob + entropy averages to {mean:.3g} nats: the tokens were not "
+        "sampled from the recorded distribution{recorded_text}",
     },
     words={
         "repeated": lambda n: {"recorded_text": _recorded(n["recorded"])},
@@ -44,8 +44,9 @@ MIN_SIGNS = 0.85
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Detect that d has one sign where a token occurred before in its row and the other sign elsewhere. A repetition penalty
-    counts prompt and response, frequency and presence penalties the response alone."""
+    """Detect that d has one sign where a token occurred before in its row and the other sign elsewhere. A repetition
+    penalty counts prompt and response; frequency and presence penalties count only the response.
+    """
     if data.num_kept < 200:
         return []
     kinds = {"row": repeated_in_row(data), "response": repeated_in_row(data, prompt=False)}
@@ -61,7 +62,7 @@ def _of_repeats(data: PairData, counted: str, repeated: np.ndarray) -> Hypothesi
     sign = np.where(repeated, np.sign(means[0]), np.sign(means[1]))
     if means[0] * means[1] >= 0 or np.mean(np.sign(data.d[off]) == sign[off]) < MIN_SIGNS:
         return None
-    side = "b" if means[0] > 0 else "a"  # the penalised side gives repeated tokens less
+    side = "b" if means[0] > 0 else "a"  # the penalised side gives repeated tokens a lower logprob
     flip = -1.0 if side == "b" else 1.0
     finding = PENALTY.finding(
         data, "repeated", off, next=commands.far_tokens(data),
@@ -70,13 +71,15 @@ def _of_repeats(data: PairData, counted: str, repeated: np.ndarray) -> Hypothesi
             "recorded": recorded_penalty(data),
         },
     )  # fmt: skip
-    # A recorded penalty is asked first: it costs nothing to name.
+    # A recorded penalty is tested first, because it has no fitted parameters.
     cost = 0.0 if recorded_penalty(data) else 8.0
     return of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))
 
 
 def find_token_ids(data: PairData) -> list[Hypothesis]:
-    """Detect that a few token ids are all lowered, or all raised, and every other token moves the other way."""
+    """Detect that a few token ids are all lowered, or all raised, and all other tokens change in the opposite
+    direction.
+    """
     if data.num_kept < 400:
         return []
     tokens = data.sample.tokens[data.keep]
@@ -93,7 +96,7 @@ def find_token_ids(data: PairData) -> list[Hypothesis]:
     chosen = other[place]
     sign = np.where(chosen, -usual, usual)
     if np.mean(np.sign(data.d[off]) == sign[off]) < 0.97 or np.mean(off[~chosen]) < 0.2:
-        return []  # a bias moves the normaliser, and with it every other token
+        return []  # a bias changes the normaliser, and so every other token
     means = float(data.d[chosen & off].mean()), float(data.d[~chosen & off].mean())
     finding = PENALTY.finding(
         data, "token_ids", off, next=commands.far_tokens(data),

@@ -1,4 +1,4 @@
-"""Placeholders: a value that stands for no logprob, in one pass or in both, or for a whole row."""
+"""Placeholder values in the place of logprobs, in one pass or both, or one value for a whole row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ rounding error of -ln 8 in bfloat16."""
 
 _REASONS = {
     "begin_alike": "; all sequences of a prompt begin with them, so they belong to the prompt",
-    "improbable": "; elsewhere {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
+    "improbable": "; elsewhere it has {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
     "after_end": "; they follow the first end of the response: padding counts in the loss",
     "floor": "; all lower values of {other} have it: the values are cut off there",
     "none": "",
@@ -68,7 +68,7 @@ def find_constants(data: PairData) -> list[Hypothesis]:
         for value in _repeated(data, side, other):
             where = data.keep & (side.logprobs == value)
             far = where & (np.abs(other.logprobs - value) > 0.1)
-            if value == 0.0 and far.sum() < 0.02 * where.sum():  # certain tokens have 0 by right
+            if value == 0.0 and far.sum() < 0.02 * where.sum():  # 0 is correct for certain tokens
                 where = far
             finding = _finding(data, side, other, value, where)
             found.append(predicting(data, finding, np.zeros(data.num_kept), np.log(data.num_kept), where[data.keep]))
@@ -105,7 +105,7 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
         return False
     far = off_by > max(0.1, 10 * usual)
     varies = np.std(other.logprobs[where]) > 0.05
-    # A certain token has 0 by right; any other value that is often right is a value and no placeholder.
+    # 0 is correct for a certain token; any other value that is often correct is a real value and not a placeholder.
     return bool(far.sum() >= 2 and (value == 0.0 or far.mean() > 0.5) and varies)
 
 

@@ -1,4 +1,4 @@
-"""Tokens that are off at one place or in one part of the run, whatever the cause."""
+"""Tokens that are off at one place or in one part of the run, without a known cause."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EVIDENCE = {
 
 ONE_PLACE = Fault(
     code="one_place",
-    title="the values at one scheduled place of the sequences are wrong",
+    title="values at one fixed place in the sequences are wrong",
     broken="computation",
     evidence=_EVIDENCE,
     words={"place": _place},
@@ -67,7 +67,7 @@ SUBSET = Fault(
 
 
 def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
-    """Detect that the tokens that are off stand at one kind of place."""
+    """Detect that all tokens that are off are at one kind of place."""
     found = []
     for place in places:
         if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
@@ -134,7 +134,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _since(place: Where, steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the first step with sequences in `rows` if these are all sequences from that step on; None otherwise."""
+    """Return the first step of the sequences `rows` if these are all sequences from that step on; None otherwise."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

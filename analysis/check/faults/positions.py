@@ -1,4 +1,4 @@
-"""A mismatch that changes inside sequences: from a common position on, or at a place that differs by sequence."""
+"""A mismatch that changes within sequences, at a common position or at one that differs by sequence."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _EVIDENCE = {
     "sampling",
     "prefix_cache": "the {num_sequences:,} sequences whose prompt occurred at an earlier step have {ratio:.3g} times the "
     f"mismatch of the others {_RMS}; in the last third of a sequence it is {{fall_text}}",
-    "persistence": "the logits differ by {level:.2g} nats rms; |d| is similar in neighbouring tokens (correlation "
+    "persistence": "the logits differ by {level:.2g} nats rms; |d| is similar at neighbouring tokens (correlation "
     "{persistence:.2f}) but differs between sequences ({sequence_score:.0f} standard deviations): weights or cached "
     "prefixes changed during sampling",
 }
@@ -70,14 +70,14 @@ MIN_FALL = 1.5
 
 
 def find_onset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
-    """Detect a position, common to all sequences, from which on or up to which the mismatch is larger. A larger mismatch
+    """Detect a position, common to all sequences, after which or up to which the mismatch is larger. A larger mismatch
     from a position on points to the cache or the rotary embedding."""
     found = []
     for place in places:
         if place.feature not in _COUNTED or place.kind == "one_of" or place.values[0] < 2:
             continue
         if place.kind == "before" and grows_inside(data, place.inside) < 2.5:
-            continue  # at its full size from the first step on, it is no change of weights
+            continue  # a mismatch at full size from the first step on is not due to changed weights
         fault = ONSET if place.kind == "from" else CHANGE
         finding = fault.finding(
             data, "common_place", place.inside, weight=explained(data, place.inside), next=commands.query(data, "by-position"),
@@ -101,7 +101,7 @@ def find_prefix_cache(data: PairData, places: Sequence[Where]) -> list[Hypothesi
             continue
         fall, score = fades(data, place.inside)
         if _is_since_a_step(data, rows) and not (np.exp(fall) > MIN_FALL and score > 4):
-            continue  # all prompts are repeats from a step on: without a drop along the response, it is the step
+            continue  # repeats from a step on, and no fading: it is the step, not the prompt
         finding = CHANGE.finding(
             data, "prefix_cache", place.inside, weight=explained(data, place.inside), next=commands.query(data, "by-prompt"),
             numbers={
@@ -129,12 +129,12 @@ class LevelChange:
     change: float
     """Mean after the change minus mean before it."""
     explained: float
-    """Sum of squares explained by the change: that between the parts before and after it."""
+    """Sum of squares explained by the change, i.e. between the parts before and after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Centred level, sequence and position, each [L], of the L kept tokens with a finite level."""
+    """Centred level, sequence and position, each [L], for the L kept tokens with a finite level."""
 
     y: np.ndarray
     seq: np.ndarray
@@ -257,7 +257,7 @@ def _inside(
 def find_persistence(data: PairData) -> list[Finding]:
     """Detect a mismatch that is similar in neighbouring tokens but differs between the sequences of a step."""
     structure = error_structure(data)
-    # Where all tokens are off, whatever is wrong differs by context anyway; where many are right, it comes and goes.
+    # If all tokens are off, any error varies with the context; if many are right, the error comes and goes.
     if not structure.changes_inside(is_excessive=True) or float(np.nanmedian(data.noise)) > allowed_noise(data):
         return []
     numbers = measured(data) | {"persistence": structure.persistence, "sequence_score": structure.sequence_score}

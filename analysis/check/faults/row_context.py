@@ -1,4 +1,4 @@
-"""Rows that are computed in another context than alone: padding that is attended to, packed rows that see each other."""
+"""Rows whose values depend on their neighbours: padding that is attended to, packed rows that see each other."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ _PACKING = ("forward_row", "not_first_of")
 
 ROW_CONTEXT = Fault(
     code="row_context",
-    title="rows are computed in another context: padding is attended to, or packed rows see each other",
+    title="rows depend on their neighbours: padding is attended to, or packed rows see each other",
     broken="computation",
     evidence={
         "rows_run_together": "{num_sequences:,} of {of_sequences:,} sequences, {where}, have {ratio:.3g} times the mismatch of "
         "the others (rms {effect:.2g} vs {rms_elsewhere:.2g} nats), from the first step on",
-        "fades": "the mismatch falls along the response, to {left:.2g} times that of its first third ({score:.1f} standard errors), from "
-        "the first step on: the two sides read other prompts, or attend to them differently",
-        "some_rows_exact": "{exact:.0%} of the sequences are at the level of rounding and the others off by {level:.2g} nats of "
-        "a logit, from the first step on: weights do not differ row by row, but padding and packing do{repeat_text}",
+        "fades": "the mismatch decreases along the response, in its last third to {left:.2g} times that in the first "
+        "({score:.1f} standard errors), from the first step on: the two sides read different prompts, or attend to "
+        "them differently",
+        "some_rows_exact": "{exact:.0%} of the sequences are at the level of rounding and the logits of the others are "
+        "off by {level:.2g} nats, from the first step on: padding and packing differ by row, weights do "
+        "not{repeat_text}",
     },
     words={
         "rows_run_together": lambda n: {"where": where_text(n)},
         "some_rows_exact": lambda n: {
-            "repeat_text": f"; {n['unsteady']} gives the same prefix other values in another row"
+            "repeat_text": f"; {n['unsteady']} gives the same prefix different values in different rows"
             if n["unsteady"]
             else ""
         },
     },
     causes={
-        "prompt": "the two sides read other prompts (BOS, template, truncation, a wrong cache), or attend to them differently",
-        "turns": "later turns are read in another context: the template drops or rewrites earlier turns",
-        "padding": "padding is attended to, or positions count it: rows with padding are off",
-        "packing": "rows of a pack see each other: only the first of each pack is right",
+        "prompt": "the two sides read different prompts (BOS, template, truncation, a wrong cache), or attend to them "
+        "differently",
+        "turns": "later turns have a different context: the template drops or rewrites earlier turns",
+        "padding": "padding is attended to or counted in positions: rows with padding are off",
+        "packing": "packed rows see each other: only the first row of each pack is right",
     },
 )
 
@@ -54,7 +57,7 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
     for place in places:
         cause = _cause(place)
         if cause is None and place.feature in ("position", "total_position") and place.kind == "before":
-            # What is wrong at the first tokens from the first step on is their context.
+            # If the first tokens are wrong from the first step on, their context is wrong.
             cause = "prompt" if place.values[0] >= 2 and grows_inside(data, place.inside) < 2.5 else None
         if cause is None or place.kind == "one_of":
             continue
@@ -90,7 +93,9 @@ def find_fading(data: PairData) -> list[Finding]:
 
 
 def find_exact_rows(data: PairData) -> list[Hypothesis]:
-    """Detect that some rows are exact and others are not, from the first step on, where nothing recorded tells them apart."""
+    """Detect that some rows are exact and others are not, from the first step on, although nothing recorded
+    distinguishes them.
+    """
     exact, rows = exact_rows(data)
     inside = np.isin(data.seq, rows)
     if not 0.05 < exact < 0.99 or error_structure(data).persistence < 0.2 or grows_inside(data, inside) > 5:

@@ -18,8 +18,9 @@ from ..pair_data import PairData, once
 from ..rows import CAP_NATS, MIN_OFF_NATS, Grid, grid_of, row_means, token_values
 
 PAIRED_SHARE = 0.15
-"""Maximum share of a row's difference that may remain when it is compared with another row instead. The correct row leaves
-only rounding, a chance match a third."""
+"""Maximum share of a row's difference that may remain when it is compared with another row instead. The correct row
+leaves only rounding; a chance match leaves a third.
+"""
 _MAX_PAIRED_ROWS = 64
 _CHANCE_TRIALS = 4
 
@@ -131,7 +132,7 @@ def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
 
 
 def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return [R, T] the values with the finite ones in each row permuted and the missing ones left in place."""
+    """Return the values [R, T] with the finite ones in each row permuted and the missing ones left in place."""
     mixed = values.copy()
     there = np.isfinite(mixed)
     mixed[there] = draw.permutation(mixed[there])

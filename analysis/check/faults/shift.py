@@ -33,23 +33,24 @@ def _moved(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _joined(numbers: Mapping[str, Any]) -> dict[str, str]:
-    joined = "turns were joined with an offset of one there"
+    joined = "the turns were joined with an offset of one"
     return {
         "joined_text": joined
         if numbers["code"] == "shift"
-        else "the text was decoded and re-encoded into different tokens there"
+        else "the text was decoded and re-encoded into different tokens"
     }
 
 
 _EVIDENCE = {
-    "reversed": "the values of {b} run backwards along each sequence: read from the end they differ from {a}'s by {moved:.2g} nats "
-    "on average",
+    "reversed": "the values of {b} run backwards along each sequence: read from the end, they differ from those of {a} "
+    "by {moved:.2g} nats on average",
     "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
-    f"average, as recorded by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
+    f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
     "moved_after_place": f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and, shifted by "
     "{lags} tokens, after it: {joined_text}",
     "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
-    "{last_place}), whose token one side considers impossible, and differ by {effect:.2g} nats rms from there on: the two "
+    "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from there on: "
+    "the two "
     "sides scored different tokens",
 }
 _WORDS = {"moved_rows": _moved, "moved_after_place": _joined}

@@ -17,8 +17,10 @@ from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, context_pairs, value_rounding
 
 MIN_R2 = 0.6
-"""Minimum share of the mismatch that one factor on the logits must explain, read from either side. Other faults that
-sharpen a distribution leave far more scatter, and those that make tokens unlikely show in one side alone."""
+"""Minimum share of the mismatch that one factor on the logits must explain, whichever side is taken as the reference.
+Other faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one
+side.
+"""
 MIN_SHIFT = 0.004
 """Minimum |log T| for a temperature T to be reported: rounding to bfloat16 changes the scale of logits by less."""
 MAX_TEMPERATURE = 20.0
@@ -63,14 +65,14 @@ class ScaleFit:
     scale: float
     """1 / temperature of b relative to a."""
     r2: float
-    """Share of the sum of d^2 explained by the scale, read from the side that explains less."""
+    """Share of the sum of d^2 explained by the scale; the smaller of the two sides' values."""
     score: float
     """Distance between the scale and 1, in standard errors."""
     lowest: float
     highest: float
-    """`lowest` to `highest` is the range of the scale over both readings, each widened by two standard errors."""
+    """`lowest` to `highest` is the range of the scale fitted from either side, widened by two standard errors."""
     residual: np.ndarray
-    """[K] what the scale leaves of d, nats; NaN where it says nothing."""
+    """[K] part of d that the scale does not explain, nats; NaN where it predicts nothing."""
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
@@ -223,8 +225,9 @@ def _by_entropy(data: PairData) -> ScaleFit | None:
 
 
 def _regressed(d: np.ndarray, u: np.ndarray) -> tuple[float, float, float, np.ndarray]:
-    """Return the slope of d on u beside a square and a constant, its standard error, the share of the sum of d^2 explained,
-    and what is left of d, without its largest hundredth in all but the last."""
+    """Regress d on u, u^2 and a constant, clipping the largest 1 %. Return the slope on u, its standard error, the
+    share of the sum of d^2 explained, and the residual of the unclipped d.
+    """
     keep = np.abs(d) <= np.quantile(np.abs(d), 0.99) + 1e-12
     x = np.stack([u, u**2, np.ones(len(u))], axis=1)
     solution, *_ = np.linalg.lstsq(x[keep], d[keep], rcond=None)

@@ -17,18 +17,21 @@ TRUNCATION = Fault(
     title="top-p, top-k or min-p renormalised on one side only",
     broken="recording",
     evidence={
-        "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, {kept_mass:.4g} of "
-        "{other}'s probability mass on average and at least {least_mass:.3g}{recorded_text}"
+        "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, which "
+        "have {kept_mass:.4g} of the probability mass of {other} on average and at least "
+        "{least_mass:.3g}{recorded_text}"
     },
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
 )
 PADDED_VOCABULARY = Fault(
     code="padded_vocabulary",
-    title="one side's softmax covers more tokens: padding of the vocabulary, forbidden tokens, or a shard that the other lacks",
+    title="one side's softmax covers more tokens: vocabulary padding, forbidden tokens, or a shard that the other side "
+    "lacks",
     broken="computation",
     evidence={
-        "lost_mass": "{side} is never above {other}: {lost_mass:.3g} of its probability goes to ids that {other} leaves out: head "
-        "rows beyond the tokenizer's length, tokens that {other} forbids, or a shard of the vocabulary that it lacks"
+        "lost_mass": "{side} is never above {other}: it gives {lost_mass:.3g} of its probability to ids that {other} "
+        "leaves out, i.e. head rows beyond the tokenizer's length, tokens that {other} forbids, or a vocabulary shard "
+        "that {other} lacks"
     },
 )
 MIN_ONE_SIDED = 0.6
@@ -42,8 +45,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     """Detect that nearly all of the larger differences have the same sign. The mean of exp(-|d|) over sampled tokens is
     then the probability mass that both passes share.
 
-    A filter of tokens keeps what is likely: it raises an unlikely token by as much as a likely one. Where unlikely tokens are
-    off by far more, one side computes them wrongly instead.
+    A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens are off by
+    far more, one side computes them wrongly.
     """
     size = np.abs(data.d)
     if len(size) < 20 or not size.any():
@@ -59,7 +62,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     lean = abs(float(data.d.mean())) / float(size.mean())
     if lean < (MIN_ONE_SIDED if clear else 0.7):
         return []
-    # Lost mass moves every token one way; the few others are rounding. Any wrong computation moves some by nats the other way.
+    # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
+    # some tokens by nats in the other direction.
     other = (data.d > 0) if negative > 0.5 else (data.d < 0)
     most = 3 * allowed_noise(data) * data.scale
     if np.sum(size[other] > most[other]) > 0.02 * other.sum() or _grows_with_surprise(data):
@@ -72,12 +76,12 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     of = _truncation if _is_cut(data, raised) else _padding
     sign = np.full(data.num_kept, -1.0 if negative > 0.5 else 1.0)
     found = of_signs(data, of(data, raised, lowered, mass), sign, 4.0, np.ones(data.num_kept, bool))
-    # A recorded filter is asked first.
+    # A recorded filter is tested first.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    """Return True if the recording names a filter, and its top-p, if it has one, keeps as much mass as the tokens show."""
+    """Return True if the recording names a filter whose top-p, if it has one, agrees with the mass kept."""
     if not recorded_filter(data) or data.names[raised] == "train":
         return False
     kept = data.sample.settings["top_p"]
@@ -89,8 +93,9 @@ def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
 
 
 def _grows_with_surprise(data: PairData) -> bool:
-    """Return True if |d| grows with the surprise of the token by more than a lost mass can, which is the same for every token
-    of a context."""
+    """Return True if |d| grows with a token's surprise by more than lost mass can explain, which shifts all tokens of a
+    context equally.
+    """
     surprise = -np.maximum(data.a, data.b)
     order = np.argsort(surprise, kind="stable")
     likely, unlikely = np.array_split(order, 4)[1], np.array_split(order, 4)[3]

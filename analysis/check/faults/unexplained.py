@@ -1,4 +1,6 @@
-"""Verdicts of what is left at the end: rounding, too little to judge, or tokens that nothing explains."""
+"""Verdicts on what remains after all explanations: rounding, too little data to judge, or tokens that nothing
+explains.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ ROUNDING = Fault(
     title="rounding at the expected level",
     broken=None,
     evidence={
-        "rounding": "the logits differ by {level:.2g} nats rms, at most {allowed:.2g} is expected from rounding of {dtypes}, and "
-        "no token is off by more"
+        "rounding": "the logits differ by {level:.2g} nats rms, where at most {allowed:.2g} is expected from rounding "
+        "of {dtypes}, and no single token is off by more than rounding"
     },
     words={
         "rounding": lambda n: {
@@ -80,7 +82,7 @@ def too_few(data: PairData, least: int) -> Finding:
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
-    """Return the finding that the tokens `off`, [K] bool, are nobody's, at a place if there is one."""
+    """Return the finding that nothing explains the tokens `off`, [K] bool, with their place if they share one."""
     size = np.abs(data.d[off])
     worst = int(np.flatnonzero(off)[np.argmax(size)])
     row = int(data.seq[worst])

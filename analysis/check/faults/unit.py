@@ -32,10 +32,10 @@ UNIT = Fault(
     title="logprobs of one side or both are not natural logarithms, or are scaled",
     broken="recording",
     evidence={
-        "other_unit": "{side} holds {unit_text}: converted, nine tenths of the tokens differ by {residual:.2g} nats on "
-        "average, unconverted by {size:.2g}",
-        "shared_unit": "{a} and {b} both hold {unit_text}: their mean is {mean_logprob:.3g} where the entropy is "
-        "{mean_entropy:.3g} nats, and logprob + entropy averages to 0 over sampled tokens only in that unit",
+        "other_unit": "{side} holds {unit_text}: once converted, nine tenths of the tokens differ by {residual:.2g} "
+        "nats on average, as recorded by {size:.2g}",
+        "shared_unit": "{a} and {b} both hold {unit_text}: their mean is {mean_logprob:.3g} and the mean entropy "
+        "{mean_entropy:.3g} nats; only in that unit does logprob + entropy average to 0 over sampled tokens",
     },
     words={
         "other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": n.get("factor") or 1.0})},
@@ -134,7 +134,7 @@ def _floor(values: np.ndarray, other: np.ndarray) -> float | None:
 
 
 def _row_factors(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray | None:
-    """Return [S] the factor of each row if values are multiples of the other side's with a factor that varies by row."""
+    """Return the factor [S] of each row if values are multiples of the other side's with a factor that varies by row."""
     there = (other < -0.05) & (values < 0)
     num = np.bincount(data.seq[there], minlength=data.sample.num_sequences)
     if (num >= 4).sum() < 8:
@@ -154,7 +154,8 @@ def _typical(d: np.ndarray) -> float:
 
 def find_shared_unit(data: PairData) -> list[Hypothesis]:
     """Detect that both passes are in the same unit other than nats: only in the correct unit does logprob + entropy
-    average to 0. Truncated sampling and penalties move that average too, so recorded ones rule the unit out."""
+    average to 0. Truncated sampling and penalties change that average too, so nothing is concluded if they are
+    recorded."""
     entropy, settings = data.entropy, data.sample.settings
     neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0}
     declared_other = any(
@@ -167,7 +168,7 @@ def find_shared_unit(data: PairData) -> list[Hypothesis]:
         return []
     fits = {unit: abs(_score(data, data.a * nats + entropy)) for unit, nats in _SHARED.items()}
     unit = min(fits, key=lambda each: fits[each])
-    # A chance cancellation of the means leaves no relation by token: in the right unit surprise follows entropy one to one.
+    # Means can cancel by chance, but only in the right unit does surprise follow entropy one to one at each token.
     if fits[unit] > 4 or not _follows(-data.a * _SHARED[unit], entropy):
         return []
     finding = UNIT.finding(
@@ -185,7 +186,7 @@ def find_shared_unit(data: PairData) -> list[Hypothesis]:
 
 
 def _follows(surprise: np.ndarray, entropy: np.ndarray) -> bool:
-    """Return True if the mean surprise in each fifth of the tokens by entropy is that of the entropy."""
+    """Return True if mean surprise equals mean entropy in each quintile of the tokens by entropy."""
     parts = np.array_split(np.argsort(entropy, kind="stable"), 5)
     errors = [
         abs(surprise[part].mean() - entropy[part].mean()) / max(surprise[part].std() / np.sqrt(len(part)), 1e-3)

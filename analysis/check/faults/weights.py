@@ -1,4 +1,6 @@
-"""Weights that differ between trainer and engine: by what is recorded, or because the mismatch grows with the updates."""
+"""Weights that differ between trainer and engine, according to the recording or because the mismatch grows with the
+updates.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from ..rounding import allowed_noise, precisions
 from ..structure import along_movement, fades, growth, token_effect
 
 MIN_ALONG = 2.5
-"""Alignment between d and the weight updates, in standard errors, from which the text mentions it: rounded weights stay
-below 2."""
+"""Minimum alignment between d and the weight updates, in standard errors, for the text to mention it: rounded weights
+stay below 2.
+"""
 CLEAR_ALONG = 4.0
 """Alignment between d and the weight updates, in standard errors, that shows weights of another version at any size: healthy
 runs stay below 2.5."""
@@ -26,8 +29,9 @@ MIN_GROWTH = 2.5
 CLEAR_GROWTH = 5.0
 """The same ratio from which it need not come near what rounding allows."""
 MIN_TOKEN_EFFECT = 0.15
-"""Share of the mismatch explained by token ids from which weights are suspected: they shift a token's logprob in the same
-direction in every context, rounding does not."""
+"""Minimum share of the mismatch explained by token ids for weights to be suspected: different weights shift a token's
+logprob in the same direction in every context; rounding does not.
+"""
 
 _QUANTISED = (
     ("config", "model_config", "quantization"),
@@ -58,7 +62,7 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
         elif given is not None:
             how = f"last sent at version {given}{', already stale then' if given != holds else ''}"
         has = "from no recorded version" if holds is None else f"from version {holds}"
-        text = f"the engine's {tensor} is {has}, the trainer is at {version}; {how}"
+        text = f"the engine's {tensor} is {has}, while the trainer is at {version}; {how}"
     return {"what_text": text}
 
 
@@ -69,8 +73,8 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
         "share_of_tokens": max(numbers["token_effect"], 0.0),
-        "fades_text": f"; in the last third of a response it is {np.exp(-numbers['fall']):.2g} times that in the first, as of a prompt "
-        "cached under older weights"
+        "fades_text": f"; in the last third of a response it is {np.exp(-numbers['fall']):.2g} times that in the "
+        f"first, as with a prompt cached under older weights"
         if numbers.get("cause") == "stale_prefix"
         else "",
         "behind_text": behind if abs(along) > MIN_ALONG else "",
@@ -85,14 +89,15 @@ WEIGHTS = Fault(
     title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
     broken="engine",
     evidence={
-        "engine_weights": "{what_text}; this holds for {num_tensors:,} of {of_tensors:,} tensors at version {trainer_version}, "
-        "and for some at {num_versions:,} of {of_versions:,} versions, from {first_version} on (by the digest of every tensor)",
+        "engine_weights": "{what_text}; this holds for {num_tensors:,} of {of_tensors:,} tensors at version "
+        "{trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, from "
+        "{first_version} on (by the digest of every tensor)",
         "policy_versions": "{side} scored {num_sequences:,} of {of_sequences:,} sequences with weights {updates_behind} "
         "optimizer updates behind the other side's, according to the recorded policy versions",
         "contract": "the contract of {side} has {setting} {value}",
         "one_adapter": "only {side} has an adapter, and " + _LEVEL,
-        "some_rows": "{exact:.0%} of the sequences are at the level of rounding and the others are not{behind_text}: one of several "
-        "engines, or some of its rows, have other weights",
+        "some_rows": "{exact:.0%} of the sequences are at the level of rounding and the others are not{behind_text}: "
+        "one of several engines, or a part of its rows, used other weights",
         "follows": _LEVEL + "{behind_text}",
         "grew_before": "d has an rms of {first:.2g} nats at step {since}, which is not among the steps asked, and of {later:.2g} in "
         "those: it grew with the updates",
@@ -164,7 +169,7 @@ def _quantised(contract: Contract) -> dict[tuple[str, ...], str]:
 
 
 def some_behind(data: PairData, exact: float, inside: np.ndarray) -> Finding:
-    """Return the finding that the rows `inside`, [K] bool, were computed with weights of another version."""
+    """Return the finding that the rows `inside`, [K] bool, were computed with weights from another version."""
     numbers = measured(data) | {"exact": exact}
     return WEIGHTS.finding(data, "some_rows", inside, weight=0.7, next=commands.weights_replay(data), numbers=numbers)
 
@@ -208,7 +213,7 @@ def find_growth(data: PairData) -> list[Hypothesis]:
 def _follows_updates(data: PairData) -> Hypothesis:
     numbers = measured(data) | {"cause": "stale_weights"}
     finding = WEIGHTS.finding(data, "follows", weight=0.7, next=commands.weights_replay(data), numbers=numbers)
-    # Rounding leans along the updates by as many standard errors once in so many runs: half the square of the score.
+    # By chance, rounding aligns with the updates to this degree once in exp(score^2 / 2) runs.
     return Hypothesis(
         finding=finding, tokens=data.keep.copy(), gain=along_movement(data) ** 2 / 2 - CLAIM_NATS + 12, rank=1
     )
@@ -220,7 +225,7 @@ def _is_of_tokens(data: PairData) -> bool:
 
 
 def measured(data: PairData) -> dict[str, Number]:
-    """Return the size of the mismatch beside rounding's, and what it depends on."""
+    """Return the size of the mismatch and of rounding, and what the mismatch depends on."""
     effect, score = token_effect(data)
     dtypes = {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
     return {

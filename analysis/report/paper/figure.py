@@ -270,7 +270,9 @@ _KINDS: dict[type[Chart], tuple[float, Any]] = {
 def _head(axes: Any, one: Chart, style: PaperStyle, entries: Mapping[str, Any]) -> None:
     """Put the title above the axes, and between them a legend if the chart has several names or is a heatmap."""
     figure, names = axes.figure, [plain(name, 46) for name in entries]
-    width = (figure.get_figwidth() - 0.6) * 72 / 0.56  # points without the axis, over the width of a letter
+    width = (
+        (figure.get_figwidth() - 0.6) * 72 / 0.56
+    )  # width in points without the axis, divided by the width of a letter
     longest = max(map(len, names), default=0) + 6  # letters, including the legend handle
     columns = max(1, min(len(names), int(width / (longest * SMALL))))
     height = 1.32 * SMALL * -(-len(names) // columns) if len(names) > 1 - isinstance(one, Heatmap) else 0.0

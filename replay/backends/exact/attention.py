@@ -1,7 +1,7 @@
-"""Attention over a KV cache, with results that do not depend on keys which a query does not see.
+"""Attention over a KV cache, with results that do not depend on keys hidden from the query.
 
-An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys it sees, that of a key
-or a value only on its token, so prefill, chunks and decode cut the same numbers into the same slices.
+An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys it sees, the scale of a
+key or a value only on its token, so prefill, chunks and decode cut the same numbers into the same slices.
 
 Shapes: B rows, W width of the cache, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G
 = A / N query heads per key head, D head width.

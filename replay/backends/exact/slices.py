@@ -35,15 +35,15 @@ class Slices:
     parts: tuple[Any, ...]
     """Float64 tensors of integers, each of the shape of x: the first up to 2**bits, the others up to 2**(bits - 1)."""
     exponent: Any
-    """int64, the last axis of length 1: every element is below 2**exponent."""
+    """int64, the last axis of length 1: the magnitude of every element is below 2**exponent."""
     bits: int
 
 
 def bits_for(length: int, count: int) -> int:
     """Return the bits per slice for which sums over `length` products of slices are exact.
 
-    Products of first slices need 2 bits + log2(length) <= 53. Sums of products of the same order are no larger, except by
-    a quarter with three slices.
+    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger,
+    except by a quarter with three slices.
     """
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
