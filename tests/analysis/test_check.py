@@ -177,6 +177,18 @@ def test_a_planted_fault_comes_first(tmp_path, code, request):
         is_understood(finding.next)
 
 
+def test_a_lost_mass_is_no_factor_where_all_tokens_are_about_as_likely(tmp_path):
+    settings = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    even = replace(
+        PLANTED["padded_vocabulary"],
+        weights=lambda number: table(sharpness=0.04),
+        sequences=lambda step, number: settings,
+    )
+    first = check(even.write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.numbers["side"]) == ("padded_vocabulary", "train"), first
+    assert first.numbers["lost_mass"] == pytest.approx(40 / 100, abs=0.02)
+
+
 HEALTHY_RUNS = {
     "float32": Recording(rollout=in_float32),
     "float32 with contracts": Recording(rollout=in_float32, contracts=BOTH_FP32),

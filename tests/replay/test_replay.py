@@ -342,20 +342,6 @@ def test_a_model_factory_builds_what_transformers_does_not_know(table):
 
 
 @pytest.mark.slow
-def test_the_logits_of_a_factory_s_model_are_captured(table):
-    done = tim_trace(
-        "replay", table, "--model-factory", "factory:build", "--arm", "top-k=2", "--capture", "logits", cwd=table.parent
-    )
-    assert done.code == 0, done.stderr
-    query = "SELECT kl_ba, num_unsupported_ba FROM pair_distributions('replay/top-k-2', 'replay/as-recorded')"
-    assert rows(table, query) == [(np.inf, 7)] * 5
-    ((distance, count),) = rows(
-        table, "SELECT max(tv), count(*) FROM pair_distributions('replay/as-recorded', 'replay/as-recorded')"
-    )
-    assert (distance, count) == (0.0, 5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -364,10 +350,6 @@ def test_the_logits_of_a_factory_s_model_are_captured(table):
         (
             ("--model-factory", "factory:build", "--mode", "decode"),
             "mode decode: cannot be changed, because the model factory's model returns only logits",
-        ),
-        (
-            ("--model-factory", "factory:build", "--capture", "hidden"),
-            "capture hidden: the model factory's model returns only logits",
         ),
     ],
 )

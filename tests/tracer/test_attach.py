@@ -421,7 +421,8 @@ for moves in range(40):
 @pytest.mark.slow
 def test_a_kill_leaves_all_of_it_or_none_and_the_next_writer_finishes_it(tmp_path, model):
     dumps.write_verl(tmp_path / "dump", {1: scored(model)})
-    done = run(sys.executable, "-c", KILLED, tmp_path / "dump", tmp_path / "model", tmp_path / "runs")
+    arguments = (tmp_path / "dump", tmp_path / "model", tmp_path / "runs")
+    done = run(sys.executable, "-c", KILLED, *arguments, timeout=1800)
     assert done.code == 0, done.stderr
     *killed, whole = sorted((tmp_path / "runs").iterdir())
     assert len(killed) > 3

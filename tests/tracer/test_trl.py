@@ -337,7 +337,7 @@ def test_a_loss_without_its_truncated_responses_clips_and_pulls_as_trl_logged(ki
         assert {value for row in found for name, value in row.items() if name not in ("run", "step")} == {None}
     else:
         assert same_as_logged(run, epsilon=0.01, logging_steps=2, **options)
-    found = gradient(run.trace, micro_batches=0)
+    found = gradient(run.trace)
     norms = [row["grad_norm"] for row in run.result["history"] if "grad_norm" in row]
     assert [step.grad_norm for step in found.steps][1::2] == norms
     assert all(step.reproduced for step in found.steps)

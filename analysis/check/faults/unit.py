@@ -88,8 +88,9 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 
 def _converted(data: PairData, side: str, unit: str, residual: np.ndarray, factor: float | None) -> list[Hypothesis]:
     left, size = _typical(residual[np.isfinite(residual)]), _typical(data.d)
-    # The right unit leaves rounding; a wrong one that narrows the difference leaves more than half of it.
-    if left > 0.25 * size:
+    # The right unit leaves rounding; a wrong one that narrows the difference leaves more than half of it. Where logprobs hardly
+    # vary, a constant difference, such as a lost mass, resembles a factor.
+    if left > min(0.25 * size, _typical(data.d - np.median(data.d))):
         return []
     finding = UNIT.finding(
         data, "other_unit", weight=max(1 - left / max(size, 1e-12), 0.0),
