@@ -213,10 +213,11 @@ def _is_told(data: PairData, place: Where) -> bool:
         return False
     inside = level(data.within(place.inside))
     if place.feature in _parts(data):
-        return inside > allowed / 8
-    if is_above(data) or systematic(data) or float(nobodys(data)[place.inside].mean()) > 0.2:
+        return inside > allowed / 8 and place.mean_ratio > 3
+    is_off = place.mean_ratio > 3 and float(nobodys(data)[place.inside].mean()) > 0.2
+    if is_above(data) or systematic(data) or is_off:
         return True
-    return inside > allowed / 8 and place.ratio > 5
+    return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5
 
 
 def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:

@@ -23,7 +23,7 @@ MAX_FLIP_NATS = 3.0
 """Largest error of a logit, nats, that another expert is taken to cause where the model is not known to be a mixture."""
 MIN_OFF_TOKENS = 5
 """Minimum number of tokens that are off by less than MAX_FLIP_NATS."""
-LEAST_SHARE = 16.0
+LEAST_SHARE = 6.0
 """Share of the noise that the dtypes allow, as its inverse, below which a run's own noise does not count as its usual level:
 a run whose tokens are nearly all equal bit for bit has none."""
 MAX_SCORED_TOKENS = 20_000
@@ -129,7 +129,7 @@ def nobodys(data: PairData) -> np.ndarray:
     positives.
 
     Rounding errors of a logit follow a t distribution with six degrees of freedom, whose scale is that of the run, at
-    least a sixteenth of what the dtypes allow.
+    least a sixth of what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST

@@ -105,8 +105,10 @@ def allowed_noise(data: PairData) -> float:
     """Return the largest rms error of a logit that rounding explains, nats."""
     # An unknown dtype may be bfloat16.
     dtypes = [side.coarsest if side.coarsest in UNIT_ROUNDOFF else "bfloat16" for side in precisions(data)]
-    spread = (
-        min((float(np.std(_log_odds(values))) for values in (data.a, data.b)), default=0.0) if data.num_kept else 0.0
+    compared = data.sample.compared
+    spread = min(
+        float(np.std(_log_odds(side.logprobs[compared]))) if compared.any() else 0.0
+        for side in (data.sample.a, data.sample.b)
     )
     return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * max(spread, MIN_SPREAD)
 

@@ -52,6 +52,8 @@ class Where:
     """Evidence for the description, nats."""
     ratio: float
     """Ratio of the mean mismatch inside to that outside."""
+    mean_ratio: float
+    """The same of the plain means, in which tokens that are equal bit for bit count little."""
     level_outside: float
     """Median logit error outside, nats."""
 
@@ -161,14 +163,15 @@ def _split(
         return None
     outside = ~inside
     typical = np.minimum(noise, np.quantile(noise, 0.995))
+    mean_ratio = float(typical[inside].mean() / max(float(typical[outside].mean()), 1e-12))
     ratio = float(np.exp(level[there][np.isin(place, chosen)].mean() - level[there][~np.isin(place, chosen)].mean()))
-    ratio = max(ratio, float(typical[inside].mean() / max(float(typical[outside].mean()), 1e-12)))
+    ratio = max(ratio, mean_ratio)
     if gain < MIN_GAIN_NATS or ratio < MIN_RATIO:
         return None
     shown = tuple(known[i].item() for i in chosen)
     edge = {"from": shown[:1], "before": (known[min(int(chosen.max()) + 1, len(known) - 1)].item(),), "is": ()}
     return Where(
-        feature=name, kind=kind, values=edge.get(kind, shown), inside=inside, gain=gain, ratio=ratio,
+        feature=name, kind=kind, values=edge.get(kind, shown), inside=inside, gain=gain, ratio=ratio, mean_ratio=mean_ratio,
         level_outside=float(np.median(noise[outside])),
     )  # fmt: skip
 

@@ -14,9 +14,9 @@ from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis
 from ..likelihood import MAX_FLIP_NATS
 from ..pair_data import PairData, declared
-from ..rounding import HALF_ULP, dtype_of, precisions
+from ..rounding import HALF_ULP, allowed_noise, dtype_of, precisions
 from ..structure import MAX_TOKEN_EFFECT, growth, not_repeatable, repeats
-from .weights import SIZE, measured
+from .weights import SIZE, level, measured
 
 _MEASURED = SIZE + "{token_text}"
 
@@ -126,7 +126,7 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Hypothesis]:
         return []
     if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > MAX_FLIP_NATS):
         return []
-    expected = bool(_rounds_routers(data) and tail.mean() < 0.025)
+    expected = bool(_rounds_routers(data) and (tail.mean() < 0.025 or level(data) < allowed_noise(data)))
     if mixture is None and not expected:
         return []
     finding = ROUTER_FLIPS.finding(

@@ -7,7 +7,7 @@ import numpy as np
 from .. import commands
 from ..finding import Fault, Finding
 from ..hypothesis import Hypothesis, predicting
-from ..pair_data import PairData
+from ..pair_data import PairData, declared
 from ..rounding import HALF_ULP, half_ulp, is_coarse, precisions
 
 LOW_PRECISION = Fault(
@@ -35,6 +35,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
             half = half_ulp(values, precision.values)
             share = float(np.sum(np.minimum(half**2 / 3, data.d**2)) / max(np.sum(data.d**2), 1e-30))
             named = precision.declared in HALF_ULP and precision.values in ("bfloat16", "float16")
+            named |= declared(data.contract(side), "logprobs_dtype") == precision.values
             if share > (0.02 if precision.declared else MIN_SHARE):
                 finding = _head(data, side, "rounded_logprobs", precision.values, is_expected=named)
                 residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)

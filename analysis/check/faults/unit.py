@@ -163,7 +163,8 @@ def find_shared_unit(data: PairData) -> list[Hypothesis]:
         bool(np.any(np.isfinite(settings[name]) & (settings[name] != value) & (settings[name] >= 0)))
         for name, value in neutral.items()
     )
-    if entropy is None or declared_other or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
+    is_greedy = bool(np.any(settings["temperature"] == 0))
+    if entropy is None or declared_other or is_greedy or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
         return []
     if abs(_score(data, data.a + entropy)) < 6:
         return []
