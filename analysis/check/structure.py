@@ -264,7 +264,8 @@ def systematic(data: PairData) -> str | None:
     effect, score = token_effect(data)
     if effect > MAX_TOKEN_EFFECT and score > MIN_SCORE:
         return "token"
-    fall, certainty = fades(data)
+    # The first token comes from the prefill, with other kernels than the decode's.
+    fall, certainty = fades(data, data.position > 0)
     return "place" if fall > MAX_FALL and certainty > MIN_SCORE else None
 
 

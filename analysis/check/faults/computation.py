@@ -32,8 +32,8 @@ def _dtypes(numbers: Mapping[str, Any]) -> dict[str, Any]:
 
 COMPUTATION = Fault(
     code="computation_differs",
-    title="one side's model differs throughout: its weights (quantised, converted or loaded wrongly) or its computation (rotary, "
-    "norm, attention, soft cap, precision)",
+    title="one side's model or input differs throughout: its weights (quantised, converted or loaded wrongly), its computation "
+    "(rotary, norm, attention, soft cap, precision), or the prompt that it reads",
     broken="computation",
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
@@ -45,7 +45,7 @@ COMPUTATION = Fault(
 )
 NOT_REPEATABLE = Fault(
     code="not_repeatable",
-    title="one side is not deterministic: dropout is on, or its computation is noisy",
+    title="one side gives the same tokens different values: dropout or noise, or a context that is not recorded",
     broken="computation",
     evidence={
         "repeats": "for {num:,} tokens repeated after the same prefix, the logits of {side} differ by {own:.2g} nats "

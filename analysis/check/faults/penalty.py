@@ -39,7 +39,7 @@ def _recorded(value: float | None) -> str:
     return "" if value is None else f"; recorded: repetition_penalty {value:g}"
 
 
-MIN_SIGNS = 0.85
+MIN_SIGNS = 0.9
 """Minimum share of the tokens that are off whose d has the sign that a penalty gives it; chance gives one half."""
 
 

@@ -64,6 +64,8 @@ ONSET = Fault(
 CHANGE = Fault(
     code="change_inside_sequence", title="weights or prefix cache changed during a sequence",
     broken="engine", evidence=_EVIDENCE, words=_WORDS,
+    causes={"unknown": "the mismatch differs between sequences and lasts for several tokens: changed weights, a cache, or a context "
+            "that is not recorded"},
 )  # fmt: skip
 MIN_FALL = 1.5
 """Minimum factor by which the mismatch drops from the first third of a sequence to the last if a cached prompt causes it."""
@@ -260,5 +262,9 @@ def find_persistence(data: PairData) -> list[Finding]:
     # If all tokens are off, any error varies with the context; if many are right, the error comes and goes.
     if not structure.changes_inside(is_excessive=True) or float(np.nanmedian(data.noise)) > allowed_noise(data):
         return []
-    numbers = measured(data) | {"persistence": structure.persistence, "sequence_score": structure.sequence_score}
+    numbers = measured(data) | {
+        "cause": "unknown",
+        "persistence": structure.persistence,
+        "sequence_score": structure.sequence_score,
+    }
     return [CHANGE.finding(data, "persistence", weight=0.5, next=commands.weights(data), numbers=numbers)]

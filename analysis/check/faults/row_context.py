@@ -47,6 +47,8 @@ ROW_CONTEXT = Fault(
         "turns": "later turns have a different context: the template drops or rewrites earlier turns",
         "padding": "padding is attended to or counted in positions: rows with padding are off",
         "packing": "packed rows see each other: only the first row of each pack is right",
+        "rows": "some sequences are off and the others are right: by their prompt, their padding or packing, or the process that "
+        "computed them",
     },
 )
 
@@ -80,7 +82,10 @@ def _cause(place: Where) -> str | None:
         return "prompt"
     if place.feature.startswith(_PADDING):
         return "padding"
-    return "packing" if place.feature.startswith(_PACKING) else None
+    # The order of recording alone does not show packs.
+    return (
+        "packing" if place.feature.startswith("forward_row") else "rows" if place.feature.startswith(_PACKING) else None
+    )
 
 
 def find_fading(data: PairData) -> list[Finding]:
@@ -112,7 +117,7 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
     finding = ROW_CONTEXT.finding(
         data, "some_rows_exact", inside, next=_replay(data, is_padding=False),
         numbers={
-            **data.names, "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / data.scale[inside])),
+            **data.names, "cause": "rows", "exact": exact, "level": float(np.median(np.abs(data.d[inside]) / data.scale[inside])),
             "unsteady": data.names[unsteady] if unsteady else None,
         },
     )  # fmt: skip
