@@ -44,7 +44,7 @@ class Alarm:
     """A level that was published for one metric, or one of tim-trace's own rules."""
 
     who: str
-    """Who published the level; `tim-trace` for its own rules."""
+    """Framework or paper that published the level; `tim-trace` for its own rules."""
     metric: str
     """Name of the per-step figure that the level applies to; see alarms.figures."""
     definition: str
@@ -87,7 +87,7 @@ ALARMS = (
         summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2), w = exp(d) untruncated", level=0.3, above=False,
+        who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
         summary="few tokens carry most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
@@ -111,7 +111,7 @@ ALARMS = (
         summary="its own CI fails", source="prime-rl CI",
     ),
     Alarm(
-        who="Tinker", metric="k3", definition="KL between sampler and trainer (k3 taken)", level=0.01,
+        who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
         summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
@@ -120,14 +120,15 @@ ALARMS = (
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=2e-2,
-        summary="their high group, whose runs collapsed", source="richardli.xyz/rl-collapse",
+        summary="the group with high mismatch in the paper, whose runs collapsed", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
         who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
-        summary="an MoE run collapsed above it", source="Ling team, IcePop; arXiv 2510.18855",
+        summary="an MoE run collapsed above this level", source="Ling team, IcePop; arXiv 2510.18855",
     ),
     Alarm(
-        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="its CI fails (a 4B model)",
+        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="the framework's CI fails (4B "
+            "model)",
         source="slime, Miles CI",
     ),
 )  # fmt: skip

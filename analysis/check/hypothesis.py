@@ -23,13 +23,13 @@ class Hypothesis:
     tokens: np.ndarray
     """[N] bool: the tokens that it explains."""
     gain: float
-    """By how many nats d is more likely under the explanation than without one."""
+    """Increase in the log likelihood of d, nats, compared with no explanation."""
     left: float | None = None
     """Share of the mismatch at its tokens that its prediction leaves; None if it does not predict sizes."""
     rank: int = 0
     """0 for an explanation of some tokens or of their values, 1 for one that fits a separate size for each step."""
     right: np.ndarray | None = None
-    """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
+    """[N] d after moving values to the right tokens or converting their unit; None if the explanation does neither."""
     beside: Finding | None = None
     """Where the tokens are, if the explanation is of the values at one place alone."""
 

@@ -17,10 +17,13 @@ from .rounding import FLOOR_NATS, allowed_noise, logit_error, value_rounding
 FALSE_SHARE = 1e-3
 """Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution of rounding errors in units of their scale: healthy runs of small and
-large models have tails at most as heavy."""
+"""Degrees of freedom of the Student t distribution that models rounding errors: tails in healthy runs of small and
+large models are no heavier.
+"""
 MAX_FLIP_NATS = 3.0
-"""Largest error of a logit, nats, that another expert is taken to cause where the model is not known to be a mixture."""
+"""Largest logit error, nats, that is attributed to a different expert if the model is not known to be a mixture of
+experts.
+"""
 MIN_OFF_TOKENS = 5
 """Minimum number of tokens that are off by less than MAX_FLIP_NATS."""
 LEAST_SHARE = 16.0

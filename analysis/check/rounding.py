@@ -140,7 +140,7 @@ def is_coarse(dtype: str | None) -> bool:
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return [K] the size of the error of a logit that explains d, and what rounding of the recorded values adds, nats."""
+    """Return the logit error [K] that would explain d, and the error added by rounding of the recorded values, nats."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 

@@ -14,8 +14,9 @@ from .pair_data import PairData, once
 from .rounding import allowed_noise, logit_error
 
 MIN_REPEATS = 20
-"""Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
-whether a side repeats itself."""
+"""Minimum number of repeated tokens, i.e. the same token after the same prefix in the same step, to judge whether a
+side is deterministic.
+"""
 MAX_TOKEN_EFFECT = 0.035
 """Largest share of the variance of d / (1 - p) that token ids explain with certainty under rounding; copies of the weights in
 16 bits reach 0.03."""

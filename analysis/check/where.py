@@ -29,7 +29,7 @@ MIN_GAIN_NATS = 20.0
 MIN_PART_UNITS = 4
 """Minimum number of sequences, or tokens, on both sides of a threshold."""
 MAX_COVERED = 0.95
-"""Maximum share of the tokens that a set of values may cover: a mismatch of nearly all tokens is not concentrated."""
+"""Maximum share of the tokens that a set of values may cover: a mismatch at nearly all tokens is not concentrated."""
 MIN_PERIODIC = 20
 """Minimum number of tokens that are off, and of distances between them, to see a period."""
 _MOST_PERIOD = 64
@@ -102,7 +102,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     feature, kind, values = str(numbers["feature"]), str(numbers["kind"]), numbers["values"]
     name, _, last = feature.rpartition("_")
     if name in ("first_of_chunk", "last_of_chunk"):
-        return f"all at the {name.split('_')[0]} token of a chunk, where prompt and response are cut into {last} equal ones"
+        return f"all at the {name.split('_')[0]} token of a chunk, where prompt and response are cut into {last} equal chunks"
     if name == "every":
         return f"all at every {last}th token of a row, counted from a place that differs by row"
     if name == "not_first_of":

@@ -188,7 +188,7 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 
 
 def is_count(metric: str) -> bool:
-    """Return True for a number that counts, such as `num_tokens`, and so grows with the steps."""
+    """Return True for a count, such as `num_tokens`, which grows with the number of steps."""
     return metric.rsplit("/", 1)[-1].startswith("num_")
 
 
@@ -223,8 +223,8 @@ class SequenceColumns:
     def reach(self) -> float:
         """Return the sqrt(sum of d^2), nats, that a further sequence exceeds with a probability of one in a thousand.
 
-        It is extrapolated as for a lognormal size, because the sequences that dominate exp(sum of d) are rare. The quantile
-        is Student's with groups - 1 degrees of freedom, so that few groups reach further.
+        It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. The
+        quantile is Student's with groups - 1 degrees of freedom, so it is larger if there are few groups.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -251,5 +251,5 @@ def left_out(database: Database, pair: Pair) -> str:
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
     num_null = num_counted - num_finite - num_nan - num_inf
     if num_null > MOST_NULL * num_counted:
-        parts.append(f"{num_null:,} have no logprob of both passes")
-    return f"of {num_counted:,} tokens that count, {' and '.join(parts)} and are left out" if parts else ""
+        parts.append(f"{num_null:,} have no logprob in one of the passes")
+    return f"of {num_counted:,} tokens in the loss, {' and '.join(parts)}; they are left out" if parts else ""

@@ -141,7 +141,9 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch for every sequence in some steps, from the stored sums of the pair if available, else from tokens."""
+    """Read the mismatch for every sequence in the given steps, from the stored sums of the pair if available, else from
+    tokens.
+    """
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()

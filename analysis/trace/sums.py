@@ -385,7 +385,7 @@ def _size(chunk: Chunk) -> tuple[int, int]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return the runs all of whose tokens are to be read and fit in memory."""
+    """Return the runs whose tokens all have to be read and fit in memory."""
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens

@@ -30,9 +30,9 @@ UNRELATED = Fault(
         "the logprobs of the most probable tokens, not of the {num_tokens:,} sampled ones",
         "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
         "{num_tokens:,} tokens, or over those of one id){sampled_text}",
-        "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and there {side} and {other} are "
-        "uncorrelated (correlation {correlation:.2f}): they are values of other tokens, in {num_sequences:,} of "
-        "{of_sequences:,} sequences",
+        "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and at these tokens {side} and "
+        "{other} are uncorrelated (correlation {correlation:.2f}): they belong to other tokens, in {num_sequences:,} "
+        "of {of_sequences:,} sequences",
     },
     words={
         "no_correlation": lambda n: {

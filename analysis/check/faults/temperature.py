@@ -108,7 +108,7 @@ def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
         },
     )  # fmt: skip
     hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
-    # A recorded temperature is asked first.
+    # A recorded temperature is tested first.
     named = low / wider < 1 / _to_try(data, temperature) < high * wider
     is_recorded = named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis

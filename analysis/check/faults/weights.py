@@ -25,7 +25,9 @@ CLEAR_ALONG = 4.0
 """Alignment between d and the weight updates, in standard errors, that shows weights of another version at any size: healthy
 runs stay below 2.5."""
 MIN_GROWTH = 2.5
-"""Ratio between the mismatch of a later step and that of the first step from which it grows with the updates."""
+"""Minimum ratio between the mismatch at a later step and at the first step for the mismatch to count as growing with
+the updates.
+"""
 CLEAR_GROWTH = 5.0
 """The same ratio from which it need not come near what rounding allows."""
 MIN_TOKEN_EFFECT = 0.15
@@ -101,8 +103,9 @@ WEIGHTS = Fault(
         "follows": _LEVEL + "{behind_text}",
         "grew_before": "d has an rms of {first:.2g} nats at step {since}, which is not among the steps asked, and of {later:.2g} in "
         "those: it grew with the updates",
-        "grows": "the median difference of a logit grows from {first:.2g} nats at the first step to {later:.2g}, above that of "
-        "rounding from step {since} on: it is not there at version 0 and grows with the updates{fades_text}{behind_text}",
+        "grows": "the median logit difference grows from {first:.2g} nats at the first step to {later:.2g}, and "
+        "exceeds rounding from step {since} on: it is absent at version 0 and grows with the "
+        "updates{fades_text}{behind_text}",
     },
     words={
         "engine_weights": _tensor, "one_adapter": _measured, "grows": _measured, "follows": _measured, "some_rows": _measured,
