@@ -214,7 +214,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
+        (norm_jumps, "grad_norm", "the gradient norm divided by its median over the 20 steps before",
          f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for fires, metric, definition, condition, summary, of_mismatch in signs:

@@ -24,7 +24,7 @@ _MEASURED = SIZE + "{token_text}"
 def _dtypes(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
-        "token_text": f", and {numbers['token_effect']:.0%} of it depends on the token id, on which rounding does not depend"
+        "token_text": f"; {numbers['token_effect']:.0%} of the mismatch depends on the token id, and rounding would not"
         if numbers["token_effect"] > MAX_TOKEN_EFFECT
         else "",
     }

@@ -29,7 +29,7 @@ MIN_GROWTH = 2.5
 the updates.
 """
 CLEAR_GROWTH = 5.0
-"""The same ratio from which it need not come near what rounding allows."""
+"""Ratio from which the mismatch counts as growing at any size, even far below what rounding allows."""
 MIN_TOKEN_EFFECT = 0.15
 """Minimum share of the mismatch explained by token ids for weights to be suspected: different weights shift a token's
 logprob in the same direction in every context; rounding does not.
@@ -83,8 +83,8 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-SIZE = "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}"
-_LEVEL = SIZE + ", and {share_of_tokens:.0%} of it depends on the token id, on which rounding does not depend"
+SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
+_LEVEL = SIZE + "; {share_of_tokens:.0%} of the mismatch depends on the token id, and rounding would not"
 
 WEIGHTS = Fault(
     code="weights_differ",
@@ -101,8 +101,7 @@ WEIGHTS = Fault(
         "some_rows": "{exact:.0%} of the sequences are at the level of rounding and the others are not{behind_text}: "
         "one of several engines, or a part of its rows, used other weights",
         "follows": _LEVEL + "{behind_text}",
-        "grew_before": "d has an rms of {first:.2g} nats at step {since}, which is not among the steps asked, and of {later:.2g} in "
-        "those: it grew with the updates",
+        "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
         "grows": "the median logit difference grows from {first:.2g} nats at the first step to {later:.2g}, and "
         "exceeds rounding from step {since} on: it is absent at version 0 and grows with the "
         "updates{fades_text}{behind_text}",
