@@ -243,7 +243,8 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return two probabilities whose quantiles end a quantile's interval, given the tokens above its value.
+    """Return two probabilities whose quantiles are the ends of a quantile's interval, given the number of tokens above
+    the quantile.
 
     If too few groups have a token above it, the upper one is 1: the interval ends at the largest value.
     """

@@ -160,7 +160,7 @@ def _arms(subject: Subject) -> BarChart | None:
     a, b = subject.pair
     return BarChart(
         key="arms", title="Share of the mismatch that each replay removes", unit="share of mean d squared",
-        note=f"The replay replaces {a}: 1 means it agrees with {b}, 0 that it changes nothing, below 0 that the mismatch grows. "
+        note=f"The replay replaces {a}: 1 means that it agrees with {b}, 0 that it changes nothing, and a negative value that the mismatch grows. "
         "Lines are 95% CIs over groups of sequences.",
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
@@ -180,8 +180,7 @@ def _corrections(subject: Subject) -> BarChart | None:
     }
     return BarChart(
         key="corrections", title="Share that each correction would cut", unit="share of tokens",
-        note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. For how much a correction helps, "
-        "see docs/evidence/remedies.md.",
+        note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. How much a correction helps: see docs/evidence/remedies.md.",
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",
         remark=f"{len(idle)} of {len(weighing)} would have no effect: {', '.join(idle)}." if idle else "",
     )  # fmt: skip

@@ -83,7 +83,9 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch with it in the place of pass a; on a logarithmic axis NaN for 0."""
+    """Return one line per replay: the mismatch if the replay replaces pass a. On a logarithmic axis, a mismatch of 0
+    becomes NaN.
+    """
     many = len(subjects) > 1
     found = []
     for subject in subjects:

@@ -81,7 +81,9 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln current / denominator, the loss's, given ln current / rollout and ln current / train."""
+    """Return ln of the loss's ratio, current / denominator: `log_true` is ln(current / rollout), `log_drift` ln(current
+    / train).
+    """
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift

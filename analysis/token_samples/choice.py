@@ -117,7 +117,7 @@ class SequenceMismatch:
     prompt_lengths: np.ndarray
     """[N] number of prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """[N] number of tokens that the loss counts and that have a finite logprob in both passes."""
+    """[N] number of tokens that count in the loss and have a finite logprob in both passes."""
     sum_abs_d: np.ndarray
     """[N] sum of |d|, nats; 0 if no token is comparable. `max_abs_d` has the same shape and unit."""
     max_abs_d: np.ndarray
