@@ -432,9 +432,9 @@ def main() -> None:
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
-    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is a
-    folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run this
-    on each with the same folder.
+    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is
+    a folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run
+    this command on each node with the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None

@@ -187,7 +187,9 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d|; its interval inverts that of the share of tokens above it (Woodruff 1952)."""
+        """Return a quantile of |d|; its interval inverts that of the share of tokens above the value (Woodruff
+        1952).
+        """
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""

@@ -158,7 +158,8 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return bool: True if a term has a gradient; a clipped one has none under ppo_clip, the bound's under cispo.
+    """Return bool: True if a term has a gradient; a clipped term has none under ppo_clip; under cispo, its weight is
+    the bound.
 
     `loss_has_gradient` is the same in SQL.
 

@@ -38,7 +38,8 @@ COMPUTATION = Fault(
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
         + _MEASURED,
-        "full_size": _MEASURED + "; it has its full size from the first recorded step: replay to find the component",
+        "full_size": _MEASURED
+        + "; the mismatch has its full size from the first recorded step: replay to find the component",
         "one_step": _MEASURED + "; one step does not show whether weights or the computation differ",
     },
     words={"equal_weights": _dtypes, "full_size": _dtypes, "one_step": _dtypes},
