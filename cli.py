@@ -282,7 +282,7 @@ class _Form:
         )  # fmt: skip
 
     def table(self, rows: Rows, name: str = "") -> None:
-        """Print a table; `name` is that of its main columns."""
+        """Print a table; `name` is its key in MAIN_COLUMNS."""
         self.answer(
             json=lambda: rows, text=lambda width: to_text(rows, width, MAIN_COLUMNS.get(name, ())), rows=lambda: rows
         )
@@ -432,9 +432,9 @@ def main() -> None:
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
 
-    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is a
-    folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run this
-    on each with the same folder.
+    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is
+    a folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run
+    this command on each node with the same folder.
     """
     _tell(f"recording to {output if '://' in output else os.path.abspath(output)}")
     pair = None
@@ -670,7 +670,8 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 )
 @_prints(csv=False, wide=False)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
-    """Say whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is normal.
+    """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
+    normal.
 
     Begin here. This command runs attribute and check, reports the precision of each side, compares the trace's figures
     with published values and alert levels (each under its own definition), and reports which questions the replays in
@@ -788,7 +789,7 @@ def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @_prints()
 def dynamics(trace: str, form: _Form, **options: str) -> None:
-    """Say how a run changed: when each series changed, and which changed first.
+    """Report when each series of a run changed, and which changed first.
 
     Mismatch, rewards and their spread within groups, lengths, entropy, gradient norm, optimizer, policy lag: the steps
     at which the level or slope of each changes, with intervals; and the growth rate of k3.
@@ -1023,7 +1024,8 @@ def weights(
 @_steps
 @_prints(csv=False, wide=False)
 def attribute(trace: str, form: _Form, **options: Any) -> None:
-    """Say whether a run collapsed or declines, where that begins, what changed first, and what caused it.
+    """Report whether a run collapsed or declines slowly, from which step on, what changed first, and the most likely
+    cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and
     against it, a probability, and the cheapest replay or rerun that would decide. With one run this is an observation;
@@ -1064,7 +1066,7 @@ def report(
     """
     paths = (output, png, svg, pdf)
     if not any(paths):
-        raise click.UsageError("name what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
+        raise click.UsageError("choose what to write: -o FILE.html, --png DIR, --svg DIR or --pdf FILE.pdf")
     made = _asked(analysis.report, list(traces), output=output, png=png, svg=svg, pdf=pdf, **options)
     _say(_one_line(made.verdicts[0].headline))
     for path in paths:

@@ -158,9 +158,9 @@ def _warn_of_advantages(database: Database) -> None:
     ((num_sequences, lacking),) = database.connection.execute(query).fetchall()
     if lacking:
         told = (
-            "no advantages recorded: columns by the sign of the advantage are NULL; record "
+            "no advantages recorded, so the columns by sign of the advantage are NULL; record "
             "them with Recorder.add_sequences(advantage=...) or import them"
             if lacking == num_sequences
-            else f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of columns by its sign"
+            else f"{lacking:,} of {num_sequences:,} sequences have no advantage and are left out of the columns by sign of the advantage"
         )
         warnings.warn(told, TimTraceWarning, stacklevel=3)

@@ -278,7 +278,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
         if state.is_launcher and state.state == OPEN and not source.liveness[state.writer].is_alive:
             found.append("`tim-trace record` exited before its command, so the exit code of the command is unknown")
     if source.torn_bytes and source.is_live:
-        found.append(f"{source.torn_bytes} bytes are being appended right now")
+        found.append(f"{source.torn_bytes} bytes are being appended at this moment")
     return found
 
 

@@ -96,7 +96,9 @@ def _answer(found: Location) -> str:
     if top is None:
         return said
     carried = f"{top.carried:.0%}{_interval(top.carried_low, top.carried_high)}"
-    return f"{said} {top.kind} in {top.side} accounts for {carried} of the mismatch (mean square of d), more than any other."
+    return (
+        f"{said} {top.kind} in {top.side} accounts for {carried} of the mismatch (mean squared d), more than any other."
+    )
 
 
 def next_command(found: Location) -> str:

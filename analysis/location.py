@@ -81,7 +81,9 @@ class Location(Result):
     gap_rms: float
     """Root mean square of d = logprob(b) - logprob(a), nats."""
     explained: float | None
-    """Share of mean d^2 from all operators' own errors: 1 if the model is linear in them; None without a mismatch."""
+    """Share of mean d^2 that the operators' own errors account for together: 1 if the model is linear in the errors;
+    None without a mismatch.
+    """
     first: Divergence | None
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]

@@ -70,8 +70,8 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
         ("steps", steps),
         ("tokens", f"{found.num_tokens:,} in {found.num_sequences:,} sequences, {found.num_groups:,} groups"),
         ("mismatch", f"{found.gap_rms:.4g} nats rms (train - rollout)"),
-        ("correlation", f"{found.correlation:.3g} of the two errors"),
-        ("resolution", f"{found.resolution:.1g} nats: the reference is kept as float32"),
+        ("correlation", f"{found.correlation:.3g} between the two errors"),
+        ("resolution", f"{found.resolution:.1g} nats, because the reference is stored as float32"),
     ]
     parts = [
         triangulation_sentence(found),
@@ -90,13 +90,13 @@ def triangulation_sentence(found: Triangulation) -> str:
     larger = max(found.sides, key=lambda side: side.share)
     if larger.share < 0.6:
         trainer, engine = (f"{side.share:.0%}" for side in found.sides)
-        return f"Both sides account for the mismatch: the trainer for {trainer} of its mean square, the engine for {engine}."
+        return f"Both sides account for the mismatch: the trainer for {trainer} of mean squared d, the engine for {engine}."
     who = "trainer" if larger.name == TRAIN else "engine"
     if larger.share_low is None or larger.share_high is None:
         interval = f"no interval: {found.no_interval}"
     else:
         interval = f"95% CI over {found.num_groups:,} groups: {larger.share_low:.1%} to {larger.share_high:.1%}"
-    return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean square of d; {interval})."
+    return f"The {who} accounts for {larger.share:.1%} of the mismatch (mean squared d; {interval})."
 
 
 def triangulation_rows(found: Triangulation, by: str = "side") -> Rows:
@@ -113,7 +113,7 @@ def gradient_text(found: GradientReport, width: int | None = None, by: str = "st
     rows = gradient_rows(found, by)
     loss = found.loss
     corrected = "" if loss.correction == "none" else f", correction {loss.correction}"
-    facts = f"loss {loss.kind} of {loss.level} ratios over {loss.denominator}, {loss.aggregation}{corrected}"
+    facts = f"loss {loss.kind} with {loss.level}-level ratios over {loss.denominator}, {loss.aggregation}{corrected}"
     return "\n\n".join([gradient_sentence(found), facts, to_text(rows, width, MAIN_COLUMNS["gradient"]), *found.notes])
 
 
@@ -132,7 +132,8 @@ def gradient_sentence(found: GradientReport) -> str:
     why = f" ({'; '.join(first.notes)})" if first.notes else ""
     return (
         f"The recorded gradient norm was reproduced in {len(logged) - len(wrong)} of {len(logged)} steps; step {first.step} gives "
-        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Distances to a gradient that was not reproduced mean less."
+        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Distances to a gradient that was not "
+        f"reproduced are less reliable."
     )
 
 

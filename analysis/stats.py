@@ -91,7 +91,7 @@ def stats(
         if not routed:
             raise NothingToCompare(
                 f"{', '.join(source.run for source in database.sources)}: {names[0]!r} and {names[1]!r} do not both have router "
-                "choices; record an MoE model with --routing, and replay it: every pass replayed with hf then has them"
+                "choices; record an MoE model with --routing and replay it with hf, which stores them for every pass"
             )
         return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
     with connected(database.ray):

@@ -153,7 +153,9 @@ def _replay_missing(
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return pass -> sums and, if requested, the number of tokens to which a replay as recorded gave other bits."""
+    """Return pass -> sums and, if requested, the number of tokens for which replaying as recorded gave different
+    bits.
+    """
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [

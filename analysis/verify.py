@@ -46,7 +46,7 @@ class Verification(Result):
     damaged: tuple[str, ...]
     """Descriptions of damaged or missing files, one sentence each."""
     ignored: tuple[str, ...]
-    """Files that do not belong to the trace, one sentence each."""
+    """Descriptions of files that do not belong to the trace, one sentence each."""
     unchecked_writers: tuple[str, ...]
     """Writers from earlier releases, whose files have no checksums and were only checked for readability."""
 

@@ -37,7 +37,8 @@ def catalogue() -> Catalogue[Database]:
 def open_database(
     traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, ray: str | None = None
 ) -> Database:
-    """Open traces as a database of some steps; one that is open is returned, unless steps or cluster differ.
+    """Open traces as a database of the given steps. An open database is returned unchanged, unless other steps or
+    another cluster are requested.
 
     Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
     """

@@ -149,7 +149,7 @@ def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """Scores of rows of a step under one arm."""
+    """Scores for rows of a step under one arm."""
 
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)

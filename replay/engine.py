@@ -297,8 +297,7 @@ class _UnitScorer:
             found = list(differences(run.train_contract(digest), self._contract))
             if found:
                 raise CannotReplay(
-                    f"{run.store.url}: step {step} was scored under another contract than the first step "
-                    f"({found[0]}); replay such steps separately, with {option('steps', 'FIRST:LAST')}"
+                    f"{run.store.url}: step {step} was scored under a different contract from the first step's ({found[0]}); replay such steps separately, with {option('steps', 'FIRST:LAST')}"
                 )
         tokens: list[int] = []
         results = []
@@ -408,7 +407,7 @@ def _step(scorer: Scorer, step: int, scored: Scored) -> ReplayedStep:
     not_held = None
     if scorer.arm.is_identity and not same.all():
         if scorer.run.replayed_pass == ROLLOUT:
-            differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine: d is the mismatch",)
+            differs += (f"pass: {TRAIN} not recorded, now {ROLLOUT}, scored by an engine, so d is the mismatch",)
         if not all(row.composition_known for row in scored.rows):
             differs += ("batch composition: not recorded, now one row per forward",)
         differs += (*assumed_versions(scored.rows), *differences(scorer.contract, scorer.made_by()))

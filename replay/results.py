@@ -1,4 +1,4 @@
-"""Results of a replay, and the plan of one: the remaining work, and how long it is expected to take."""
+"""Results of a replay, and the plan of one: the remaining work, and its expected duration."""
 
 from __future__ import annotations
 

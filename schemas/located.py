@@ -14,7 +14,7 @@ OPERATORS = Table(
     "float64 on the same inputs.",
     columns=(
         Column("side", pa.string(), "the execution, `a` or `b`", null=""),
-        Column("forward_order", pa.int64(), "position in the forward; the head is last", null=""),
+        Column("forward_order", pa.int64(), "position in the forward pass; the head is last", null=""),
         Column(
             "operator",
             pa.string(),
@@ -28,13 +28,13 @@ OPERATORS = Table(
         Column(
             "introduced",
             pa.float64(),
-            "RMS of the error it introduced, relative to the RMS of the exact result",
+            "RMS of the error that the operator introduced, relative to the RMS of the exact result",
             null="",
         ),
         Column(
             "ratio",
             pa.float64(),
-            "largest error it introduced, divided by the rounding bound; rounding cannot explain values above 1",
+            "largest error that the operator introduced, divided by the rounding bound; rounding cannot explain values above 1",
             null="",
         ),
         Column("seq_id", pa.string(), "sequence with the largest `ratio`", null=""),
@@ -60,7 +60,7 @@ OPERATORS = Table(
         Column(
             "products",
             pa.list_(pa.float64()),
-            "sum over tokens of d times the contribution of its error to d, to first order",
+            "sum over tokens of d times the contribution of the operator's error to d, to first order",
             unit="nats^2",
             alignment=_PER_SEQUENCE,
             null="not propagated to the logprobs; for an element: not propagated for this sequence",
@@ -79,7 +79,7 @@ PATCHES = Table(
         Column(
             "squares_left",
             pa.list_(pa.float64()),
-            "sum of d squared with the operators replaced",
+            "sum of d squared after replacing the operators",
             unit="nats^2",
             alignment=_PER_SEQUENCE,
             null="",

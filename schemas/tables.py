@@ -80,7 +80,7 @@ class Table:
 _STEP = Column(
     "step",
     pa.int64(),
-    "training step that first used the sequence, as numbered in the framework's logs (first: 1)",
+    "training step that first used the sequence, as numbered in the framework's logs (the first is 1)",
     null="",
 )
 _SEQ_ID = Column(
@@ -100,7 +100,12 @@ _ATTEMPT = Column(
     is_made=True,
 )
 _WRITER = Column(
-    "writer", pa.string(), "the process that recorded the row: a file in writers/", null="", is_made=True, repeats=True
+    "writer",
+    pa.string(),
+    "name of the process that recorded the row: a file in writers/",
+    null="",
+    is_made=True,
+    repeats=True,
 )
 
 
@@ -142,7 +147,12 @@ SEQUENCES_TABLE = Table(
         ),
         Column("num_prompt_tokens", pa.int32(), "length of prompt_ids", unit="tokens", is_made=True),
         Column("num_response_tokens", pa.int32(), "length of response_ids", unit="tokens", null="", is_made=True),
-        Column("reward", pa.float64(), "the weighted sum of the reward functions, before baselines", takes_flags=True),
+        Column(
+            "reward",
+            pa.float64(),
+            "weighted sum of the reward functions, before subtracting a baseline",
+            takes_flags=True,
+        ),
         Column(
             "rewards",
             REWARDS,
@@ -167,7 +177,7 @@ SEQUENCES_TABLE = Table(
         Column(
             "finish_reason",
             pa.string(),
-            "why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own word",
+            "reason why sampling ended: `stop` (an end token or stop string), `length` (max_tokens), or the engine's own term",
             repeats=True,
         ),
         _ATTEMPT,
@@ -199,21 +209,18 @@ SCORES_TABLE = Table(
         Column("contract", pa.string(), "hash of the pass's contract: a file in passes/", repeats=True),
         _score(
             "logprobs",
-            "log-probability of each sampled token, as the framework had it; an element is NULL if the pass "
-            "has none for the token (tool output, masked parts)",
+            "log-probability of each sampled token, as the framework computed it; an element is NULL if the pass has no logprob for the token (tool output, masked parts)",
         ),
         _score("entropy", "entropy of the token's distribution"),
-        _score("top2_gap", "logprob of the most probable token minus that of the second"),
-        Column(
-            "forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) went through the model together"
-        ),
-        Column("forward_row", pa.int32(), "index of the row in that forward, from 0"),
-        Column("forward_rows", pa.int32(), "number of rows in that forward", unit="rows"),
-        Column("pad_left", pa.int32(), "padding before the prompt in that forward", unit="tokens"),
+        _score("top2_gap", "logprob of the most probable token minus that of the second most probable"),
+        Column("forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) shared a forward"),
+        Column("forward_row", pa.int32(), "index of the row in its forward, from 0"),
+        Column("forward_rows", pa.int32(), "number of rows in the forward", unit="rows"),
+        Column("pad_left", pa.int32(), "number of padding tokens before the prompt in the forward", unit="tokens"),
         Column(
             "pad_right",
             pa.int32(),
-            "padding after the response in that forward; the width is pad_left + prompt + response + pad_right, summed "
+            "number of padding tokens after the response in the forward; its width is pad_left + prompt + response + pad_right, summed "
             "over packed rows",
             unit="tokens",
         ),
@@ -227,7 +234,7 @@ SCORES_TABLE = Table(
         Column(
             "dense_start",
             pa.int64(),
-            "first row of this sequence in that group's arrays, followed by one row per response token",
+            "index of this sequence's first row in the group's arrays, which have one row per response token",
             unit="rows",
             null="none were captured",
         ),
@@ -240,8 +247,7 @@ SCORES_TABLE = Table(
         Column(
             "routing_start",
             pa.int64(),
-            "first row of this sequence in that group's arrays, followed by one row per prompt token, then per response "
-            "token",
+            "index of this sequence's first row in the group's arrays, which have one row per prompt token, then per response token",
             unit="rows",
             null="not recorded, or no mixture of experts",
         ),
@@ -257,7 +263,7 @@ METRICS_TABLE = Table(
         Column("step", pa.int64(), "step at which the framework logged the value", null=""),
         Column("name", pa.string(), "name, as logged by the framework", null="", repeats=True),
         Column("value", pa.float64(), "the value; may be NaN", null="the value is not a number: see text"),
-        Column("text", pa.string(), "the value, if it is not a number", null="the value is a number, or was None"),
+        Column("text", pa.string(), "the value, if it is not a number", null="the value is a number or None"),
         Column("logged_at", pa.timestamp("us", tz="UTC"), "when it was recorded"),
         _ATTEMPT,
         _WRITER,
@@ -278,7 +284,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             unit="updates",
             null="",
         ),
-        Column("tensor", pa.string(), "name under which the engine receives it", null="", repeats=True),
+        Column("tensor", pa.string(), "name under which the engine receives the tensor", null="", repeats=True),
         Column(
             "dtype",
             pa.string(),

@@ -61,7 +61,9 @@ class _Held:
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker behind a reference, unless this node's version of tim-trace differs from the driver's."""
+        """Unpickle the worker behind a reference. Fails if this node's version of tim-trace differs from the
+        driver's.
+        """
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same version on every "

@@ -94,7 +94,9 @@ def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
-    """Pack rows of one array for the journal; `dtype` says how to interpret the bits (bfloat16 is passed as uint16)."""
+    """Pack rows of one array for the journal; `dtype` is the dtype that the bits represent (bfloat16 is passed as
+    uint16).
+    """
     typed = f"{dtype}[{','.join(map(str, values.shape[1:]))}]"
     row = (group, array, typed, start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]

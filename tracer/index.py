@@ -104,7 +104,7 @@ class Index:
         return {*self.states, *self.footers, *self.documents, *(path for files, _ in self.files for path in files)}
 
     def known(self, relative: str, num_bytes: int, checksum: str | None) -> tuple[KnownFile, pa.Schema] | None:
-        """Return entry and schema of a file whose footer is not in the index, if its size and checksum match."""
+        """Return the entry and schema of a file whose footer is not in the index, if its size and checksum match."""
         for files, schemas in self.files:
             found = files.get(relative)
             if found is not None and found.num_bytes == num_bytes and found.hash == checksum:

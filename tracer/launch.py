@@ -49,7 +49,9 @@ class Recording:
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """Why this node recorded nothing, or the hosts where recording continues; None if it finished here."""
+    """The reason why this node recorded nothing, or the hosts on which recording continues; None if recording finished
+    on this node.
+    """
     is_stuck: bool = False
     """True if a thread is still waiting for an unresponsive file system."""
 

@@ -137,8 +137,8 @@ class Attempt:
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """Return the attempt that this process begins or joins.
 
-    `session` identifies the launch; `ordinal` is the number of earlier trainings in this process. `resumes` means that earlier
-    recordings of this process belong to a previous attempt even if still open, as in a notebook.
+    `session` identifies the launch; `ordinal` is the number of earlier trainings in this process. If `resumes` is True,
+    earlier recordings of this process belong to a previous attempt even if still open, as in a notebook.
 
     A rank counts its own earlier writers, because ranks restart together while torchrun's restart counts are per node. A rank
     that is new in this session takes the number of rank 0, or of a driver without a rank. No other state is read.
@@ -150,7 +150,8 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # All earlier writers of this rank have ended: only their number distinguishes iterations of a loop around a script.
+    # If all earlier writers of this rank have ended, only their number distinguishes the iterations of a loop around a
+    # script.
     key = f"{base}.{len(before)}"
     if any(_is_of(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)
@@ -160,7 +161,7 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
 
 
 def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Return the writers, among those of the given ranks, that belong to an attempt."""
+    """Return the writers of the given ranks that belong to an attempt."""
     return [
         state for state in states_of_rank(store, *ranks) if state.attempt is not None and state.attempt_key is not None
     ]

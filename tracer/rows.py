@@ -21,7 +21,7 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""Maximum logprob above 0 by rounding, nats, per dtype: one unit in the last place of a logit near 16."""
+"""dtype -> largest positive logprob, nats, that rounding explains: one unit in the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 

@@ -179,9 +179,7 @@ def _check_metric(value: Any, what: str) -> None:
     if isinstance(value, str):
         text(value, what)
     elif isinstance(value, Mapping):
-        raise InvalidRecord(
-            f"{what}: got {shown(value)}; give each of its values its own name, for example 'loss/policy'"
-        )
+        raise InvalidRecord(f"{what}: got {shown(value)}; give each value its own name, for example 'loss/policy'")
     elif _is_array(value):
         if int(np.prod(value.shape)) != 1:
             raise InvalidRecord(

@@ -162,7 +162,7 @@ def adopt(folder: Path) -> None:
         if len(dead) == len(states) and not damaged:
             remove_temporaries(folder)
             remove_unfinished(folder)
-            with contextlib.suppress(OSError):  # not a file that tim-trace writes
+            with contextlib.suppress(OSError):  # not a file written by tim-trace
                 (folder / JOURNAL).rmdir()
 
 

@@ -73,7 +73,7 @@ class Sender:
 
     def _end(self, worker: Worker) -> None:
         """Wait for the upload thread to end, for at most `max_wait` seconds without progress."""
-        text = f"uploading the rest of the trace to {self.url}; gives up after {self._max_wait:.0f} s without progress"
+        text = f"uploading the rest of the trace to {self.url}; stops after {self._max_wait:.0f} s without progress"
         note = Timer(_QUIET_S, self._print, [text])
         note.daemon = True
         note.start()

@@ -188,7 +188,7 @@ def _look(snapshot: Snapshot) -> None:
         more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so the files of this writer cannot be verified: "
-            f"{', '.join(files[:_NAMED])}{more} are excluded from results; restore it from a copy, or remove them"
+            f"{', '.join(files[:_NAMED])}{more} are excluded from results; restore the state from a copy, or remove them"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)

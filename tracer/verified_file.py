@@ -15,11 +15,13 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _KEPT_BYTES = 64 << 20
-"""Bytes per process to cache blocks from object storage: consecutive reads are often adjacent."""
+"""Size of the cache for blocks read from object storage, bytes per process; consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Requests for exact ranges of a file on object storage; later ones read ahead, each twice as far."""
+"""Number of requests to object storage for exact ranges of a file; later requests read ahead, each twice as much as the
+previous one.
+"""
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10

@@ -142,7 +142,9 @@ class TraceWriter:
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function of one part, which an error ends; None once it has ended. InvalidRecord is raised."""
+        """Call a function of one part of the recording; return None once that part has ended. An error ends the part,
+        except InvalidRecord, which is raised.
+        """
         if part in self._ended:
             return None
         try:

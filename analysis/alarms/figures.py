@@ -162,7 +162,7 @@ def norm_jumps(grad_norm: Array) -> Array:
 
 
 def sustained(flags: np.ndarray, times: int) -> np.ndarray:
-    """Return [n] bool: True if a flag and those before it, `times` in all, are true."""
+    """Return [n] bool: True if the flag and the `times` - 1 flags before it are all true."""
     found = np.zeros(len(flags), bool)
     if len(flags) >= times:
         found[times - 1 :] = np.lib.stride_tricks.sliding_window_view(flags, times).all(axis=1)

@@ -44,7 +44,7 @@ class Alarm:
     """A level that was published for one metric, or one of tim-trace's own rules."""
 
     who: str
-    """Who published the level; `tim-trace` for its own rules."""
+    """Framework or paper that published the level; `tim-trace` for its own rules."""
     metric: str
     """Name of the per-step figure that the level applies to; see alarms.figures."""
     definition: str
@@ -87,7 +87,7 @@ ALARMS = (
         summary="far off-policy", source="verl docs, rollout correction",
     ),
     Alarm(
-        who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2), w = exp(d) untruncated", level=0.3, above=False,
+        who="verl", metric="ess_token", definition="1 / mean((w / mean w)^2) with w = exp(d), not truncated", level=0.3, above=False,
         summary="few tokens carry most of the weight", source="verl docs, rollout correction",
     ),
     Alarm(
@@ -111,7 +111,7 @@ ALARMS = (
         summary="its own CI fails", source="prime-rl CI",
     ),
     Alarm(
-        who="Tinker", metric="k3", definition="KL between sampler and trainer (k3 taken)", level=0.01,
+        who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
         summary="investigate", source="tinker-feedback#22",
     ),
     Alarm(
@@ -120,14 +120,15 @@ ALARMS = (
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=2e-2,
-        summary="their high group, whose runs collapsed", source="richardli.xyz/rl-collapse",
+        summary="the group with high mismatch in the paper, whose runs collapsed", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
         who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
-        summary="an MoE run collapsed above it", source="Ling team, IcePop; arXiv 2510.18855",
+        summary="an MoE run collapsed above this level", source="Ling team, IcePop; arXiv 2510.18855",
     ),
     Alarm(
-        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="its CI fails (a 4B model)",
+        who="slime", metric="mean_abs_d", definition="mean |d|", level=0.03, summary="the framework's CI fails (4B "
+            "model)",
         source="slime, Miles CI",
     ),
 )  # fmt: skip
@@ -213,7 +214,7 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
          "a spike of the learning rate", False),
-        (norm_jumps, "grad_norm", "the gradient norm over its median of the 20 steps before",
+        (norm_jumps, "grad_norm", "the gradient norm divided by its median over the 20 steps before",
          f"> {NORM:g} for {TIMES} steps", "updates are abnormally large", False),
     )  # fmt: skip
     for fires, metric, definition, condition, summary, of_mismatch in signs:

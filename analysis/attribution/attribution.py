@@ -81,7 +81,7 @@ class Attribution(Result):
     supposed: SilentChange | None = None
     """The most probable cause if the run got worse without a visible drop; None if there is a drop, a `silent` change, or no change at all."""
     not_finite: tuple[NotFinite, ...] = ()
-    """Rewards, gradient norms and losses that are NaN or infinite to the end of the run, earliest first."""
+    """Rewards, gradient norms and losses that are NaN or infinite until the end of the run, earliest first."""
     difference_codes: tuple[Difference, ...] = ()
     """Differences from the baseline run, earliest first."""
     note_codes: tuple[Statement, ...] = ()

@@ -273,8 +273,9 @@ UPDATE_GROWS = 3.0
 """Minimum ratio of an update's size to the size its gradient explains, for the optimizer to be the cause: all 5 changed optimizers reached at
 least 17, none of 16 others reached 2."""
 MOMENT_DIFFERS = 0.3
-"""Minimum relative difference in Adam's second moment at the first update that differs, for its settings to have changed; one different
-gradient causes less."""
+"""Minimum relative difference in Adam's second moment at the first differing update, for its settings to have changed;
+one different gradient causes less.
+"""
 LOSS_MOVES = 3.0
 """Minimum difference from the baseline run's loss, in multiples of its usual size, for a loss term to have been added. All 11 entropy bonuses that
 reached it lowered the loss; of 7 KL terms and 9 other causes, all but one raised it."""
@@ -283,8 +284,9 @@ OF_UPDATES = {"optimizer": 2.0, "entropy": 1.5, "reference": 1.1, "advantages": 
 benchmark suites, 33 were caused by the optimizer, 25 by entropy, 16 by the reference, and 45 by others.
 """
 WEIGHTS_JUMP = 0.4
-"""Minimum logprob difference from the baseline run after the first update that differs, in nats per token, for the weights to have been replaced.
-None of 8 entropy terms and 9 KL terms reached a tenth of it; 11 of 29 other updates did."""
+"""Minimum logprob difference from the baseline run after the first differing update, in nats per token, for the weights
+to have been replaced. None of 8 entropy terms and 9 KL terms reached a tenth of it; 11 of 29 other updates did.
+"""
 AWAY_FROM_REFERENCE = 0.2
 """Minimum excess of the distance from the reference over the baseline run's within three steps, in nats per token, to rule out a KL term or an
 entropy bonus; neither moves a policy away from the reference that fast."""

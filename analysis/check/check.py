@@ -116,7 +116,7 @@ def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sampl
 
 
 def _first_step(database: Database, pair: Pair, trace: str) -> tuple[int, float] | None:
-    """Return the run's first step and its rms of d, nats, if the steps asked leave it out."""
+    """Return the run's first step and the rms of d there, nats; None if that step is among the selected ones."""
     if database.steps == ALL_STEPS:
         return None
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"

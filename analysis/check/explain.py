@@ -50,11 +50,13 @@ MIN_GAIN_NATS = 12.0
 """
 _MAX_ROUNDS = 5
 MIN_WEIGHT = 0.1
-"""Minimum share of the variance of the level of mismatch that a place of nearly all tokens explains to come first."""
+"""Minimum share of the variance of `level` that a place must explain to be reported first if it covers nearly all
+tokens.
+"""
 MAX_LEFT = 0.4
-"""Maximum share of the mismatch that an explanation of one place alone may leave."""
+"""Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 _MAX_PARTS = 3
-"""Maximum number of places whose tokens alone are explained."""
+"""Maximum number of places for which explanations are tried on their tokens only."""
 _MAX_PLACES = 16
 """Maximum number of places compared by likelihood, starting with those that explain most of the variance of `level`."""
 
@@ -148,8 +150,9 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return the explanations of the values at each of the best places: they are worth what the place and the values are worth
-    together."""
+    """Return explanations of the values at each of the best places. Their gain is that of the place plus that of the
+    values.
+    """
     found = []
     parts = [
         each
@@ -163,7 +166,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         by_position = place.finding.code == ONSET.code or "position" in str(place.finding.numbers.get("feature"))
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
-            # From a place on, values that are merely wrong look like those of other tokens, or of a smaller vocabulary.
+            # After a position, wrong values look like those of other tokens or of a smaller vocabulary, whatever the
+            # cause.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
                 continue
             beside = None if same else place.finding
@@ -172,13 +176,15 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
 
 
 def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
-    """Return True if two explanations own about the same tokens, and the second is supported without naming a place."""
+    """Return True if two explanations cover about the same tokens, and the second has enough evidence without a
+    place.
+    """
     shared, either = (one.tokens & other.tokens).sum(), (one.tokens | other.tokens).sum()
     return other.gain > MIN_GAIN_NATS and shared > 0.8 * either
 
 
 def _is_part(place: Finding) -> bool:
-    """Return True if a place divides the run, and is no cause by itself."""
+    """Return True if a place only divides the run and is not a cause in itself."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
     return ids or place.code in (ROW_CONTEXT.code, SUBSET.code, ONSET.code, WEIGHTS.code)
 
@@ -230,8 +236,9 @@ def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if more is left than rounding, in the whole or at some tokens, or if what is left depends on what rounding
-    does not depend on."""
+    """Return True if what is left exceeds rounding, overall or at some tokens, or if it depends on something that
+    rounding does not depend on.
+    """
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or systematic(data) is not None)
 
 
@@ -245,13 +252,14 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause with the place to which it is confined, if any, and the place as a finding of its own if that is a part
-    of the run."""
+    """Return the cause, with the place to which it is confined, if any. If the place is a part of the run, also return
+    it as a separate finding.
+    """
     if best.finding.signal == "grows":
         return [*_part_that_grows(data, best.finding), best.finding]
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
     if place.code != SUBSET.code:
-        # Where nearly all tokens are off, the few that are right do not say why.
+        # If nearly all tokens are off, the position of the few correct ones does not show the cause.
         covers = cause is None and place.weight < MIN_WEIGHT and best.tokens.sum() > 0.9 * data.num_kept
         state = [_state(data.without(~best.tokens))] if covers and place.code in (ONSET.code, ONE_PLACE.code) else []
         return [*state, place if cause is None else _confined(data, cause, best)]
@@ -267,7 +275,7 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
 
 
 def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
-    """Return the cause, with where it holds."""
+    """Return the cause, with the place and the number of sequences that it affects."""
     assert best.beside is not None
     rows = data.sample.seq[best.tokens & data.keep]
     numbers = {f"part_{name}": best.beside.numbers.get(name) for name in ("feature", "kind", "values")}
@@ -286,7 +294,7 @@ def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
 
 
 def _left(data: PairData) -> list[Finding]:
-    """Return the finding for a remaining mismatch that nothing predicts and that is at no particular place."""
+    """Return the finding for a remaining mismatch that no explanation predicts and that is at no particular place."""
     off = nobodys(data)
     without = data.within(~off)
     if off.mean() > 0.3 or (off.any() and (is_above(without) or systematic(without))) or not off.any():
@@ -298,8 +306,7 @@ def _left(data: PairData) -> list[Finding]:
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:
-    """Return the place that describes the tokens `off`, [K] bool, best, if most of them are there and most tokens there are
-    off."""
+    """Return the place that matches the tokens `off`, [K] bool, best, if it contains most of them and few others."""
     shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
     share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
     return place if share > 0.5 else None

@@ -23,15 +23,15 @@ class Hypothesis:
     tokens: np.ndarray
     """[N] bool: the tokens that it explains."""
     gain: float
-    """By how many nats d is more likely under the explanation than without one."""
+    """Increase in the log likelihood of d, nats, compared with no explanation."""
     left: float | None = None
-    """Share of the mismatch at its tokens that its prediction leaves; None if it does not predict sizes."""
+    """Share of the mismatch at its tokens that its prediction leaves unexplained; None if it does not predict sizes."""
     rank: int = 0
     """0 for an explanation of some tokens or of their values, 1 for one that fits a separate size for each step."""
     right: np.ndarray | None = None
-    """[N] d if the values stood where they belong, or in their unit; None if the explanation does not give it."""
+    """[N] d after moving values to the right tokens or converting their unit; None if the explanation does neither."""
     beside: Finding | None = None
-    """Where the tokens are, if the explanation is of the values at one place alone."""
+    """Finding for the place of the tokens, if the explanation covers only the values at one place."""
 
 
 def predicting(
@@ -54,8 +54,9 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float, tokens: np.ndarray) -> Hypothesis:
-    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, and not its size. Rounding has either sign half of
-    the time; a share p of right signs among n tokens is worth n (log 2 - H(p)) nats."""
+    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Under rounding, each sign
+    occurs half of the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats.
+    """
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0) & tokens
     num = int(asked.sum())
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
@@ -65,7 +66,7 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float, to
 
 
 def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that says at which tokens, [K] bool, d is off, but not by how much. Its gain is that of
+    """Return an explanation that predicts at which tokens, [K] bool, d is off, but not by how much. Its gain is that of
     fitting a separate level of mismatch there.
     """
     return Hypothesis(

@@ -17,15 +17,19 @@ from .rounding import FLOOR_NATS, allowed_noise, logit_error, value_rounding
 FALSE_SHARE = 1e-3
 """Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
 DEGREES = 3.0
-"""Degrees of freedom of the Student t distribution of rounding errors in units of their scale: healthy runs of small and
-large models have tails at most as heavy."""
+"""Degrees of freedom of the Student t distribution that models rounding errors: tails in healthy runs of small and
+large models are no heavier.
+"""
 MAX_FLIP_NATS = 3.0
-"""Largest error of a logit, nats, that another expert is taken to cause where the model is not known to be a mixture."""
+"""Largest logit error, nats, that is attributed to a different expert if the model is not known to be a mixture of
+experts.
+"""
 MIN_OFF_TOKENS = 5
-"""Minimum number of tokens that are off by less than MAX_FLIP_NATS."""
+"""Minimum number of tokens off to report; with fewer, only those off by more than MAX_FLIP_NATS are reported."""
 LEAST_SHARE = 6.0
-"""Share of the noise that the dtypes allow, as its inverse, below which a run's own noise does not count as its usual level:
-a run whose tokens are nearly all equal bit for bit has none."""
+"""The noise assumed for a run is at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
+bit-identical, the measured noise is almost 0.
+"""
 MAX_SCORED_TOKENS = 20_000
 """Maximum number of tokens on which explanations are compared; whole rows are taken, spread evenly over the sample."""
 _CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
@@ -128,25 +132,26 @@ def nobodys(data: PairData) -> np.ndarray:
     """Return [K] bool: the tokens whose d exceeds rounding, with an expected share of at most FALSE_SHARE false
     positives.
 
-    Rounding errors of a logit follow a t distribution with six degrees of freedom, whose scale is that of the run, at
-    least a sixth of what the dtypes allow.
+    Rounding errors of a logit follow a t distribution with six degrees of freedom, with the scale found in the run, but
+    at least a sixth of what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
     sigma = float(np.clip(max(unexplained(data).sigma, usual), allowed / LEAST_SHARE, allowed))
-    # The level of tokens that are nearly certain is not that of the others: they count as off by what the dtypes allow.
+    # Nearly certain tokens have a different level of noise from the others, so they are compared with what the dtypes
+    # allow.
     spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale
     chance = _beyond(np.abs(data.d) / np.hypot(spread, 2 * value_rounding(data)))
     order = np.sort(chance)
     passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
     off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
-    # One router in a mixture of experts that flips by chance moves a token by less than this.
+    # A chance flip of one router in a mixture of experts changes a token by less than this.
     return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > MAX_FLIP_NATS)
 
 
 def _beyond(size: np.ndarray) -> np.ndarray:
-    """Return the probability that |t| with six degrees of freedom exceeds a size."""
+    """Return the probability that |t| with six degrees of freedom exceeds `size`."""
     t = size / np.sqrt(6 + size**2)
     near = 1 - t * (1 + (1 - t**2) / 2 + 3 / 8 * (1 - t**2) ** 2)
     return np.asarray(np.where(size > 50, 270 / np.maximum(size, 1) ** 6, np.maximum(near, 0.0)))

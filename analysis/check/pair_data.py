@@ -25,7 +25,7 @@ MIN_REST = 0.02
 """Minimum 1 - p for a token to be informative, with p its probability: below it, a change in the logits hardly affects
 the logprob."""
 LEAST_REST = 1e-3
-"""Smallest 1 - p that a change in a token's logit is computed with."""
+"""Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
 """Strength of the shrinkage towards the overall mean when averaging per token id, as a number of added tokens."""
 
@@ -55,7 +55,7 @@ class PairData:
     engine: EngineVerdict = field(default_factory=EngineVerdict)
     """Comparison of the engine's weights with the trainer's, by digest."""
     first: tuple[int, float] | None = None
-    """First step of the run and its rms of d, nats, where `steps` leaves it out; None otherwise."""
+    """First step of the run and the rms of d there, nats; None if that step is among the selected ones."""
     keep: np.ndarray
     """[N] bool: True for compared tokens that no earlier finding explains."""
 
@@ -135,8 +135,10 @@ class PairData:
 
     @cached_property
     def scale(self) -> np.ndarray:
-        """[K] d / (change in the token's logit that explains it): 1 - p where d is small (arXiv 2512.23087), and between
-        both sides' 1 - p, each at least LEAST_REST, where it is not, as such a change adds itself to the log-odds."""
+        """[K] d / (change in the token's logit that would explain d). It is 1 - p if d is small (arXiv 2512.23087), and
+        otherwise between the two sides' 1 - p, each at least LEAST_REST, because the change is then the difference of
+        the log-odds.
+        """
         rest = [np.maximum(-np.expm1(np.minimum(values, 0.0)), LEAST_REST) for values in (self.a, self.b)]
         moved = self.d - np.log(rest[0] / rest[1])
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -145,7 +147,7 @@ class PairData:
 
     @cached_property
     def noise(self) -> np.ndarray:
-        """[K] |d| / scale, nats: the change in the token's logit that explains d; NaN where 1 - p is too small."""
+        """[K] |d| / scale, nats: the change in the token's logit that would explain d; NaN if 1 - p is too small."""
         return np.where(self.rest > MIN_REST, np.abs(self.d) / self.scale, np.nan)
 
     @cached_property

@@ -57,7 +57,7 @@ def placement(data: PairData) -> Placement | None:
     by_chance = tree.query(mixed, p=1)[0]
     limit = min(float(np.quantile(by_chance, 0.02)), WIDTH * own[wanted].mean() / 4)
     fits = distance < limit
-    # The same text has about the same values wherever it stands.
+    # The same text has similar values wherever it occurs.
     ids = data.sample.tokens[data.keep]
     one, two = start[wanted][:, None] + span, start[nearest][:, None] + span
     fits &= np.any(ids[one] != ids[two], axis=1) | (nearest == wanted)

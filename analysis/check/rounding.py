@@ -13,8 +13,10 @@ from ...schemas.contract import Contract, engine_dtype
 from .pair_data import PairData, declared, once
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
-"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. Engine and trainer in float32
-differ by more than float32 rounds, since their kernels round inputs of products (0.0019 nats rms at 8 billion parameters)."""
+"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. An engine and a trainer
+in float32 differ by more than float32 rounding, because their kernels round the inputs of products (0.0019 nats rms at
+8 billion parameters).
+"""
 NOISE_FACTOR = 20.0
 """Maximum rms error of a logit, in units of the roundoff times the standard deviation of the log-odds log(p / (1 - p)) of the
 sampled tokens: large logits have large errors. Measured 0.3 to 10 on an H100 (models of up to 130 million parameters, six
@@ -22,7 +24,7 @@ attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 f
 HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
 """dtype -> number of significant bits; float8 is e4m3."""
 MIN_SPREAD = 0.5
-"""Smallest standard deviation of the log-odds that the noise is computed with."""
+"""Minimum standard deviation of the log-odds assumed when computing the noise."""
 FLOOR_NATS = 1e-5
 """Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
 _GRID_STEPS = {"bfloat16": 2.0**7, "float16": 2.0**12}
@@ -103,7 +105,7 @@ def value_precision(logprobs: np.ndarray) -> str | None:
 @once
 def allowed_noise(data: PairData) -> float:
     """Return the largest rms error of a logit that rounding explains, nats."""
-    # An unknown dtype may be bfloat16.
+    # An unknown dtype could be bfloat16.
     dtypes = [side.coarsest if side.coarsest in UNIT_ROUNDOFF else "bfloat16" for side in precisions(data)]
     compared = data.sample.compared
     spread = min(
@@ -142,7 +144,7 @@ def is_coarse(dtype: str | None) -> bool:
 
 @once
 def logit_error(data: PairData) -> np.ndarray:
-    """Return [K] the size of the error of a logit that explains d, and what rounding of the recorded values adds, nats."""
+    """Return the logit error [K] that would explain d, plus the error from rounding of the recorded values, nats."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
@@ -153,8 +155,9 @@ def _has_tf32(contract: Contract) -> bool:
 def _logit_precision(data: PairData) -> tuple[str | None, str | None]:
     """Return the dtype to which the logits in each pass were rounded; None if too few pairs of tokens share a context.
 
-    In one context the logprobs of two tokens differ by as much as their logits. Logits above 1 in bfloat16 are multiples
-    of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the spacing.
+    In one context, the logprobs of two tokens differ by the difference of their logits. Logits above 1 in bfloat16 are
+    multiples of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the
+    spacing.
     """
     first, second = context_pairs(data)
     recorded = data.sample.settings["temperature"]

@@ -14,17 +14,19 @@ from .pair_data import PairData, once
 from .rounding import allowed_noise, logit_error
 
 MIN_REPEATS = 20
-"""Minimum number of tokens with an earlier twin, i.e. the same token after the same prefix in the same step, to judge
-whether a side repeats itself."""
+"""Minimum number of repeated tokens, i.e. the same token after the same prefix in the same step, to judge whether a
+side is deterministic.
+"""
 MAX_TOKEN_EFFECT = 0.035
-"""Largest share of the variance of d / (1 - p) that token ids explain with certainty under rounding; copies of the weights in
-16 bits reach 0.03."""
+"""Maximum share of the variance of d / (1 - p) that token ids can explain under rounding; with 16-bit copies of the
+weights they explain up to 0.03.
+"""
 MIN_SCORE = 7.0
-"""Standard errors from which a dependence is certain: healthy runs reach 5.5."""
+"""Minimum evidence for a dependence, in standard errors; healthy runs reach 5.5."""
 MAX_FALL = 0.3
-"""Largest log ratio between the mismatch in the first and in the last third of a response under rounding."""
+"""Maximum log ratio under rounding between the mismatch in the first and the last third of a response."""
 MIN_USUAL = 0.2
-"""Ratio of the median to the rms error of a logit below which most tokens are equal."""
+"""Ratio of the median to the rms logit error below which most tokens count as bit-identical."""
 _LAGS = (1, 2, 4)
 """Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
 sequence rarely falls between the two tokens compared."""
@@ -111,9 +113,10 @@ def grows_inside(data: PairData, inside: np.ndarray) -> float:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences that are at the level of rounding, if the sequences fall into two kinds and the other kind
-    has at least five times the mismatch, more than an eighth of what rounding allows, and the sequences of that other kind; 0
-    and none if they do not."""
+    """Return the share of sequences at the level of rounding, and the other sequences, if the sequences fall into two
+    kinds: the others must have at least five times the mismatch, and more than an eighth of what rounding allows.
+    Otherwise return 0 and no sequences.
+    """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
     rows, starts, num = np.unique(data.seq[order], return_index=True, return_counts=True)
@@ -236,7 +239,7 @@ def token_effect(data: PairData) -> tuple[float, float]:
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # A token that comes again after the same two, in a loop, in its group or at another step, is no independent evidence.
+    # Repeats of the same three tokens, in a loop, within a group or at different steps, are not independent evidence.
     ids = data.sample.tokens.astype(np.int64)
     before = [np.concatenate([np.full(shift, -1), ids[:-shift]]) for shift in (1, 2)]
     text = np.stack(
@@ -253,11 +256,11 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 @once
 def systematic(data: PairData) -> str | None:
-    """Return what the mismatch depends on that rounding does not, `token` or `place`; None if it looks like rounding.
+    """Return what the mismatch depends on but rounding would not, `token` or `place`; None if it looks like rounding.
 
-    Errors of rounding do not repeat by token id and do not fade along a response, over pairs of dtypes, kernels and batch
-    shapes on an H100. They may grow along a response where one side decodes with a cache. Where most tokens are equal bit for
-    bit, the few others say nothing.
+    Rounding errors neither depend on the token id nor fade along a response; this was measured for pairs of dtypes,
+    kernels and batch shapes on an H100. They can grow along a response if one side decodes with a cache. If most tokens
+    are bit-identical, the few others prove nothing.
     """
     if not data.num_kept or float(np.median(np.abs(data.d) / data.scale)) < MIN_USUAL * _rms(data):
         return None

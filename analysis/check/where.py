@@ -29,9 +29,9 @@ MIN_GAIN_NATS = 20.0
 MIN_PART_UNITS = 4
 """Minimum number of sequences, or tokens, on both sides of a threshold."""
 MAX_COVERED = 0.95
-"""Maximum share of the tokens that a set of values may cover: a mismatch of nearly all tokens is not concentrated."""
+"""Maximum share of the tokens that a set of values may cover: a mismatch at nearly all tokens is not concentrated."""
 MIN_PERIODIC = 20
-"""Minimum number of tokens that are off, and of distances between them, to see a period."""
+"""Minimum number of tokens off, and of distances between them, to detect a period."""
 _MOST_PERIOD = 64
 _MICRO_BATCHES = (2, 4, 8, 16, 32)
 
@@ -78,7 +78,7 @@ FEATURES = {
     "token_id": "the token id",
     "token_before": "the id of the previous token",
     "token_repeated": "tokens that occurred before in the row",
-    "before_repeated": "tokens after one that occurred before in the row",
+    "before_repeated": "tokens after a token that occurred before in the row",
     "later_turn": "the second turn of a conversation or a later one",
     "starts_turn": "the first token after masked tokens",
     "step": "the step",
@@ -104,9 +104,9 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     feature, kind, values = str(numbers["feature"]), str(numbers["kind"]), numbers["values"]
     name, _, last = feature.rpartition("_")
     if name in ("first_of_chunk", "last_of_chunk"):
-        return f"all at the {name.split('_')[0]} token of a chunk, where prompt and response are cut into {last} equal ones"
+        return f"all at the {name.split('_')[0]} token of a chunk, where prompt and response are cut into {last} equal chunks"
     if name == "every":
-        return f"all at every {last}th token of a row, counted from a place that differs by row"
+        return f"all at one of every {last} tokens of a row, with an offset that differs by row"
     if name == "not_first_of":
         return f"all in rows other than the first of every {last}"
     if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
@@ -279,7 +279,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         columns[f"first_of_chunk_{parts}"] = total % np.maximum(chunk, 1) == 0
         columns[f"last_of_chunk_{parts}"] = ((total + 1) % np.maximum(chunk, 1) == 0) & (from_end > 0)
     if (period := _period(data)) is not None:
-        # The place in the period that is off may differ by row, as where prompts of unknown length come first.
+        # The offset within the period may differ by row, for example after prompts of unknown length.
         place = position % period
         noise = np.bincount(data.seq * period + place, levels(data), minlength=sample.num_sequences * period)
         count = np.bincount(data.seq * period + place, minlength=len(noise))
@@ -292,7 +292,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _period(data: PairData) -> int | None:
-    """Return the distance at which tokens that are off follow each other in their row, if it is nearly always the same."""
+    """Return the distance between consecutive tokens off in a row, if it is nearly always the same; None otherwise."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
     if not MIN_PERIODIC <= len(off) < data.num_kept / 2:
@@ -303,7 +303,7 @@ def _period(data: PairData) -> int | None:
     if len(gaps) < MIN_PERIODIC:
         return None
     usual = int(values[np.argmax(counts)])
-    # A token is missed here and there, so that a multiple follows.
+    # A token in between may be missed, so the distance can be a multiple of the period.
     return usual if 2 <= usual <= _MOST_PERIOD and np.mean(gaps % usual == 0) > 0.75 else None
 
 

@@ -44,10 +44,11 @@ def compare(
 
     - prompts, and responses to identical prompts;
     - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
-    - rewards of equal responses, with a tolerance of 1e-6 of the largest;
-    - advantages of equal responses if all rewards of their group are equal;
-    - lags of policy versions;
-    - every series of `dynamics`, from the first segment between change points whose mean is beyond 4.5 standard errors.
+    - rewards of identical responses, with a tolerance of 1e-6 of the largest;
+    - advantages of identical responses if all rewards of their group are equal;
+    - policy-version lags;
+    - every series that `dynamics` reads. A series differs from the first segment (between change points of the
+    difference) whose mean exceeds 4.5 standard errors.
 
     Sequences are paired within a step: identical ones first, then those with the same prompt, in recording order.
     `pair` names the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not
@@ -89,7 +90,7 @@ def compare(
 
 
 def _order(one: RunDifference) -> tuple[int, int, float, str]:
-    """Return the sort key: step, kind in causal order, and for series the size, with noise-free series first."""
+    """Return the sort key: step, kind in causal order and, for series, size, with noise-free series first."""
     size = 0.0 if one.kind != "series" else -(np.inf if one.size_in_sd is None else one.size_in_sd)
     return one.step, KINDS.index(one.kind), size, one.name
 

@@ -130,7 +130,9 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return [C] the largest |difference| of logits, each row centred on the tokens with mass on both sides."""
+    """Return the largest absolute difference [C] between the logits, after centring each row on the tokens with mass on
+    both sides.
+    """
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
         count = both.sum(axis=1, keepdims=True)

@@ -169,7 +169,7 @@ class Growth:
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
     """Return the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
 
-    No line is fitted across a jump: with one, only the last third is fitted, and only from the last jump on.
+    No line is fitted across a jump: if there is one, only the part of the last third after the last jump is fitted.
     """
     if k3 is None:
         return ()
@@ -239,4 +239,4 @@ class Dynamics(Result):
     """First change of each series, earliest first."""
     growth: tuple[Growth, ...]
     unanswered_codes: tuple[Statement, ...]
-    """What the trace cannot show, as codes in text.UNANSWERED."""
+    """Questions that the trace cannot answer, as codes in text.UNANSWERED."""

@@ -38,7 +38,7 @@ class ScoredRows:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """Numbers for the evidence."""
+        """The numbers reported with the evidence."""
         return {"step": self.step, "num_responses": self.num_other, "share": self.share, "chance_share": self.by_chance}
 
 

@@ -244,7 +244,7 @@ class ChangedResponses:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """Numbers for the evidence."""
+        """The numbers reported with the evidence."""
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
 
     def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:

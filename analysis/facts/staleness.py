@@ -55,7 +55,7 @@ class StaleWeights:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """Numbers for the evidence."""
+        """The numbers reported with the evidence."""
         return {"distance": self.steps, "left_share": self.left, "num_openings": self.num_pairs}
 
     @property
@@ -100,7 +100,7 @@ class StillEngine:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """Numbers for the evidence."""
+        """The numbers reported with the evidence."""
         return {"num_openings": self.num_pairs, "still_share": self.still, "trainer_share": self.of_trainer}
 
     @property
@@ -142,7 +142,7 @@ class EarlierWeights:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """Numbers for the evidence."""
+        """The numbers reported with the evidence."""
         return {
             "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
             "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,

@@ -64,7 +64,8 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of macros that read tokens; all numbers follow from their rows, which have run, step and seq_id.
+        """Return the calls of macros that read tokens; all numbers are computed from their rows, which contain run,
+        step and seq_id.
 
         Other options may require reading the tokens again. A macro may use the macros listed before it.
         """

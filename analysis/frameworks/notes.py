@@ -75,7 +75,9 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Name the runs whose contract shows that the framework averaged logprobs in half precision, if any."""
+    """Report the runs whose contract shows that the framework averaged logprobs in half precision; empty if there are
+    none.
+    """
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "

@@ -142,7 +142,9 @@ class Verdict:
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound, or is expected but missing."""
     fails: bool
-    """True if the value violates the condition, or proves nothing as it excludes tokens; sets the exit code."""
+    """True if the value violates the condition, or proves nothing because tokens are excluded from it. Determines the
+    exit code.
+    """
     steps_beyond: int | None
     """Number of steps whose own value violates the condition; None for `check` and for counts, which grow with the steps."""
     worst_step: int | None
@@ -188,7 +190,7 @@ COUNTS = ("num_sequences", "num_tokens", "num_nan", "num_inf")
 
 
 def is_count(metric: str) -> bool:
-    """Return True for a number that counts, such as `num_tokens`, and so grows with the steps."""
+    """Return True for a count, such as `num_tokens`, which grows with the number of steps."""
     return metric.rsplit("/", 1)[-1].startswith("num_")
 
 
@@ -221,10 +223,10 @@ class SequenceColumns:
         return len(self.unit_N)
 
     def reach(self) -> float:
-        """Return the sqrt(sum of d^2), nats, that a further sequence exceeds with a probability of one in a thousand.
+        """Return the sqrt(sum of d^2), nats, that a new sequence exceeds with a probability of 1 in 1,000.
 
-        It is extrapolated as for a lognormal size, because the sequences that dominate exp(sum of d) are rare. The quantile
-        is Student's with groups - 1 degrees of freedom, so that few groups reach further.
+        It is extrapolated from a lognormal fit, because the sequences that dominate exp(sum of d) are rare. The
+        quantile is Student's with groups - 1 degrees of freedom, so it is larger if there are few groups.
         """
         squares, num_groups = self.values["sum_d2"], numbered(self.unit_N)[1]
         logs = np.log(squares[squares > 0]) / 2
@@ -245,11 +247,13 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Say which tokens a pair's numbers exclude: not finite, or most without a logprob; empty if none."""
+    """Return a sentence on the tokens that a pair's numbers exclude: those with NaN or infinity, or, if they are the
+    majority, those without a logprob; empty if there are none.
+    """
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
     num_null = num_counted - num_finite - num_nan - num_inf
     if num_null > MOST_NULL * num_counted:
-        parts.append(f"{num_null:,} have no logprob of both passes")
-    return f"of {num_counted:,} tokens that count, {' and '.join(parts)} and are left out" if parts else ""
+        parts.append(f"{num_null:,} have no logprob in one of the passes")
+    return f"of {num_counted:,} tokens in the loss, {' and '.join(parts)}; they are left out" if parts else ""

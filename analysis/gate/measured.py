@@ -187,7 +187,9 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d|; its interval inverts that of the share of tokens above it (Woodruff 1952)."""
+        """Return a quantile of |d|; its interval inverts that of the share of tokens above the value (Woodruff
+        1952).
+        """
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -243,7 +245,8 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return two probabilities whose quantiles end a quantile's interval, given the tokens above its value.
+    """Return two probabilities whose quantiles are the ends of a quantile's interval, given the number of tokens above
+    the quantile.
 
     If too few groups have a token above it, the upper one is 1: the interval ends at the largest value.
     """

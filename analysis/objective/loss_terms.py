@@ -28,7 +28,7 @@ class Differences:
     advantage_T: Array
     """Advantage of each token; 0 if missing."""
     counts_T: np.ndarray | None
-    """bool: True if the token counts and has a finite logprob in every pass; None if all do."""
+    """bool: True if the token counts in the loss and has a finite logprob in every pass; None if all tokens do."""
     known_T: np.ndarray | None
     """bool: True if the token counts and has an advantage; None if all tokens do."""
     num_N: Array

@@ -91,14 +91,16 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the distinct names of the passes to read; no `now` without a pass of the policy inside the loss."""
+    """Return the distinct names of the passes to read; there is no `now` if the policy inside the loss has no separate
+    pass.
+    """
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Return batches of all sequences that went through the loss in some steps, with or without tokens: one row per sequence
-    and inner iteration of the pass inside the loss.
+    """Return batches of all sequences that went through the loss in the given steps, with or without tokens: one row
+    per sequence and inner iteration of the pass inside the loss.
 
     `sequence`, `unit` (the group of the sequence) and `micro_batch` are returned as numbers, which are faster than
     names. `is_whole` is true if the response has tokens and every pass has one logprob per token.

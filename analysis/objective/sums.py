@@ -116,7 +116,9 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of trainer, engine and policy inside the loss; the trainer's for a missing pass."""
+    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's replace those of a
+    missing pass.
+    """
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -281,7 +283,9 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return [R] the tokens in the row's micro-batch, times the number of micro-batches in its update."""
+    """Return the number [R] of tokens in the row's micro-batch, times the number of micro-batches in the row's
+    update.
+    """
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

@@ -49,7 +49,9 @@ class Objective(Result):
     means.
     """
     num_sequences: int
-    """Sequences in `num_rows` with a token that counts and has a finite logprob in every pass."""
+    """Number of sequences in `num_rows` with at least one token that counts in the loss and has a finite logprob in
+    every pass.
+    """
     num_tokens: int
     num_terms: int
     """Number of terms with an advantage. A term is the unit with one ratio in the loss: a token or a sequence."""
@@ -128,7 +130,8 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
     """Return the sign of the bias with its size if its interval excludes 0, otherwise the size of the noise.
 
-    A clip of f(rho*) raises b whatever the mismatch is: no sign is reported if the bias `unclipped` has another.
+    A clip of f(rho*) raises b regardless of the mismatch, so the sign is not reported if the bias without the clip
+    (`unclipped`) has the opposite sign.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}

@@ -60,7 +60,7 @@ def named_query(name: str) -> NamedQuery:
 
 
 def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
-    """List the named queries, or run one: its rows over one trace or several.
+    """List the named queries, or run one over one or more traces.
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for an unknown name, NothingToCompare if no
     token has the data the query needs, TraceNotFound, NewerTrace or DamagedTrace.

@@ -172,7 +172,7 @@ def objective_answer(subject: Subject) -> Answer:
         code=code,
         severity=BAD if size >= LARGE else NOTICE if pushes else GOOD,
         short=_EFFECTS[code],
-        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} without cancelling{free}",
+        figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as sum of absolute biases{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
         detail=detail,
     )

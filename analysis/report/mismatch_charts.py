@@ -37,7 +37,7 @@ _PROFILES = {
     ),
     "entropy": (
         "Mean |d| by entropy", "entropy of the next-token distribution, nats",
-        "A mismatch that grows with entropy comes from uncertain tokens, as expected of rounding.",
+        "A mismatch that grows with entropy comes from uncertain tokens, as expected from rounding.",
     ),
 }  # fmt: skip
 """Breakdown -> (title, axis label, note) for the breakdown's chart."""
@@ -120,14 +120,14 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
     if drift and any(np.nanmax(line.y, initial=0.0) > 0 for line in drift):
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
-            key="ratio-split", title="What the ratio is made of", unit="nats squared",
+            key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
             note="Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
             "= current - train. Drift is intended and clipped; mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
         yield LineChart(
-            key="contribution-bias", title="What the mismatch adds to the objective", unit="share of sum |f|",
+            key="contribution-bias", title="Contribution of the mismatch to the objective", unit="share of sum |f|",
             note="b is a token's contribution to the objective under the ratio the loss uses, minus its contribution under the "
             "true ratio. Both sums are divided by the sum of |f|, the size of the objective's terms. Above 0 the loss overstates "
             "the objective. If the sum is small compared with the sum of |b|, the errors cancel (arXiv 2605.14220).",
@@ -159,8 +159,8 @@ def _arms(subject: Subject) -> BarChart | None:
     )  # fmt: skip
     a, b = subject.pair
     return BarChart(
-        key="arms", title="What each replay removes of the mismatch", unit="share of mean d squared",
-        note=f"The replay replaces {a}: 1 means it agrees with {b}, 0 that it changes nothing, below 0 that the mismatch grows. "
+        key="arms", title="Share of the mismatch that each replay removes", unit="share of mean d squared",
+        note=f"The replay replaces {a}: 1 means that it agrees with {b}, 0 that it changes nothing, and a negative value that the mismatch grows. "
         "Lines are 95% CIs over groups of sequences.",
         sql=command(subject, "diagnose", "--json"), groups={"removed": shares}, x_label="share removed",
     )  # fmt: skip
@@ -179,9 +179,8 @@ def _corrections(subject: Subject) -> BarChart | None:
         for name, key in keys.items()
     }
     return BarChart(
-        key="corrections", title="What each correction would cut", unit="share of tokens",
-        note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. For how much a correction helps, "
-        "see docs/evidence/remedies.md.",
+        key="corrections", title="Share that each correction would cut", unit="share of tokens",
+        note=f"Cut: weight 0. Lowered: weight clamped to its bound. Computed on {subject.part}. How much a correction helps: see docs/evidence/remedies.md.",
         sql=command(subject, "corrections", "--json"), groups=groups, x_label="share of tokens",
         remark=f"{len(idle)} of {len(weighing)} would have no effect: {', '.join(idle)}." if idle else "",
     )  # fmt: skip

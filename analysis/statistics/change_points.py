@@ -16,7 +16,7 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in noise of known variance; below 0.01 if the variance is estimated."""
+"""Probability of a false change point in pure noise with known variance; below 0.01 with estimated variance."""
 
 _ROUNDS = 4
 
@@ -27,7 +27,8 @@ def shortest(n: int) -> int:
 
 
 def tail(gain: float, n: int) -> float:
-    """Return an upper bound on the probability that cutting pure noise gains `gain` long-run variances.
+    """Return an upper bound on the probability that, in pure noise, a cut reduces the sum of squares by `gain` long-run
+    variances.
 
     0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
     all positions; the factor comes from simulations of white noise with 20 to 1,000 steps.
@@ -37,7 +38,9 @@ def tail(gain: float, n: int) -> float:
 
 @lru_cache
 def penalty(n: int) -> float:
-    """Return the minimum gain of a cut, in long-run variances: false-positive rate SIGNIFICANT, at least 3 ln n."""
+    """Return the minimum gain of a cut, in long-run variances: the gain with a false-positive rate of SIGNIFICANT, but
+    at least 3 ln n.
+    """
     gain = 3.0 * math.log(n)
     while tail(gain, n) > SIGNIFICANT:
         gain += 0.1
@@ -66,8 +69,8 @@ class StretchSquares:
 def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance that was used.
 
-    The variance is estimated after the best single cut, then after the cuts found, until they are stable. Removing a
-    cut from a series without one makes the estimate too small, which the factor 1.5 + 70 / n compensates.
+    The variance is estimated after the best single cut, then after the cuts found, until the cuts are stable. Fitting a
+    cut to a series without a change makes the estimate too small, which the factor 1.5 + 70 / n compensates.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:

@@ -35,14 +35,18 @@ PARTS = 20
 """Maximum number of parts in a jackknife. Each part consists of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples; in between, enough that _BEYOND are beyond each bound."""
+"""Minimum and maximum number of resamples. Between these limits, enough are drawn that _BEYOND of them fall beyond each
+bound.
+"""
 _BEYOND = 25
 
 _STEP = 1e-5
 """Relative step size of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error relative to its terms below which all groups are equal, and it is rounding error alone."""
+"""Standard error, relative to its terms, below which it is only rounding error, which means that all groups are
+equal.
+"""
 
 _NO_SPREAD = 1e-6
 """Standard error of a resample, relative to that of the run, below which all groups in the resample count as equal."""

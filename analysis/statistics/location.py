@@ -117,7 +117,7 @@ _LARGEST_E = 12
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
     """Return the first index of a decline between two given levels, with its interval: (low, index, high).
 
-    The index minimises the sum of squares. The 90 % interval has the indices whose sum of squares is within the F
+    The index minimises the sum of squares. The 90 % interval contains the indices whose sum of squares is within the F
     quantile with 1 and N - 3 degrees of freedom.
     """
     n = len(values)
@@ -153,6 +153,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return [E, N] the completed share of a decline that begins at `start`, for each candidate end."""
+    """Return the completed share [E, N] of a decline that begins at `start`, for each candidate end."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -81,7 +81,9 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln current / denominator, the loss's, given ln current / rollout and ln current / train."""
+    """Return ln of the loss's ratio, current / denominator: `log_true` is ln(current / rollout), `log_drift` ln(current
+    / train).
+    """
     if loss.denominator == ROLLOUT:
         return log_true
     return np.zeros_like(log_drift) if loss.denominator == CURRENT else log_drift
@@ -156,7 +158,8 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return bool: True if a term has a gradient; a clipped one has none under ppo_clip, the bound's under cispo.
+    """Return bool: True if a term has a gradient; a clipped term has none under ppo_clip; under cispo, its weight is
+    the bound.
 
     `loss_has_gradient` is the same in SQL.
 

@@ -117,7 +117,7 @@ class SequenceMismatch:
     prompt_lengths: np.ndarray
     """[N] number of prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """[N] number of tokens that the loss counts and that have a finite logprob in both passes."""
+    """[N] number of tokens that count in the loss and have a finite logprob in both passes."""
     sum_abs_d: np.ndarray
     """[N] sum of |d|, nats; 0 if no token is comparable. `max_abs_d` has the same shape and unit."""
     max_abs_d: np.ndarray
@@ -141,7 +141,9 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch for every sequence in some steps, from the stored sums of the pair if available, else from tokens."""
+    """Read the mismatch for every sequence in the given steps, from the stored sums of the pair if available, else from
+    tokens.
+    """
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
     query = _MISMATCH.format(within=within, a=quoted(pair[0]), b=quoted(pair[1]))
     database.connection.use_threads()

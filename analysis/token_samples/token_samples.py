@@ -212,8 +212,9 @@ FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
 class TokenSample:
     """One chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, nats; sums are over all response tokens that the loss counts and that have a finite
-    logprob in both passes. Scores are from the first inner iteration. Texts were made `visible` but are not escaped.
+    d = logprob(a) - logprob(b) of the pair, nats; sums are over all response tokens that count in the loss and have a
+    finite logprob in both passes. Scores are from the first inner iteration. Texts were made `visible` but are not
+    escaped.
     """
 
     step: int

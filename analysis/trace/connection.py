@@ -69,7 +69,9 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, which DuckDB reports as its own error, also while it reads files."""
+    """Raise KeyboardInterrupt on Ctrl-C. DuckDB reports Ctrl-C as its own kind of error, also when it reads files
+    through Python.
+    """
     try:
         yield
     except Exception as error:
@@ -90,7 +92,7 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries; it passes on DuckDB's other attributes."""
+    """A DuckDB connection for tim-trace's own queries. Attributes not defined here are those of DuckDB's connection."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
@@ -128,7 +130,9 @@ class Connection:
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Yield a function's results for batches of rows, computed by at least one thread besides the reader."""
+        """Yield a function's results for batches of rows, computed by at least one thread other than the one that
+        reads.
+        """
         rows = self.batches(query, num_rows)
         is_empty = True
         with ThreadPoolExecutor(num_threads()) as pool:

@@ -89,7 +89,9 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """Return pass of a sampled replay -> its number of sequences, and `train`'s in these steps; no whole replays."""
+    """Return pass of a sampled replay -> its number of sequences, and that of `train` in the same steps. Replays that
+    cover all sequences are omitted.
+    """
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
     return {name: found for name, found in counts.items() if found[0] < found[1]}

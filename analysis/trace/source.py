@@ -122,7 +122,7 @@ def find_sums(source: Source) -> None:
         try:
             found = _read_made_of(source, f"{SUMS}/{name}", num_bytes)
         except (DamagedTrace, FileNotFoundError) as error:
-            source.ignored.append(f"{error}; it was passed over, and its sums are made anew")
+            source.ignored.append(f"{error}; the file was ignored, and its sums are computed again")
             continue
         if found is None:
             continue

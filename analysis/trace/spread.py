@@ -1,4 +1,6 @@
-"""Divide readings of all tokens into units, processed in turn here or by the actors of a Ray cluster."""
+"""Divide the reading of all tokens into units, processed one after the other in this process or by the actors of a Ray
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ CPUS = 4
 """CPUs per actor; several, because readings are multithreaded and each actor opens the traces."""
 
 UNITS = 64
-"""Minimum number of units on a cluster, so that actors that finish early find more work."""
+"""Minimum number of units per reading on a cluster, so that actors that finish early find more work."""
 
 
 def spread(

@@ -385,7 +385,7 @@ def _size(chunk: Chunk) -> tuple[int, int]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return the runs all of whose tokens are to be read and fit in memory."""
+    """Return the runs whose tokens all have to be read and fit in memory."""
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens
@@ -412,7 +412,7 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Return the runs without quantiles of the whole run, after taking over stored ones."""
+    """Return the runs whose whole-run quantiles are still missing after copying the stored ones."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -438,7 +438,9 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, read again; else from histograms."""
+    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, otherwise from
+    histograms.
+    """
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)

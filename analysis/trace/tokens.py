@@ -42,9 +42,10 @@ def token_query(
     `s` (the sequence) and the keys of `passes`; the `lists` mask and advantages, the latter together with the advantage
     per sequence; and `entropy`, from the first of the named passes that has one.
 
-    Only sequences with a score under every non-optional pass are read, optionally of one run and some steps; a range of
-    steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences` requires it,
-    as the join takes a third of the time. `keys` is a condition on every table, `where` one on the joined row.
+    Only sequences with a score under every non-optional pass are read, optionally limited to one run and some steps; a
+    range of steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences`
+    requires it, as the join takes a third of the time. `keys` is a condition applied to every table; `where` is a
+    condition on the joined row.
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]

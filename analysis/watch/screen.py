@@ -25,7 +25,8 @@ def can_redraw() -> bool:
 
 
 def show(views: Iterator[Watched], *, again: bool) -> None:
-    """Draw each view. With `again`, each replaces the one before, until they end or Ctrl-C is pressed; the last one stays.
+    """Draw each view. With `again`, each view replaces the previous one until the views end or Ctrl-C is pressed; the
+    last view stays on the screen.
 
     Views fit the terminal and are redrawn when it is resized.
     """

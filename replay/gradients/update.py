@@ -46,7 +46,7 @@ class LossRow:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count in the loss."""
+        """Number of tokens that count in the loss."""
         return int(self.mask.sum())
 
 
@@ -90,7 +90,7 @@ class Update:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count in the loss."""
+        """Number of tokens that count in the loss."""
         return sum(entry.num_tokens for entry in self.rows)
 
 

@@ -41,7 +41,7 @@ class Execution:
 
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """Part of the weighted values that its attention cuts off, as a share of the largest."""
+    """Part of the weighted values that the engine's attention cuts off, as a share of the largest."""
     _keeps_double = True
     """True if torch has to keep every value of a float64 model in float64."""
     reference: Reference | None = None
@@ -192,7 +192,7 @@ class ExactExecution(Execution):
     is_other_code = False
     rounds_scores = False
     coarsest = None
-    """None, since it rounds only once, to the dtype of its outputs."""
+    """None, since this engine rounds only once, to the dtype of its outputs."""
     _keeps_double = False
 
     @property
@@ -202,7 +202,7 @@ class ExactExecution(Execution):
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """Part of the weighted values that its attention cuts off, as a share of the largest."""
+        """Part of the weighted values that the engine's attention cuts off, as a share of the largest."""
         slices = self.built.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 

@@ -109,7 +109,7 @@ class Graft:
 
     @contextmanager
     def _as_giver(self) -> Iterator[None]:
-        """Use the giver's own settings, since a float64 taker keeps values wide that have to be narrow here."""
+        """Use the giver's own settings, since a float64 taker keeps values in float64 that the giver narrows."""
         is_double = self._first.dtype == torch.float64
         with (
             KeepDouble() if is_double else torch._C.DisableTorchFunction(),

@@ -74,7 +74,7 @@ class Judgement:
             return
         off = found.double() - exact
         if point is not None:
-            self.errors[point] = off.type(torch.float32)  # `float` would leave it double here
+            self.errors[point] = off.type(torch.float32)  # `float` would keep float64 here
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:

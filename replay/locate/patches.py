@@ -1,4 +1,5 @@
-"""Measures the mismatch left when one execution computes operators with the other's code, or takes its expert choices.
+"""Measures the mismatch that remains when one execution computes operators with the other's code, or takes its expert
+choices.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """

@@ -45,7 +45,7 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Chosen sequences of a step, at least one; all have the first one's policy version."""
+    """Chosen sequences of a step, at least one; all have the same policy version as the first."""
 
     rows: tuple[RecordedRow, ...]
     how: str
@@ -55,7 +55,9 @@ class Chosen:
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Return the sequences chosen by `8`, `random:8` or ids. Raises InvalidOption, and CannotReplay without any."""
+    """Return the sequences selected by a text such as `8`, `random:8`, or ids. Raises InvalidOption, and CannotReplay
+    without any.
+    """
     usable = [row for row in rows if row.scored.any()]
     if not usable:
         raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
@@ -216,8 +218,9 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest score not
-    chosen."""
+    """Return the largest margin among tokens whose experts differ, i.e. the lowest chosen score minus the highest score
+    not chosen.
+    """
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None

@@ -233,7 +233,7 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
     snapshot = whole_snapshot(store)
     if snapshot.journals:
         raise TraceExists(
-            f"{trace}: has rows that are not sealed; compact it where it was recorded first, then copy it"
+            f"{trace}: has rows that are not sealed; first compact it where it was recorded, then copy it"
         )
     if "://" not in output:
         return _write(snapshot, Path(output), file_bytes, force, progress)

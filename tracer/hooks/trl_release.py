@@ -118,7 +118,7 @@ def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[
 
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Prefixes of module names. A loss defined in such a module is one that recording knows."""
+"""Prefixes of the modules whose losses recording knows."""
 
 
 def name_of(trainer_class: type) -> str:
@@ -166,7 +166,7 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a sentence if a trainer class defines a loss of its own; None if the loss is TRL's."""
+    """Return a sentence if a trainer class defines its own loss; None if the loss is TRL's."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))

@@ -44,7 +44,7 @@ from .verl_contract import configured_contract, configured_rollout, policy_loss,
 from .verl_forwards import FORWARD_KEYS, forward_of
 
 _POINTS = {
-    "fit": ("fit", "steps of a second training in a process as an attempt of their own"),
+    "fit": ("fit", "steps of a second training in the same process, as a separate attempt"),
     "_compute_advantage": (
         "compute_advantage",
         "sequences, rewards, advantages, rollout, train and reference logprobs",
@@ -55,11 +55,11 @@ _OLDER_POINTS = {
     "fit": _POINTS["fit"],
     "_compute_old_log_prob": (
         "compute_older_logprobs",
-        "which rows of the train pass went through the model together",
+        "which rows of the train pass shared a forward",
     ),
     "_compute_ref_log_prob": (
         "compute_older_logprobs",
-        "which rows of the reference pass went through the model together",
+        "which rows of the reference pass shared a forward",
     ),
     "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
 }

@@ -153,10 +153,12 @@ class RowFiles:
         metrics = [name for name in found if _base(name).split(".", 1)[0] == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
-            raise ImportFailed(f"{url}: holds no {_READ} file; name the folder or the file itself, or a pattern with *")
+            raise ImportFailed(
+                f"{url}: contains no {_READ} file; give the folder, the file itself, or a pattern with *"
+            )
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if it has such content")
+            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if its content is")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
@@ -184,7 +186,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
         return [name for name in names if name.endswith(_SUFFIXES) and not _base(name).startswith(".")]
     if filesystem.exists(path):
         return [path, *_beside(filesystem, path)]
-    raise ImportFailed(f"{url}: not found; name a {_READ} file, or a folder of them")
+    raise ImportFailed(f"{url}: not found; give a {_READ} file, or a folder of such files")
 
 
 def _base(name: str) -> str:

@@ -44,7 +44,7 @@ def lines_of(file: Any, where: object) -> Iterator[Any]:
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: does not end within {MAX_LINE:,} bytes; is this a complete file of lines?"
+                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; is this a complete JSON Lines file?"
             )
         yield line
 

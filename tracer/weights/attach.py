@@ -198,7 +198,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
             other = [name for name in _DECIDING if _size(recorded, name) != _size(config, name)]
             if other:
                 told = ", ".join(f"{name} {_size(config, name)}, not {_size(recorded, name)}" for name in other)
-                raise InvalidOption(f"{there}: does not match the model of {where}: {told}")
+                raise InvalidOption(f"{there}: does not match the model in {where}: {told}")
     tables = _columns(snapshot, SEQUENCES, ["prompt_ids", "response_ids"])
     tokens = (pc.max(pc.list_flatten(column)).as_py() for rows in tables for column in rows.columns)
     most = max((token for token in tokens if token is not None), default=-1)

@@ -237,7 +237,7 @@ class WeightReader:
                 held = ", ".join(sorted(record.segment for record in parts))
                 raise WeightsMissing(
                     f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {math.prod(shape):,} elements; "
-                    f"a writer's part is missing (found: {held})"
+                    f"part of the tensor is missing because a writer's files are (found: {held})"
                 )
             found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
         return found | {name: found[kept] for name, kept in tied.items()}

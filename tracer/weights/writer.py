@@ -40,7 +40,9 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change; more while its deltas are together smaller than its keyframe."""
+"""Versions per segment if many elements change. A segment gets more as long as its deltas together are smaller than its
+keyframe.
+"""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 

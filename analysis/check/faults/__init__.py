@@ -49,11 +49,11 @@ def evidence_text(finding: Finding) -> str:
     """Return the evidence for a finding as a sentence with numbers."""
     text = _BY_SIGNAL[finding.code, finding.signal].sentence(finding)
     if "since_step" in finding.numbers:
-        text += f"; all of it from step {finding.numbers['since_step']} on; the two agree before"
+        text += f"; all of it from step {finding.numbers['since_step']} on; both passes agree before"
     if "part_sequences" in finding.numbers:
         where = {name: finding.numbers[f"part_{name}"] for name in ("feature", "kind", "values")}
         which = f", {where_text(where)}" if where["feature"] else ""
-        text += f"; it holds in {finding.numbers['part_sequences']:,} of {finding.numbers['part_of']:,} sequences alone{which}"
+        text += f"; only {finding.numbers['part_sequences']:,} of {finding.numbers['part_of']:,} sequences are affected{which}"
     if "behind" in finding.numbers:
         text += f"; visible only after correcting for: {TITLES[str(finding.numbers['behind'])]}"
     return f"{text}; expected for the recorded engines, dtypes and versions" if finding.is_expected else text

@@ -24,7 +24,7 @@ _MEASURED = SIZE + "{token_text}"
 def _dtypes(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
-        "token_text": f", and {numbers['token_effect']:.0%} of it depends on the token id, on which rounding does not depend"
+        "token_text": f"; {numbers['token_effect']:.0%} of the mismatch depends on the token id, and rounding would not"
         if numbers["token_effect"] > MAX_TOKEN_EFFECT
         else "",
     }
@@ -38,7 +38,8 @@ COMPUTATION = Fault(
     evidence={
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
         + _MEASURED,
-        "full_size": _MEASURED + "; it has its full size from the first recorded step: replay to find the component",
+        "full_size": _MEASURED
+        + "; the mismatch has its full size from the first recorded step: replay to find the component",
         "one_step": _MEASURED + "; one step does not show whether weights or the computation differ",
     },
     words={"equal_weights": _dtypes, "full_size": _dtypes, "one_step": _dtypes},

@@ -85,7 +85,7 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     beside = others & np.isin(data.sample.steps, data.sample.steps[copied])
     # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
     beside = beside if beside.any() else others
-    # So it is in rows at the level of rounding, if there are others: no token of a row that is wrong is equal.
+    # It is measured in rows at the level of rounding, if there are any: in a row with a fault, no token is equal.
     size = np.bincount(data.seq, data.d**2, len(num)) / np.maximum(num, 1)
     fine = beside & (size < allowed_noise(data) ** 2)
     telling_others = (fine if fine.any() else beside)[data.seq] & (data.b < -1e-3)

@@ -29,10 +29,10 @@ UNRELATED = Fault(
         "most_probable": "{side} is never below {other} and equal where the sampled token is the most probable one: it holds "
         "the logprobs of the most probable tokens, not of the {num_tokens:,} sampled ones",
         "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
-        "{num_tokens:,} tokens, or over those of one id){sampled_text}",
-        "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and there {side} and {other} are "
-        "uncorrelated (correlation {correlation:.2f}): they are values of other tokens, in {num_sequences:,} of "
-        "{of_sequences:,} sequences",
+        "{num_tokens:,} tokens, or over tokens of the same id){sampled_text}",
+        "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and at these tokens {side} and "
+        "{other} are uncorrelated (correlation {correlation:.2f}): they belong to other tokens, in {num_sequences:,} "
+        "of {of_sequences:,} sequences",
     },
     words={
         "no_correlation": lambda n: {
@@ -98,14 +98,15 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         return []
     correlation = max(_correlation(data.a, data.b), _correlation(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
-        # Values of the right token in another context have its mean in common and nothing else.
+        # Values of the right token from a different context share the token's mean, but nothing else.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     return [_whole(data, correlation)] if correlation < MIN_CORRELATION else []
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the correlation of both passes over tokens of the same id; None where the contexts of an id do not differ by
-    more than rounding, or too few ids repeat."""
+    """Return the correlation between the passes within token ids; None if too few ids repeat, or if the values of an id
+    vary no more than rounding.
+    """
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:

@@ -40,7 +40,7 @@ def _recorded(value: float | None) -> str:
 
 
 MIN_SIGNS = 0.9
-"""Minimum share of the tokens that are off whose d has the sign that a penalty gives it; chance gives one half."""
+"""Minimum share of the tokens off whose d has the sign that a penalty would cause; by chance, half do."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:

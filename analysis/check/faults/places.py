@@ -26,7 +26,7 @@ _TOKENS = (
 )
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
-"""Maximum number of token ids that make one place."""
+"""Maximum number of token ids that count as one place."""
 _ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 

@@ -107,7 +107,7 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
         return []
     twins = repeats(data)
     unsteady = "a" if twins.a > 3 * twins.b and twins.a > twins.d / 4 else "b" if twins.b > 3 * twins.a else ""
-    # The cost of saying which m of n rows they are.
+    # Cost of choosing m of n rows.
     num = len(np.unique(data.seq))
     cost = len(rows) * (np.log(num / max(len(rows), 1)) + 1)
     if (abs(along_movement(data)) > CLEAR_ALONG and not unsteady) or _begins_later(data, inside):
@@ -125,7 +125,9 @@ def find_exact_rows(data: PairData) -> list[Hypothesis]:
 
 
 def _begins_later(data: PairData, inside: np.ndarray) -> bool:
-    """Return True if no row of the first step is off, [K] bool, where at least four would be if steps did not matter."""
+    """Return True if no row of the first step contains tokens `inside`, [K] bool, although more than four would be
+    expected to if they were spread evenly over the steps.
+    """
     first = data.sample.steps[data.seq] == data.sample.steps[data.seq].min()
     rows, off = np.unique(data.seq[first]), np.unique(data.seq[inside])
     expected = len(rows) * len(off) / max(len(np.unique(data.seq)), 1)

@@ -50,8 +50,7 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
         "accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "along_response": "{b}'s logits are {a}'s divided by a temperature that changes along the response: {temperatures} in its "
-        "quarters by position (fitted), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "along_response": "{b}'s logits are {a}'s divided by a temperature that changes along the response: {temperatures} in the four quarters by position (fitted), which accounts for {r2:.0%} of the mismatch{recorded_text}",
     },
     words={"scaled_logits": _recorded, "along_response": _recorded},
     causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
@@ -76,8 +75,9 @@ class ScaleFit:
 
 
 def find_temperature(data: PairData) -> list[Hypothesis]:
-    """Detect that one pass's logits are the other's times a factor. The factor is fitted to logprob + entropy where entropies
-    are recorded, and to the log-odds; tokens that share a context give it exactly."""
+    """Detect that one pass's logits are the other's times a factor. The factor is fitted to logprob + entropy if
+    entropies are recorded, and to the log-odds; tokens that share a context determine it exactly.
+    """
     off = np.abs(data.d) > 4 * value_rounding(data)
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
     if not 0.02 < lower < 0.98:
@@ -96,7 +96,7 @@ def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
     middle, low, high = (
         (fit.scale, fit.lowest, fit.highest) if exact is None else (exact.scale, exact.lowest, exact.highest)
     )
-    # A fit over contexts is exact to first order in log T.
+    # A fit over different contexts is exact only to first order in log T.
     error = 0.0 if exact else max((1 - fit.r2) / 2, _MODEL_ERROR, abs(np.log(middle)) / 2)
     wider = float(np.exp(abs(np.log(middle)) * error))
     temperature = 1 / middle
@@ -108,20 +108,22 @@ def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
         },
     )  # fmt: skip
     hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
-    # A recorded temperature is asked first.
+    # A recorded temperature is tested first.
     named = low / wider < 1 / _to_try(data, temperature) < high * wider
     is_recorded = named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
 
 
 def _cause(data: PairData, temperature: float) -> dict[str, str]:
-    """Return that it need not be a temperature, where all that is recorded of temperatures is 1."""
+    """Return the cause `scale`, which is more general than a temperature, if every recorded temperature is 1; empty
+    otherwise.
+    """
     recorded = [value for name, value in _declared(data).items() if name != "logprobs_mode"]
     return {"cause": "scale"} if recorded and all(value == 1.0 for value in recorded) else {}
 
 
 def _along_response(data: PairData) -> list[Hypothesis]:
-    """Detect a factor that changes along the response."""
+    """Detect a factor that rises or falls along the response."""
     cuts = np.quantile(data.position, [0.25, 0.5, 0.75])
     parts = [np.searchsorted(cuts, data.position, side="left") == part for part in range(4)]
     fits = [max(_fits(data.within(part)), key=lambda fit: fit.r2, default=None) for part in parts if part.sum() >= 100]
@@ -155,15 +157,15 @@ def is_temperature(fit: ScaleFit) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """logits_b / logits_a from tokens that share a context, where the normaliser cancels."""
+    """logits_b / logits_a, fitted to differences between tokens of one context, in which the normaliser cancels."""
 
     scale: float
     lowest: float
     highest: float
     r2: float
-    """Share of the sum of squared differences that the scale explains."""
+    """Share of the squared differences between the passes that the scale explains."""
     left: float
-    """Rms of what it leaves of a logit difference, nats."""
+    """Rms of the logit differences that the scale does not explain, nats."""
 
 
 def _by_pairs(data: PairData) -> Slope | None:
@@ -182,7 +184,7 @@ def _by_pairs(data: PairData) -> Slope | None:
 
 
 def _agrees(data: PairData, fit: ScaleFit, exact: Slope | None) -> bool:
-    """Return False if tokens that share a context rule the factor out."""
+    """Return False if tokens that share a context rule out the factor."""
     if exact is None:
         return True
     is_scale = exact.r2 > 0.95 or exact.left < allowed_noise(data)

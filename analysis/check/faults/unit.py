@@ -24,7 +24,7 @@ _NAMES = {
     "cumulative": "cumulative sums of logprobs along the sequence",
     "factor": "logprobs times {factor:.4g}",
     "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
-    "floor": "logarithms of p + {factor:.3g}: nothing is less probable than that",
+    "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
 }
 
 UNIT = Fault(
@@ -32,8 +32,7 @@ UNIT = Fault(
     title="logprobs of one side or both are not natural logarithms, or are scaled",
     broken="recording",
     evidence={
-        "other_unit": "{side} holds {unit_text}: once converted, nine tenths of the tokens differ by {residual:.2g} "
-        "nats on average, as recorded by {size:.2g}",
+        "other_unit": "{side} holds {unit_text}: nine tenths of the tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
         "shared_unit": "{a} and {b} both hold {unit_text}: their mean is {mean_logprob:.3g} and the mean entropy "
         "{mean_entropy:.3g} nats; only in that unit does logprob + entropy average to 0 over sampled tokens",
     },
@@ -126,7 +125,7 @@ def _slope(values: np.ndarray, other: np.ndarray) -> float | None:
 
 
 def _floor(values: np.ndarray, other: np.ndarray) -> float | None:
-    """Return the constant that one side adds to every probability; None if there is none."""
+    """Return the constant that one side added to every probability; None if it added none."""
     raised = np.exp(values) - np.exp(other)
     unlikely = other < np.quantile(other, 0.2)
     middle = float(np.median(raised[unlikely])) if unlikely.any() else 0.0

@@ -25,9 +25,11 @@ CLEAR_ALONG = 4.0
 """Alignment between d and the weight updates, in standard errors, that shows weights of another version at any size: healthy
 runs stay below 2.5."""
 MIN_GROWTH = 2.5
-"""Ratio between the mismatch of a later step and that of the first step from which it grows with the updates."""
+"""Minimum ratio between the mismatch at a later step and at the first step for the mismatch to count as growing with
+the updates.
+"""
 CLEAR_GROWTH = 5.0
-"""The same ratio from which it need not come near what rounding allows."""
+"""Ratio from which the mismatch counts as growing at any size, even far below what rounding allows."""
 MIN_TOKEN_EFFECT = 0.15
 """Minimum share of the mismatch explained by token ids for weights to be suspected: different weights shift a token's
 logprob in the same direction in every context; rounding does not.
@@ -81,8 +83,8 @@ def _measured(numbers: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-SIZE = "the logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}"
-_LEVEL = SIZE + ", and {share_of_tokens:.0%} of it depends on the token id, on which rounding does not depend"
+SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
+_LEVEL = SIZE + "; {share_of_tokens:.0%} of the mismatch depends on the token id, and rounding would not"
 
 WEIGHTS = Fault(
     code="weights_differ",
@@ -99,10 +101,10 @@ WEIGHTS = Fault(
         "some_rows": "{exact:.0%} of the sequences are at the level of rounding and the others are not{behind_text}: "
         "one of several engines, or a part of its rows, used other weights",
         "follows": _LEVEL + "{behind_text}",
-        "grew_before": "d has an rms of {first:.2g} nats at step {since}, which is not among the steps asked, and of {later:.2g} in "
-        "those: it grew with the updates",
-        "grows": "the median difference of a logit grows from {first:.2g} nats at the first step to {later:.2g}, above that of "
-        "rounding from step {since} on: it is not there at version 0 and grows with the updates{fades_text}{behind_text}",
+        "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
+        "grows": "the median logit difference grows from {first:.2g} nats at the first step to {later:.2g}, and "
+        "exceeds rounding from step {since} on: it is absent at version 0 and grows with the "
+        "updates{fades_text}{behind_text}",
     },
     words={
         "engine_weights": _tensor, "one_adapter": _measured, "grows": _measured, "follows": _measured, "some_rows": _measured,
