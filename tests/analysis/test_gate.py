@@ -438,7 +438,7 @@ def test_a_gate_does_not_pass_where_most_tokens_have_no_logprob(tmp_path, num_nu
 def test_what_the_trace_has_no_value_of_is_said(tmp_path):
     run = record(tmp_path / "run", [[0.5]])
     # One token has no correlation.
-    with pytest.raises(NothingToCompare, match="prob_pearson: the trace has no value for it"):
+    with pytest.raises(NothingToCompare, match="prob_pearson: the trace has no value for this metric"):
         judged(run, "tim.prob_pearson<0.9")
     with pytest.raises(InvalidOption, match="like: got 'moon'"):
         judged(run, "moon.k3>1")
@@ -607,7 +607,7 @@ def test_every_figure_of_an_alert_is_a_number_of_a_condition(late):
     assert (mean.verdict, mean.fails, mean.value, mean.steps_beyond) == ("passed", False, pytest.approx(1.2), 1)
     assert "mean of 40 steps; no interval" in mean.how
     assert repeats.value == 0
-    with pytest.raises(NothingToCompare, match="policy_lag: the trace has no value for it"):
+    with pytest.raises(NothingToCompare, match="policy_lag: the trace has no value for this metric"):
         judged(late, "tim.policy_lag>1 any step")
 
 
