@@ -267,7 +267,7 @@ def systematic(data: PairData) -> str | None:
     effect, score = token_effect(data)
     if effect > MAX_TOKEN_EFFECT and score > MIN_SCORE:
         return "token"
-    # The first token comes from the prefill, with other kernels than the decode's.
+    # The first token comes from the prefill, whose kernels differ from those of decoding.
     fall, certainty = fades(data, data.position > 0)
     return "place" if fall > MAX_FALL and certainty > MIN_SCORE else None
 

@@ -53,7 +53,7 @@ class Where:
     ratio: float
     """Ratio of the mean mismatch inside to that outside."""
     mean_ratio: float
-    """The same of the plain means, in which tokens that are equal bit for bit count little."""
+    """The same ratio of arithmetic means, in which bit-identical tokens count little."""
     level_outside: float
     """Median logit error outside, nats."""
 

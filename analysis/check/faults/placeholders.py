@@ -225,7 +225,7 @@ def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool
         return _is_no_certainty(data, where)
     if value > -_WINDOW_NATS or any(abs(value + np.log(ties)) < _TIE_NATS for ties in range(2, 9)):
         return False  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
-    # Values in 16 bits have few neighbours.
+    # 16-bit values are sparse, so neighbours are sought in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
     near = data.keep & ~where & (np.abs(data.sample.a.logprobs - value) < width)
     _, counts = np.unique(data.sample.a.logprobs[near], return_counts=True)

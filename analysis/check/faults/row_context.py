@@ -47,8 +47,7 @@ ROW_CONTEXT = Fault(
         "turns": "later turns have a different context: the template drops or rewrites earlier turns",
         "padding": "padding is attended to or counted in positions: rows with padding are off",
         "packing": "packed rows see each other: only the first row of each pack is right",
-        "rows": "some sequences are off and the others are right: by their prompt, their padding or packing, or the process that "
-        "computed them",
+        "rows": "some sequences are off and the others are not: the cause may be their prompt, their padding or packing, or the process that computed them",
     },
 )
 
@@ -82,7 +81,7 @@ def _cause(place: Where) -> str | None:
         return "prompt"
     if place.feature.startswith(_PADDING):
         return "padding"
-    # The order of recording alone does not show packs.
+    # The recording order alone does not show which rows were packed together.
     return (
         "packing" if place.feature.startswith("forward_row") else "rows" if place.feature.startswith(_PACKING) else None
     )
