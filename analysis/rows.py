@@ -14,11 +14,22 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import date, datetime
 from typing import Any
 
-from rich.cells import cell_len, set_cell_size
-
 from ..schemas.errors import ColumnsLeftOut
 from ..schemas.results import Table
 from .main_columns import NO_NEWS
+
+
+def cell_len(text: str) -> int:
+    """Return the number of terminal cells that a text fills."""
+    from rich.cells import cell_len as measured  # help comes up without it
+
+    return measured(text)
+
+
+def _cut(text: str, width: int) -> str:
+    from rich.cells import set_cell_size
+
+    return set_cell_size(text, width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +136,7 @@ class _Column:
 
     def cut(self, width: int) -> None:
         """Truncate texts to `width`."""
-        self.cells = [text if cell_len(text) <= width else set_cell_size(text, width - 1) + "~" for text in self.cells]
+        self.cells = [text if cell_len(text) <= width else _cut(text, width - 1) + "~" for text in self.cells]
         self._measure()
 
     def padded(self, text: str) -> str:

@@ -37,7 +37,7 @@ from tim_trace.analysis.objective.objective import estimates
 from tim_trace.analysis.objective.pass_roles import ADVANTAGE, DRIFT, MISMATCH
 from tim_trace.analysis.objective.sums import COLUMNS, LossRows, SequenceSums, sequence_sums
 from tim_trace.analysis.objective.sums import shares as loss_shares
-from tim_trace.analysis.statistics.estimators import FROM_SUMS
+from tim_trace.analysis.statistics.estimators import FROM_SUMS, addable
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife, parts_of
 from tim_trace.analysis.trace.pair_sums import FiniteTokens, pair_sums
 from tim_trace.analysis.trace.ragged import Tokens, blocks
@@ -164,7 +164,8 @@ class Numbers:
             a_T=train_T, b_T=rollout_T, num_tokens_N=run.lengths_N, num_nan_N=none_N, num_inf_N=none_N
         )
         sums = {name: column.astype(np.float64) for name, column in pair_sums(tokens).items()}
-        self.columns = SequenceColumns.of_sums(sums, run.unit_N)
+        largest = {name: sums[name] for name in LARGEST.values()}
+        self.columns = SequenceColumns(values=addable(sums), largest=largest, unit_N=run.unit_N)
         self.d_T, self.row_T = train_T - rollout_T, np.repeat(np.arange(len(run.lengths_N)), run.lengths_N)
         error_t, error_r = train_T - exact_T, rollout_T - exact_T
         self.parts = {"train": error_t * (error_t - error_r), "rollout": error_r * (error_r - error_t)}

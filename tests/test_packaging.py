@@ -53,7 +53,7 @@ def version():
 
 OF_LOCATE = {
     "tim_trace.replay.locate": {"analysis/locate.py"},
-    "tim_trace.analysis.locate": {"analysis/__init__.py", "cli.py"},
+    "tim_trace.analysis.locate": {"analysis/__init__.py"},
 }
 """The part that runs `locate` -> who may import it. What lies in a trace is read without it, through tracer/located."""
 
@@ -97,7 +97,7 @@ def test_heavy_libraries_are_imported_only_by_the_hooks_and_inside_functions():
 def test_options_results_and_texts_of_a_replay_come_up_without_torch():
     program = """
 import sys
-import tim_trace.cli, tim_trace.analysis.weights, tim_trace.analysis.replay_text, tim_trace.analysis.gradient_text
+import tim_trace.cli, tim_trace.analysis.weights, tim_trace.analysis.replay_text
 import tim_trace.analysis.diagnosis.diagnose, tim_trace.replay.recorded
 print("torch" in sys.modules)
 """

@@ -52,7 +52,7 @@ RAN = {
         "tracer/test_vllm_server.py::test_what_clients_were_given_is_recorded_with_the_engine_s_logprobs",
         "tracer/test_vllm_server.py::test_ctrl_c_ends_the_server_and_the_trace_is_finished",
     ),
-    "a loop of your own": (
+    "your own training loop": (
         "test_docs.py::test_the_loop_of_one_s_own_that_a_page_shows_is_recorded_and_replayed",
         "replay/test_replay.py::test_a_loop_of_one_s_own_can_be_replayed",
         "replay/test_replay.py::test_a_model_factory_builds_what_transformers_does_not_know",

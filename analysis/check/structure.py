@@ -240,12 +240,10 @@ def token_effect(data: PairData) -> tuple[float, float]:
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
     # Repeats of the same three tokens, in a loop, within a group or at different steps, are not independent evidence.
+    # A token that follows the same token again, in a loop, in its group or at another step, is not independent evidence.
     ids = data.sample.tokens.astype(np.int64)
-    before = [np.concatenate([np.full(shift, -1), ids[:-shift]]) for shift in (1, 2)]
-    text = np.stack(
-        [ids, *(np.where(data.sample.position >= shift, before[shift - 1], -1) for shift in (1, 2))], axis=1
-    )
-    _, first = np.unique(text[data.keep][known], axis=0, return_index=True)
+    before = np.where(data.sample.position > 0, np.concatenate([[-1], ids[:-1]]), -1)
+    _, first = np.unique(((before + 1) * (int(ids.max(initial=0)) + 1) + ids)[data.keep][known], return_index=True)
     tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
     if num < max(400, groups + 10):

@@ -254,15 +254,6 @@ def test_equal_passes_are_all_in_the_middle(tmp_path):
     assert spread.envelope == 0
 
 
-def test_only_the_named_run_is_read(tmp_path):
-    first, second = make(13), make(14)
-    database = open_database([write(tmp_path / "first", first), write(tmp_path / "second", second)])
-    spread = read_breakdowns(database, run="second")
-    assert spread.num_tokens == len(list(compared(second)))
-    assert sum(num for *_, num in database.ask(spread.sql["density"]).rows) == spread.num_tokens
-    assert read_breakdowns(database).num_tokens == len(list(compared(first)))
-
-
 @given(st.floats(1e-9, 1e9))
 def test_a_rounded_up_number_is_no_smaller_and_little_larger(value):
     assert value * (1 - 1e-12) <= rounded_up(value) <= value * 1.11

@@ -448,7 +448,7 @@ def test_the_command_tells_the_same_and_its_exit_code(tmp_path):
 
 def test_the_docs_name_every_code_with_its_signals_and_what_is_broken():
     page = (ROOT / "docs" / "reference" / "check.md").read_text(encoding="utf-8")
-    table = page.split("| code | what it is |")[1].split("\n\n")[0]
+    table = page.split("| code | fault |")[1].split("\n\n")[0]
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.splitlines()[2:]]
     documented = {row[0].strip(" `"): (row[2].strip(), set(re.findall(r"`(\w+)`", row[3]))) for row in rows}
     assert documented.keys() == FAULTS.keys() | HEALTHY.keys()

@@ -276,7 +276,7 @@ ELEMENTWISE = {
     "__lshift__", "__rshift__", "__and__", "__or__", "lt", "le", "gt", "ge", "eq",
 }  # fmt: skip
 MOVING = {
-    "_to_copy", "view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "transpose", "expand", "index",
+    "_to_copy", "new_zeros", "view", "_unsafe_view", "unsqueeze", "squeeze", "slice", "select", "transpose", "expand", "index",
     "index_put", "index_put_", "copy_", "cat", "clone", "empty_like", "full", "full_like", "zeros", "zeros_like",
     "arange", "detach", "split", "gather", "nonzero", "amax", "aminmax", "any", "sort", "_unique2", "unique_dim",
     "unbind", "lift_fresh", "_local_scalar_dense", "t", "permute", "alias", "empty", "zero_", "fill_", "mT",

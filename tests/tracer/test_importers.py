@@ -543,7 +543,7 @@ def test_paths_that_hold_nothing_are_named(tmp_path):
     with pytest.raises(ImportFailed, match="not found"):
         import_parquet(tmp_path / "missing.parquet", output=tmp_path / "run")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ImportFailed, match=r"holds no \.parquet, \.jsonl or \.json file"):
+    with pytest.raises(ImportFailed, match=r"contains no \.parquet, \.jsonl or \.json file"):
         import_parquet(tmp_path / "empty", output=tmp_path / "run")
     (tmp_path / "x.tsv").write_text("a")
     with pytest.raises(ImportFailed, match=r"is not a \.parquet, \.jsonl or \.json"):

@@ -318,7 +318,7 @@ def test_a_damaged_chunk_is_named_when_its_tensor_is_read(tmp_path, monkeypatch)
     path.unlink()
     found = WeightReader(Store(tmp_path)).load(0, is_lazy=True)
     assert found["counter"].bits == 3
-    with pytest.raises(DamagedTrace, match="the keyframe of version 0 is missing or damaged"):
+    with pytest.raises(DamagedTrace, match="the keyframe for version 0 is missing or damaged"):
         found["embed.weight"].bits  # noqa: B018
 
 
@@ -451,7 +451,7 @@ def test_weights_that_run_out_of_memory_end_alone(tmp_path, monkeypatch, capsys,
     )
     found = info(str(tmp_path / "run"))
     assert found.state == "finished"
-    assert "not recorded: weights after an error (OutOfMemoryError: CUDA out of memory)" in found.missing
+    assert "not recorded: weights, after an error (OutOfMemoryError: CUDA out of memory)" in found.missing
     assert sql(tmp_path / "run", "SELECT count(*) FROM metrics").rows == [(3,)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,8 @@ def find_misplaced(data: PairData) -> list[Hypothesis]:
         },
     )  # fmt: skip
     cost = place.num_segments * np.log(max(data.num_kept, 2))
-    return [predicting(data, finding, residual, cost, moved, is_right=True)]
+    # A shift or a pairing of rows says the same with fewer displacements.
+    return [replace(predicting(data, finding, residual, cost, moved, is_right=True), rank=1)]
 
 
 def _described(data: PairData, place: Placement, moved: np.ndarray) -> dict[str, Any]:

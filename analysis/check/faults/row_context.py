@@ -56,7 +56,7 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
     """Detect that rows with padding, or all but the first of a pack, are off."""
     found = []
     for place in places:
-        cause = _cause(place)
+        cause = _cause(data, place)
         if cause is None and place.feature in ("position", "total_position") and place.kind == "before":
             # If the first tokens are wrong from the first step on, their context is wrong.
             cause = "prompt" if place.values[0] >= 2 and grows_inside(data, place.inside) < 2.5 else None
@@ -74,7 +74,7 @@ def find_row_context(data: PairData, places: Sequence[Where]) -> list[Hypothesis
     return found
 
 
-def _cause(place: Where) -> str | None:
+def _cause(data: PairData, place: Where) -> str | None:
     if place.feature == "later_turn":
         return "turns"
     if place.feature == "prompt_length" and place.kind == "from":
@@ -82,9 +82,8 @@ def _cause(place: Where) -> str | None:
     if place.feature.startswith(_PADDING):
         return "padding"
     # The recording order alone does not show which rows were packed together.
-    return (
-        "packing" if place.feature.startswith("forward_row") else "rows" if place.feature.startswith(_PACKING) else None
-    )
+    is_recorded = bool(np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any())
+    return None if not place.feature.startswith(_PACKING) else "packing" if is_recorded else "rows"
 
 
 def find_fading(data: PairData) -> list[Finding]:
