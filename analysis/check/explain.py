@@ -206,7 +206,7 @@ def _without(data: PairData, found: Sequence[Hypothesis]) -> PairData:
 
 
 def _parts(data: PairData) -> tuple[str, ...]:
-    return (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b", "prompt_seen_before")
+    return (*data.sample.settings, "writer_a", "writer_b", "contract_a", "contract_b")
 
 
 def _is_told(data: PairData, place: Where) -> bool:
