@@ -10,6 +10,7 @@ from .finding import Finding
 from .likelihood import apart, gain
 from .pair_data import PairData
 from .rounding import value_rounding
+from .where import Where
 
 CLAIM_NATS = 8.0
 """Cost, nats, of naming any cause: by chance, one run in 3,000 gets one."""
@@ -27,9 +28,11 @@ class Hypothesis:
     left: float | None = None
     """Share of the mismatch at its tokens that its prediction leaves unexplained; None if it does not predict sizes."""
     rank: int = 0
-    """0 for an explanation of some tokens or of their values, 1 for one that fits a separate size for each step."""
+    """1 for an explanation with many parameters: another with at least half of its gain is preferred."""
     right: np.ndarray | None = None
     """[N] d after moving values to the right tokens or converting their unit; None if the explanation does neither."""
+    place: Where | None = None
+    """The place of the tokens, if the explanation is confined to it."""
     beside: Finding | None = None
     """Finding for the place of the tokens, if the explanation covers only the values at one place."""
 
@@ -65,18 +68,11 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float, to
     return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=float(worth) - cost - CLAIM_NATS)
 
 
-def located(data: PairData, finding: Finding, tokens: np.ndarray, cost: float) -> Hypothesis:
+def located(
+    data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
+) -> Hypothesis:
     """Return an explanation that predicts at which tokens, [K] bool, d is off, but not by how much. Its gain is that of
     fitting a separate level of mismatch there.
     """
-    return Hypothesis(
-        finding=finding, tokens=data.marked(tokens), gain=apart(data, tokens, ~tokens) - cost - CLAIM_NATS
-    )
-
-
-def by_step(data: PairData, finding: Finding) -> Hypothesis:
-    """Return an explanation of all tokens by a mismatch whose size differs by step."""
-    steps = data.sample.steps[data.seq]
-    worth = apart(data, *(steps == step for step in np.unique(steps)))
-    cost = 3.0 * len(np.unique(steps)) + CLAIM_NATS
-    return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=worth - cost, rank=1)
+    gain = apart(data, tokens, ~tokens) - cost - CLAIM_NATS
+    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=gain, place=place)

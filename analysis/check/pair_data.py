@@ -169,18 +169,6 @@ class PairData:
         out[there] = self.level[there] - usual[place]
         return out
 
-    def explained_by(self, affected: np.ndarray) -> float:
-        """Return the share of the variance of `level` that is explained by splitting the kept tokens into affected, [K]
-        bool, and unaffected ones."""
-        there = np.isfinite(self.level_beyond_tokens)
-        part = affected[there]
-        if not part.any() or part.all():
-            return 0.0
-        y = self.level_beyond_tokens[there]
-        y = y - y.mean()
-        between = sum(y[side].sum() ** 2 / side.sum() for side in (part, ~part))
-        return float(between / max(y @ y, 1e-30))
-
     @cached_property
     def memo(self) -> dict[Any, Any]:
         """Function results cached by `once`."""

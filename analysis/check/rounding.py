@@ -198,3 +198,17 @@ def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     one, two = order[:-1], order[1:]
     pair = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (tokens[one] != tokens[two])
     return one[pair], two[pair]
+
+
+def is_mixture(data: PairData) -> bool | None:
+    """Return True if a contract or the model configuration names experts; None if neither describes the model."""
+    texts = [
+        str(declared(data.contract(side), *path) or "")
+        for side in "ab"
+        for path in (("model", "class"), ("model_class",), ("model", "experts"), ("model", "moe_layers"))
+    ]
+    config = data.model.get("config") or {}
+    counted = [config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
+    if any(counted) or any("moe" in text.lower() or "mixtral" in text.lower() for text in texts):
+        return True
+    return False if config or any(texts[:2]) else None

@@ -7,6 +7,7 @@ import numpy as np
 from .. import commands
 from ..finding import Broken, Fault, Finding
 from ..hypothesis import Hypothesis, of_signs, predicting
+from ..kinds import judged, judged_words
 from ..pair_data import PairData
 from ..rounding import allowed_noise
 from ..structure import sampled_mean, sampled_score
@@ -33,11 +34,16 @@ UNRELATED = Fault(
         "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and at these tokens {side} and "
         "{other} are uncorrelated (correlation {correlation:.2f}): they belong to other tokens, in {num_sequences:,} "
         "of {of_sequences:,} sequences",
+        "judged": judged("stored, gathered or changed wrongly"),
     },
     words={
+        "judged": judged_words,
         "no_correlation": lambda n: {
             "sampled_text": _SAMPLED[n["sampled"]].format_map({**n, "mean": n["sampled_mean"] or 0.0})
-        }
+        },
+    },
+    causes={
+        "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly"
     },
 )
 MIN_CORRELATION = 0.3

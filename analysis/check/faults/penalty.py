@@ -7,6 +7,7 @@ import numpy as np
 from .. import commands
 from ..finding import Fault
 from ..hypothesis import Hypothesis, of_signs
+from ..kinds import judged, judged_words
 from ..likelihood import unexplained
 from ..pair_data import PairData
 from ..rounding import value_rounding
@@ -22,6 +23,7 @@ PENALTY = Fault(
         "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",
         "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against "
         "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
+        "judged": judged("a filter, penalty, bias or temperature of sampling that one side does not apply"),
         "sampled_elsewhere": "the passes agree, yet logprob + entropy averages to {mean:.3g} nats: the tokens were not "
         "sampled from the recorded distribution{recorded_text}",
     },
@@ -30,6 +32,7 @@ PENALTY = Fault(
         "token_ids": lambda n: {
             "lowers": "lowers" if n["mean_ids"] < 0 else "raises", "raises": "raises" if n["mean_ids"] < 0 else "lowers",
         },
+        "judged": judged_words,
         "sampled_elsewhere": lambda n: {"recorded_text": _recorded(n["recorded"])},
     },
 )  # fmt: skip

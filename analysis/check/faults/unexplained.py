@@ -13,8 +13,8 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..pair_data import PairData
 from ..rounding import allowed_noise, precisions
+from ..structure import level
 from ..where import Where, where_text
-from .weights import level
 
 ROUNDING = Fault(
     code="rounding",
