@@ -112,7 +112,10 @@ def _explained(data: PairData) -> list[Finding]:
         # Recorded declarations are tested first.
         declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
         if any(each.is_expected for each in declared):
-            return declared
+            # Sequences that no declared lag covers are judged as usual.
+            rest = data.within(data.updates_behind[data.seq] == 0)
+            judged = _explained(rest) if rest.num_kept < data.num_kept else []
+            return [*declared, *(each for each in judged if each.fails)]
         placed = _places(data)
         whole = _candidates(data)
         best = _best([*whole, *placed, *_inside(data, placed, whole)])

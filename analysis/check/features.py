@@ -80,10 +80,10 @@ def _sampling(data: PairData) -> dict[str, float]:
     return {
         "lean": float(d.mean()) / max(float(np.abs(d).mean()), 1e-12),
         "divergence": -float(d.mean()) / max(float(np.mean(d * d)) / 2 + 2 * error, 1e-12),
-        "excess_a": _signed_log(scores[0]),
-        "excess_b": _signed_log(scores[1]),
-        "sampled_a": _signed_log(sampled_score(data, "a")),
-        "sampled_b": _signed_log(sampled_score(data, "b")),
+        "excess_a": _certainty(scores[0]),
+        "excess_b": _certainty(scores[1]),
+        "sampled_a": _certainty(sampled_score(data, "a")),
+        "sampled_b": _certainty(sampled_score(data, "b")),
         "correlation": pearson(data.a, data.b),
         "surprise": pearson(levels(data), surprise),
         "follows_a": pearson(d, data.a),
@@ -97,7 +97,7 @@ def _tokens(data: PairData) -> dict[str, float]:
     again = repeated_in_row(data)
     return {
         "token": effect,
-        "token_score": _signed_log(score),
+        "token_score": _certainty(score),
         "bigram": variance_between(moved, (before + 1) * (int(ids.max()) + 1) + ids)[0],
         "before": variance_between(moved, before)[0],
         "token_level": variance_between(levels(data), ids)[0],
@@ -116,11 +116,11 @@ def _positions(data: PairData) -> dict[str, float]:
     turn = later_turn(data.sample)[data.keep]
     return {
         "fall": fall,
-        "fall_score": _signed_log(score),
+        "fall_score": _certainty(score),
         "later_fall": later,
-        "later_fall_score": _signed_log(later_score),
+        "later_fall_score": _certainty(later_score),
         "slope": slope,
-        "slope_score": _signed_log(slope_score),
+        "slope_score": _certainty(slope_score),
         **{f"position_{place}": _contrast(log, position == place, position >= 3) for place in range(3)},
         "position": variance_between(log, position)[0],
         "total_position": variance_between(log, total)[0],
@@ -143,7 +143,7 @@ def _rows(data: PairData) -> dict[str, float]:
     exact, steady_rows = exact_rows(data)[0], float(np.clip(1 - share, 0.0, 1.0))
     return {
         "row": share,
-        "row_score": _signed_log(score),
+        "row_score": _certainty(score),
         "row_signed": variance_between(_moved(data), data.seq)[0],
         "group": variance_between(mean, groups)[0],
         "row_in_step": variance_between(mean, steps)[0],
@@ -157,7 +157,7 @@ def _rows(data: PairData) -> dict[str, float]:
         "exact_rows": exact,
         "persistence": structure.persistence,
         "persistence_within": structure.persistence_within,
-        "sequences": _signed_log(structure.sequence_score),
+        "sequences": _certainty(structure.sequence_score),
         "unsteady": float(is_unsteady),
         "unsteady_rows": is_unsteady * (exact == 0) * steady_rows**4,
         "steady": float(is_known and most < 0.3 * twins.d),
@@ -174,8 +174,8 @@ def _time(data: PairData) -> dict[str, float]:
     return {
         "growth": _log(grown.ratio),
         "first_step": _log(grown.first / allowed_noise(data)),
-        "along": _signed_log(along),
-        "along_either": abs(_signed_log(along)),
+        "along": _certainty(along),
+        "along_either": abs(_certainty(along)),
         "step": variance_between(levels(data), steps)[0],
         "trend": pearson(levels(data), steps.astype(float)),
     }
@@ -187,15 +187,16 @@ def _places(data: PairData) -> dict[str, float]:
         for name, members in FAMILIES.items():
             if place.feature.startswith(members) or f"{place.feature}/{place.kind}" in members:
                 best[name] = max(best[name], place.gain)
-    return {f"at_{name}": float(np.log1p(gain)) for name, gain in best.items()}
+    return {f"at_{name}": float(np.tanh(gain / 100.0)) for name, gain in best.items()}
 
 
 def _log(ratio: float) -> float:
     return float(np.log(max(ratio, 1e-9)))
 
 
-def _signed_log(score: float) -> float:
-    return float(np.sign(score) * np.log1p(abs(score)))
+def _certainty(score: float) -> float:
+    """Return a score in standard errors on a scale from -1 to 1, so that large runs are not judged by their size."""
+    return float(np.tanh(score / 6.0))
 
 
 def _contrast(values: np.ndarray, inside: np.ndarray, outside: np.ndarray | None = None) -> float:

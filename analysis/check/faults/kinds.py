@@ -24,8 +24,8 @@ from .weights import WEIGHTS, measured
 MIN_SECOND = 0.2
 """Minimum probability of the second most probable kind for it to be reported as well."""
 MAX_ROUNDING = 0.2
-"""Probability of rounding below which a mismatch that is no larger than rounding counts as a fault: no healthy run of an
-author left out of the fit in 200 is below it."""
+"""Probability of rounding below which a mismatch no larger than rounding counts as a fault: of 900 healthy runs, one is
+below it when their author is left out of the fit."""
 TAIL_RATIO = 10.0
 """Logit error above which a token is in the tail, in multiples of the median: rounding alone reaches six to eight."""
 
@@ -208,8 +208,11 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if the mismatch depends on more than rounding does."""
-    return bool(data.num_kept) and data.rms() > 0.0 and probabilities(data)[ROUNDING] < MAX_ROUNDING
+    """Return True if the mismatch depends on more than rounding does. The model is fitted to whole runs, so that a part of
+    one is not judged.
+    """
+    is_whole = data.num_kept > 0.9 * data.sample.compared.sum()
+    return is_whole and data.rms() > 0.0 and probabilities(data)[ROUNDING] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
