@@ -212,12 +212,12 @@ def _contrast(values: np.ndarray, inside: np.ndarray, outside: np.ndarray | None
 def _moved(data: PairData) -> np.ndarray:
     """Return the change [K] of the logit that explains d, with the largest and smallest hundredth clipped, nats."""
     moved = data.d / data.scale
-    return np.clip(moved, *np.quantile(moved, [0.01, 0.99]))
+    return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
 
 
 def _before(data: PairData) -> np.ndarray:
     tokens = data.sample.tokens.astype(np.int64)
-    return np.where(data.sample.position > 0, np.concatenate([[-1], tokens[:-1]]), -1)[data.keep]
+    return np.asarray(np.where(data.sample.position > 0, np.concatenate([[-1], tokens[:-1]]), -1)[data.keep])
 
 
 def _neighbours(data: PairData, values: np.ndarray) -> float:

@@ -48,7 +48,7 @@ class Model:
     def distances(self, measured: dict[str, float]) -> np.ndarray:
         """Return the standardised features, [F]."""
         values = np.array([measured[name] for name in self.features])
-        return np.clip((values - self.mean) / self.scale, -MAX_DISTANCE, MAX_DISTANCE)
+        return np.asarray(np.clip((values - self.mean) / self.scale, -MAX_DISTANCE, MAX_DISTANCE))
 
     def probabilities(self, measured: dict[str, float]) -> np.ndarray:
         """Return the probability of each kind, [C]."""
