@@ -49,6 +49,8 @@ MIN_GAIN_NATS = 12.0
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
+MIN_LIKELY = 0.4
+"""Minimum probability of a kind for it to be reported beside the place of the tokens that are off."""
 _MAX_PARTS = 3
 """Maximum number of places for which explanations are tried on their tokens only."""
 _MAX_PLACES = 16
@@ -259,13 +261,12 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
     if place.code in (ONE_PLACE.code, BOUNDARY.code) and cause is None:
-        state = _state(data)[:1] if best.tokens.sum() > data.num_kept / 10 else []
-        return [place, *(each for each in state if each.weight > 0.5)]
+        return [place, *_likely(data)]
     if place.code != SUBSET.code:
         return [place if cause is None else _confined(data, cause, best)]
     inside = data.without(~best.tokens)
     if cause is None and (is_excessive(inside) or place.numbers["column"] in BY_TIME):
-        cause = _state(inside if place.since is None else data)[0]
+        cause = _state(data)[0]
     if cause is None:
         return [place]
     if place.since is not None:
@@ -290,7 +291,7 @@ def _left(data: PairData) -> list[Finding]:
         without = data.within(~off)
         if not (is_above(without) or is_fault(without)):
             found = find_router_flips(data, off) or find_scattered(data, off)
-            return found or [unexplained_tokens(data, off, _describing(data, off))]
+            return found or [unexplained_tokens(data, off, _describing(data, off)), *_likely(data)]
     return _state(data)
 
 
@@ -304,6 +305,11 @@ def _describing(data: PairData, off: np.ndarray) -> Where | None:
 def _state(data: PairData) -> list[Finding]:
     """Return the kinds of a mismatch without a particular place, most probable first."""
     return [equal_weights(data)] if weights_agree(data) else find_earlier_growth(data) or find_kinds(data)
+
+
+def _likely(data: PairData) -> list[Finding]:
+    """Return the most probable kind of a mismatch at a few tokens, if it is probable."""
+    return [each for each in _state(data)[:1] if each.weight >= MIN_LIKELY]
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:
