@@ -23,7 +23,7 @@ sampled tokens: large logits have large errors. Measured 0.3 to 10 on an H100 (m
 attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
 """dtype -> number of significant bits; float8 is e4m3."""
-MIN_SPREAD = 0.5
+MIN_SPREAD = 1.0
 """Minimum standard deviation of the log-odds assumed when computing the noise."""
 FLOOR_NATS = 1e-5
 """Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
@@ -105,8 +105,9 @@ def value_precision(logprobs: np.ndarray) -> str | None:
 @once
 def allowed_noise(data: PairData) -> float:
     """Return the largest rms error of a logit that rounding explains, nats."""
-    # An unknown dtype could be bfloat16.
-    dtypes = [side.coarsest if side.coarsest in UNIT_ROUNDOFF else "bfloat16" for side in precisions(data)]
+    # An unknown dtype could be bfloat16: logits in float16 do not show what the layers before the head were computed in.
+    known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
+    dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
     compared = data.sample.compared
     spread = min(
         float(np.std(_log_odds(side.logprobs[compared]))) if compared.any() else 0.0

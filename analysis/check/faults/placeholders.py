@@ -14,6 +14,7 @@ from ..pair_data import PairData
 from ..rounding import precisions
 from ..rows import row_spreads
 from ..sample import PassSample, Sample
+from .truncation import recorded_filter
 
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
@@ -235,7 +236,10 @@ def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool
 
 def _is_no_certainty(data: PairData, where: np.ndarray) -> bool:
     """Return True if the tokens in `where`, [N] bool, which have a logprob of 0, were not certain because their entropy
-    is above 0."""
+    is above 0. A recorded filter of sampling makes tokens certain, and the entropy may be that of all tokens.
+    """
+    if recorded_filter(data):
+        return False
     for side in (data.sample.a, data.sample.b):
         if side.entropy is not None and np.isfinite(side.entropy[data.keep]).all():
             at, elsewhere = float(np.mean(side.entropy[where])), float(np.mean(side.entropy[data.keep & ~where]))

@@ -43,6 +43,11 @@ def _recorded(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"recorded_text": f"; recorded: {', '.join(parts)}" if parts else ""}
 
 
+_CHANGING = (
+    "{{b}}'s logits are {{a}}'s divided by a temperature that changes along {along}: {{temperatures}} in the four quarters "
+    "{quarters} (fitted), which accounts for {{r2:.0%}} of the mismatch{{recorded_text}}"
+)
+
 TEMPERATURE = Fault(
     code="temperature",
     title="temperature on one side only",
@@ -50,9 +55,10 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
         "accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "along_response": "{b}'s logits are {a}'s divided by a temperature that changes along the response: {temperatures} in the four quarters by position (fitted), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "along_response": _CHANGING.format(along="the response", quarters="by position"),
+        "along_steps": _CHANGING.format(along="the steps", quarters="of the steps"),
     },
-    words={"scaled_logits": _recorded, "along_response": _recorded},
+    words={"scaled_logits": _recorded, "along_response": _recorded, "along_steps": _recorded},
     causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
 )
 
@@ -84,7 +90,11 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
         return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
     exact = _by_pairs(data)
     found = [_scaled(data, fit, exact) for fit in _fits(data) if _agrees(data, fit, exact)]
-    return found or _along_response(data)
+    return (
+        found
+        or _changing(data, data.position, "along_response")
+        or _changing(data, data.sample.steps[data.seq], "along_steps")
+    )
 
 
 def _fits(data: PairData) -> list[ScaleFit]:
@@ -122,10 +132,10 @@ def _cause(data: PairData, temperature: float) -> dict[str, str]:
     return {"cause": "scale"} if recorded and all(value == 1.0 for value in recorded) else {}
 
 
-def _along_response(data: PairData) -> list[Hypothesis]:
-    """Detect a factor that rises or falls along the response."""
-    cuts = np.quantile(data.position, [0.25, 0.5, 0.75])
-    parts = [np.searchsorted(cuts, data.position, side="left") == part for part in range(4)]
+def _changing(data: PairData, along: np.ndarray, signal: str) -> list[Hypothesis]:
+    """Detect a factor that rises or falls along a coordinate, [K]."""
+    cuts = np.quantile(along, [0.25, 0.5, 0.75])
+    parts = [np.searchsorted(cuts, along, side="left") == part for part in range(4)]
     fits = [max(_fits(data.within(part)), key=lambda fit: fit.r2, default=None) for part in parts if part.sum() >= 100]
     scales = [1.0 if fit is None else fit.scale for fit in fits]
     known = [fit for fit in fits if fit is not None and fit.r2 > 0.8]
@@ -142,7 +152,8 @@ def _along_response(data: PairData) -> list[Hypothesis]:
             residual[part] = fit.residual
     r2 = float(np.mean([fit.r2 for fit in known]))
     finding = TEMPERATURE.finding(
-        data, "along_response", weight=r2, next=commands.query(data, "by-position"),
+        data, signal, weight=r2,
+        next=commands.stats(data, "step") if signal == "along_steps" else commands.query(data, "by-position"),
         numbers={
             "temperatures": ", ".join(f"{1 / scale:.3g}" for scale in scales), "r2": r2, **data.names, **_declared(data),
         },
