@@ -30,7 +30,7 @@ from .faults.truncation import find_one_sided
 from .faults.unexplained import rounding, too_few, unexplained_tokens
 from .faults.unit import find_shared_unit, find_unit
 from .faults.weights import find_adapter, find_declared, find_earlier_growth
-from .finding import Finding
+from .finding import Finding, Number
 from .hypothesis import Hypothesis
 from .likelihood import nobodys
 from .pair_data import PairData
@@ -124,12 +124,30 @@ def _explained(data: PairData) -> list[Finding]:
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
             return _added(found, left, behind)
-        found = _added(found, _with_cause(data, best), behind)
+        found = _added(found, _dated(data, best, _with_cause(data, best)), behind)
         if best.right is None:
             data = data.without(best.tokens)
         else:
             data, behind = data.corrected(best.tokens, best.right), best.finding.code
     return found
+
+
+def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, the first with the steps that have its tokens, if others have none although chance would have
+    put several there: the first step if they are all from one on, otherwise up to five steps.
+    """
+    tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
+    there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
+    without = np.setdiff1d(every, there)
+    by_chance = float(tokens.sum()) * len(without) / len(there)
+    if by_chance < 5 or found[0].since is not None:
+        return list(found)
+    when: dict[str, Number] = {}
+    if there.min() > without.max():
+        when = {"since_step": int(there.min())}
+    elif len(there) <= 5:
+        when = {"in_steps": ", ".join(map(str, there))}
+    return [replace(found[0], numbers=when | found[0].numbers), *found[1:]]
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:

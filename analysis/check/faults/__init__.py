@@ -51,6 +51,9 @@ def evidence_text(finding: Finding) -> str:
         text += f"; {finding.numbers['rival_probability']:.0%} for: {KIND_TITLES[str(finding.numbers['rival'])]}"
     if "since_step" in finding.numbers:
         text += f"; all of it from step {finding.numbers['since_step']} on; both passes agree before"
+    if "in_steps" in finding.numbers:
+        steps = str(finding.numbers["in_steps"])
+        text += f"; all of it in step{'s' if ',' in steps else ''} {steps}"
     if "part_sequences" in finding.numbers:
         where = {name: finding.numbers[f"part_{name}"] for name in ("feature", "kind", "values")}
         which = f", {where_text(where)}" if where["feature"] else ""

@@ -229,7 +229,8 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
         return []
     if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > MAX_FLIP_NATS):
         return []
-    expected = bool(_rounds_routers(data) and (tail.mean() < 0.025 or level(data) < allowed_noise(data)))
+    is_usual = tail.mean() < 0.025 or level(data) < allowed_noise(data)
+    expected = bool(_rounds_routers(data) and is_usual and not is_fault(data))
     if mixture is None and not expected:
         return []
     return [
