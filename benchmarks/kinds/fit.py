@@ -6,9 +6,9 @@ python benchmarks/kinds/fit.py measure TRACE...  # features of traces as JSON li
 
 `runs.parquet` has one row per trace: its author, the fault planted by the author, the kind that it counts as (`rounding`
 for a healthy run), and its features. Faults that an explanation predicts token by token are left out, as `check` never asks
-the model about them. The traces are two real executions of tiny models (authors 0 and 1, who had not read any code of
-`check`), pairs of executions on an H100 (author 2, healthy), and an n-gram model in numpy whose engine has bfloat16 weights (author
-3, healthy).
+the model about them. The traces are two real executions of tiny models by authors
+who had not read `check` (0, 1 and 4, and the public reports of 5), pairs of executions on an H100 (2, healthy), and an n-gram
+model in numpy whose engine has bfloat16 weights (3, healthy).
 """
 
 import argparse
