@@ -149,6 +149,13 @@ def logit_error(data: PairData) -> np.ndarray:
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
+@once
+def levels(data: PairData) -> np.ndarray:
+    """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
+    noise = logit_error(data)
+    return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
+
+
 def _has_tf32(contract: Contract) -> bool:
     return bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
 

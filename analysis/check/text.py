@@ -14,8 +14,7 @@ from ..rows import shown
 from .data_checks import DataFinding, data_text
 from .faults import evidence_text
 from .finding import Finding
-from .notes import Note
-from .result import CheckResult
+from .result import CheckResult, Note
 
 _INDENT = "  "
 _DATA = "rewards, advantages and groups (the comparison of logprobs does not depend on them):"

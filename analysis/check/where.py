@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .likelihood import levels
 from .pair_data import PairData
-from .rounding import logit_error
+from .rounding import levels, logit_error
 from .sample import Sample
 
 Kind = Literal["one_of", "from", "before", "is"]

@@ -24,14 +24,13 @@ from bigrams import (
 from builders import ROOT, tim_trace
 from shared import rest_slow
 from tim_trace import cli
-from tim_trace.analysis.check.check import check, gather
+from tim_trace.analysis.check.check import check, gather, read_pair_sums
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES, evidence_text
 from tim_trace.analysis.check.faults.copies import EQUAL
 from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.check.rounding import dtype_of, precisions, value_precision
 from tim_trace.analysis.check.structure import along_movement, error_structure, variance_between
-from tim_trace.analysis.check.sums import read_pair_sums
 from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_text
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database

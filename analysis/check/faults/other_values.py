@@ -6,8 +6,8 @@ import numpy as np
 
 from .. import commands
 from ..finding import Broken, Fault, Finding
-from ..hypothesis import Hypothesis, of_signs, predicting
 from ..kinds import judged, judged_words
+from ..likelihood import Hypothesis, of_signs, predicting
 from ..pair_data import PairData
 from ..rounding import allowed_noise
 from ..structure import sampled_mean, sampled_score

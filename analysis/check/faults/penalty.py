@@ -6,9 +6,8 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, of_signs
 from ..kinds import judged, judged_words
-from ..likelihood import unexplained
+from ..likelihood import Hypothesis, of_signs, unexplained
 from ..pair_data import PairData
 from ..rounding import value_rounding
 from ..structure import sampled_mean, sampled_score

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault, Finding
-from ..hypothesis import Hypothesis, predicting
+from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData
 from ..rounding import precisions
 from ..rows import row_spreads

@@ -9,8 +9,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, located
-from ..likelihood import explained
+from ..likelihood import Hypothesis, explained, located
 from ..pair_data import PairData
 from ..where import Where, where_text
 

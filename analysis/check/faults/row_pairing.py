@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, predicting
+from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, once
 from ..rows import CAP_NATS, MIN_OFF_NATS, Grid, grid_of, row_means, token_values
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, located, predicting
+from ..likelihood import Hypothesis, located, predicting
 from ..pair_data import PairData
 from ..rows import CAP_NATS, MIN_OFF_NATS, Grid, grid_of, mean, row_means, token_values
 

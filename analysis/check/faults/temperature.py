@@ -12,7 +12,7 @@ import numpy as np
 from ...advice import Advice
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, predicting
+from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, context_pairs, value_rounding
 
