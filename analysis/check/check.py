@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -61,33 +60,20 @@ def check(
         names = parse_pair(pair)
         tell_sampled(database, names)
         sums = _sums(database, names)
-        (found,) = spread(database, _judged, [_Question.of(names, os.fspath(trace), sums)])
+        question = (names, os.fspath(trace), sums.total, sums.worst_steps(), sums.worst_lost_steps())
+        (found,) = spread(database, _judged, [question])
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """Input of `_judged`, which runs in the process that reads the sampled tokens."""
-
-    pair: Pair
-    trace: str
-    """Path of the trace, as given by the caller."""
-    sums: PairSums
-    """Sums over the whole run, in one row."""
-    worst_steps: list[int]
-    worst_lost_steps: list[int]
-
-    @classmethod
-    def of(cls, pair: Pair, trace: str, sums: PairSums) -> _Question:
-        return cls(
-            pair=pair, trace=trace, sums=sums.total, worst_steps=sums.worst_steps(), worst_lost_steps=sums.worst_lost_steps()
-        )  # fmt: skip
+_Question = tuple[Pair, str, PairSums, list[int], list[int]]
+"""The passes, the path of the trace as given by the caller, sums over the whole run in one row, and the steps with the largest
+mismatch and with the most lost values: input of `_judged`, which runs in the process that reads the sampled tokens."""
 
 
 def _judged(database: Database, question: _Question) -> Iterator[CheckResult]:
-    sample = read_sample(database, question.pair, question.worst_steps, question.worst_lost_steps)
-    data = _pair_data(database, question.pair, question.trace, question.sums, sample)
-    yield judge(data, ":".join(question.pair), data_findings(database, sample))
+    pair, trace, sums, worst_steps, lost_steps = question
+    sample = read_sample(database, pair, worst_steps, lost_steps)
+    yield judge(_pair_data(database, pair, trace, sums, sample), ":".join(pair), data_findings(database, sample))
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
@@ -102,13 +88,14 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
 def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sample: Sample) -> PairData:
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
+    contracts = database.connection.execute("SELECT contract, contract_json FROM passes").fetchall()
     return PairData(
         trace=trace,
         steps=database.steps,
         condition=database.step_condition(),
         sample=sample,
         sums=sums,
-        contracts=_contracts(database),
+        contracts={name: json.loads(text) for name, text in contracts if text},
         passes=[
             name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()
         ],
@@ -206,8 +193,3 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
         data=of_data,
         notes=tuple(notes(data)),
     )
-
-
-def _contracts(database: Database) -> dict[str, dict[str, object]]:
-    rows = database.connection.execute("SELECT contract, contract_json FROM passes").fetchall()
-    return {name: json.loads(text) for name, text in rows if text}

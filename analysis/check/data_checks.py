@@ -20,7 +20,7 @@ from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from .advantage_rule import BATCH, count_of, mean_of, rule_of
-from .sample import Sample
+from .sample import Sample, run_lengths
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -457,8 +457,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     np.maximum.at(last_other, seq[differs], np.flatnonzero(differs))
     repeats_end = np.arange(len(tokens)) > last_other[seq] + 1
     padding, odd = odd & repeats_end, odd & ~repeats_end
-    stretch = np.cumsum(np.r_[True, (np.diff(odd) != 0) | (np.diff(seq) != 0)]) - 1
-    size = np.bincount(stretch)[stretch]
+    size = run_lengths(odd, seq)
     inside = odd & (size >= _STRETCH) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # sampled tokens lack logprobs, too

@@ -178,12 +178,13 @@ class Hypothesis:
 
 
 def predicting(
-    data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray, *, is_right: bool = False
-) -> Hypothesis:
-    """Return an explanation that predicts d up to a residual, [K] nats, at the tokens, [K] bool, and does not change d
-    elsewhere. `cost` is the cost of its parameters, nats. `is_right` is True if the residual is what d would be without
+    data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
+) -> Hypothesis:  # fmt: skip
+    """Return an explanation that predicts d up to a residual, [K] nats, at the tokens, [K] bool, or at all if that is None, and does
+    not change d elsewhere. `cost` is the cost of its parameters, nats. `is_right` is True if the residual is what d would be without
     the fault, so that it can be judged again.
     """
+    tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
     right = None
     if is_right:
@@ -196,16 +197,16 @@ def predicting(
     )  # fmt: skip
 
 
-def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float, tokens: np.ndarray) -> Hypothesis:
+def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
     """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Under rounding, each sign
     occurs half of the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats.
     """
-    asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0) & tokens
+    asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
     right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
     entropy = -right * np.log(right) - (1 - right) * np.log(1 - right)
     worth = num * (np.log(2) - entropy) if right > 0.5 else 0.0
-    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=float(worth) - cost - CLAIM_NATS)
+    return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=float(worth) - cost - CLAIM_NATS)
 
 
 def located(

@@ -47,6 +47,11 @@ class Precision:
     """True if the contract allows TensorFloat-32 in float32 matrix products."""
 
     @property
+    def rounded(self) -> str | None:
+        """dtype coarser than float32 to which the logprobs were rounded; None if there is none."""
+        return None if self.values == "float32" else self.values
+
+    @property
     def coarsest(self) -> str | None:
         """Coarsest dtype declared or inferred; None if unknown. Logits in float32 alone do not show it, because the
         layers before the head may be coarser."""
@@ -66,6 +71,11 @@ def precisions(data: PairData) -> tuple[Precision, Precision]:
         )
     )
     return a, b
+
+
+def coarsest(data: PairData) -> dict[str, str | None]:
+    """Return the coarsest dtype of each pass, under the keys `dtype_a` and `dtype_b`."""
+    return {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
 
 
 def dtype_of(contract: Contract) -> str | None:
@@ -125,8 +135,8 @@ def value_rounding(data: PairData) -> np.ndarray:
     """Return the error [K] in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
-        if side.values is not None and is_coarse(side.values):
-            half += half_ulp(values, side.values)
+        if side.rounded is not None:
+            half += half_ulp(values, side.rounded)
     return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
@@ -136,11 +146,6 @@ def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
         return np.full(len(values), 0.5 * 10.0 ** -int(dtype.split()[0]))
     _, exponent = np.frexp(values)
     return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[dtype] - 1))
-
-
-def is_coarse(dtype: str | None) -> bool:
-    """Return True if the values have a dtype coarser than float32."""
-    return dtype is not None and dtype != "float32"
 
 
 @once

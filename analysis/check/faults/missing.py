@@ -11,7 +11,7 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..likelihood import Hypothesis
 from ..pair_data import PairData
-from ..sample import PassSample, Sample
+from ..sample import PassSample, Sample, run_lengths
 
 MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
@@ -167,12 +167,13 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
     entropy = data.entropy
     if entropy is None:
         return []
-    runs = unlikely_runs(np.maximum(data.a, data.b) + entropy, data.seq, data.position)
+    likely = np.maximum(data.a, data.b)
+    unlikely = likely + entropy < UNSAMPLED_NATS
+    runs = unlikely & (run_lengths(unlikely, data.seq) >= MIN_UNSAMPLED_RUN)
     rows = np.unique(data.seq[runs])
     present = len(np.unique(data.seq))
     if len(rows) < max(4, 0.05 * present):
         return []
-    likely = np.maximum(data.a, data.b)
     finding = MASK.finding(
         data,
         "unlikely_runs",
@@ -188,15 +189,3 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
         },
     )
     return [Hypothesis(finding=finding, tokens=data.marked(runs), gain=float("inf"))]
-
-
-def unlikely_runs(calibration: np.ndarray, seq: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Return [K] bool: True in runs of at least MIN_UNSAMPLED_RUN consecutive tokens with `calibration`, i.e. logprob +
-    entropy, below UNSAMPLED_NATS."""
-    order = np.lexsort((position, seq))
-    low, row = (calibration < UNSAMPLED_NATS)[order], seq[order]
-    begins = np.concatenate([[True], (row[1:] != row[:-1]) | (low[1:] != low[:-1])]) if len(low) else np.empty(0, bool)
-    run = np.cumsum(begins) - 1
-    out = np.zeros(len(low), bool)
-    out[order] = low & (np.bincount(run)[run] >= MIN_UNSAMPLED_RUN)
-    return out

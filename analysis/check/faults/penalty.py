@@ -75,7 +75,7 @@ def _of_repeats(data: PairData, counted: str, repeated: np.ndarray) -> Hypothesi
     )  # fmt: skip
     # A recorded penalty is tested first, because it has no fitted parameters.
     cost = 0.0 if recorded_penalty(data) else 8.0
-    return of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))
+    return of_signs(data, finding, sign, cost)
 
 
 def find_token_ids(data: PairData) -> list[Hypothesis]:
@@ -108,7 +108,7 @@ def find_token_ids(data: PairData) -> list[Hypothesis]:
         },
     )  # fmt: skip
     cost = float(other.sum()) * np.log(len(ids)) + 8.0
-    return [of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))]
+    return [of_signs(data, finding, sign, cost)]
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:

@@ -284,6 +284,5 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
                     "what": "a sum" if is_sum else "a mean",
                 },
             )  # fmt: skip
-            every = np.ones(data.num_kept, bool)
-            return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum(), every)]
+            return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
     return []

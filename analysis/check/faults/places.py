@@ -118,7 +118,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         if not known or len(place.values) > 20 or (place.feature.endswith("_length") and place.kind == "one_of"):
             continue
         steps = data.sample.steps
-        since = _since(place, steps, rows) if by_time else None
+        since = _since(steps, rows) if by_time else None
         finding = SUBSET.finding(
             data, "column", place.inside, weight=explained(data, place.inside), next=commands.by_column(data, place.feature),
             numbers={
@@ -132,7 +132,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     return found
 
 
-def _since(place: Where, steps: np.ndarray, rows: np.ndarray) -> int | None:
+def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
     """Return the first step of the sequences `rows` if these are all sequences from that step on; None otherwise."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True

@@ -114,17 +114,17 @@ def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
         data, "scaled_logits", weight=fit.r2, next=_confirming(data, temperature),
         numbers={
             "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
-            "r2": fit.r2, "standard_errors": fit.score, **data.names, **_declared(data), **_cause(data, temperature),
+            "r2": fit.r2, "standard_errors": fit.score, **data.names, **_declared(data), **_cause(data),
         },
     )  # fmt: skip
-    hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
+    hypothesis = predicting(data, finding, fit.residual, 8.0)
     # A recorded temperature is tested first.
     named = low / wider < 1 / _to_try(data, temperature) < high * wider
     is_recorded = named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
 
 
-def _cause(data: PairData, temperature: float) -> dict[str, str]:
+def _cause(data: PairData) -> dict[str, str]:
     """Return the cause `scale`, which is more general than a temperature, if every recorded temperature is 1; empty
     otherwise.
     """
@@ -158,7 +158,7 @@ def _changing(data: PairData, along: np.ndarray, signal: str) -> list[Hypothesis
             "temperatures": ", ".join(f"{1 / scale:.3g}" for scale in scales), "r2": r2, **data.names, **_declared(data),
         },
     )  # fmt: skip
-    return [predicting(data, finding, residual, 8.0 * len(fits), np.ones(data.num_kept, bool))]
+    return [predicting(data, finding, residual, 8.0 * len(fits))]
 
 
 def is_temperature(fit: ScaleFit) -> bool:

@@ -77,7 +77,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         return []
     of = _truncation if _is_cut(data, raised) else _padding
     sign = np.full(data.num_kept, -1.0 if negative > 0.5 else 1.0)
-    found = of_signs(data, of(data, raised, lowered, mass), sign, 4.0, np.ones(data.num_kept, bool))
+    found = of_signs(data, of(data, raised, lowered, mass), sign, 4.0)
     # A recorded filter is tested first.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
 

@@ -12,7 +12,7 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
-from ..rounding import HALF_ULP, half_ulp, is_coarse, precisions
+from ..rounding import HALF_ULP, half_ulp, precisions
 
 MAX_LOGPROB = 1e-4
 """Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""
@@ -134,8 +134,7 @@ def _converted(data: PairData, side: str, unit: str, residual: np.ndarray, facto
         numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": factor},
     )  # fmt: skip
     cost = {"factor": 8.0, "floor": 8.0, "factor_by_length": 4.0 * len(np.unique(data.seq))}.get(unit, 2.0)
-    every = np.ones(data.num_kept, bool)
-    return [predicting(data, finding, residual if side == "a" else -residual, cost, every, is_right=True)]
+    return [predicting(data, finding, residual if side == "a" else -residual, cost, is_right=True)]
 
 
 def _differences(data: PairData, values: np.ndarray) -> np.ndarray:
@@ -200,9 +199,9 @@ def find_shared_unit(data: PairData) -> list[Hypothesis]:
     is_greedy = bool(np.any(settings["temperature"] == 0))
     if entropy is None or declared_other or is_greedy or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
         return []
-    if abs(_score(data, data.a + entropy)) < 6:
+    if abs(_score(data.a + entropy)) < 6:
         return []
-    fits = {unit: abs(_score(data, data.a * nats + entropy)) for unit, nats in _SHARED.items()}
+    fits = {unit: abs(_score(data.a * nats + entropy)) for unit, nats in _SHARED.items()}
     unit = min(fits, key=lambda each: fits[each])
     # Means can cancel by chance, but only in the right unit does surprise follow entropy one to one at each token.
     if fits[unit] > 4 or not _follows(-data.a * _SHARED[unit], entropy):
@@ -232,7 +231,7 @@ def _follows(surprise: np.ndarray, entropy: np.ndarray) -> bool:
     return all(error < 5 or share < 0.15 for error, share in zip(errors, means, strict=True))
 
 
-def _score(data: PairData, values: np.ndarray) -> float:
+def _score(values: np.ndarray) -> float:
     """Return the mean of `values`, [K], divided by its standard error."""
     return float(values.mean() / max(float(values.std()) / np.sqrt(len(values)), 1e-12))
 
@@ -257,17 +256,16 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
     """Detect rounded logprobs, or rounded logits in a pass whose contract says float32."""
     found = []
     for side, precision in zip("ab", precisions(data), strict=True):
-        if precision.values is not None and is_coarse(precision.values):
+        if (dtype := precision.rounded) is not None:
             values = getattr(data, side)
-            half = half_ulp(values, precision.values)
+            half = half_ulp(values, dtype)
             share = float(np.sum(np.minimum(half**2 / 3, data.d**2)) / max(np.sum(data.d**2), 1e-30))
-            named = precision.declared in HALF_ULP and precision.values in ("bfloat16", "float16")
-            named |= declared(data.contract(side), "logprobs_dtype") == precision.values
+            named = precision.declared in HALF_ULP and dtype in ("bfloat16", "float16")
+            named |= declared(data.contract(side), "logprobs_dtype") == dtype
             if share > (0.02 if precision.declared else MIN_SHARE):
-                finding = _head(data, side, "rounded_logprobs", precision.values, is_expected=named)
+                finding = _head(data, side, "rounded_logprobs", dtype, is_expected=named)
                 residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)
-                every = np.ones(data.num_kept, bool)
-                found.append(predicting(data, finding, residual, 0.0, every))
+                found.append(predicting(data, finding, residual, 0.0))
         elif precision.logits in HALF_ULP and precision.declared == "float32":
             finding = _head(data, side, "rounded_logits", precision.logits)
             found.append(Hypothesis(finding=finding, tokens=data.keep.copy(), gain=20.0))

@@ -15,7 +15,7 @@ from .. import commands
 from ..finding import Fault, Finding, Number
 from ..kinds import SIZE, judged, judged_words
 from ..pair_data import PairData, declared
-from ..rounding import allowed_noise, precisions
+from ..rounding import allowed_noise, coarsest
 from ..structure import along_movement, level, token_effect
 
 CLEAR_GROWTH = 5.0
@@ -153,10 +153,9 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 def measured(data: PairData) -> dict[str, Number]:
     """Return the size of the mismatch and of rounding, and what the mismatch depends on."""
     effect, score = token_effect(data)
-    dtypes = {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
     return {
         "level": level(data), "allowed": allowed_noise(data), "token_effect": effect, "token_score": score,
-        "along_movement": along_movement(data), **data.names, **dtypes,
+        "along_movement": along_movement(data), **data.names, **coarsest(data),
     }  # fmt: skip
 
 
