@@ -64,13 +64,12 @@ class Precision:
 @once
 def precisions(data: PairData) -> tuple[Precision, Precision]:
     """Return the precision of pass a and of pass b."""
-    a, b = (
-        Precision(dtype_of(contract), grid, value_precision(values), _has_tf32(contract))
-        for contract, grid, values in zip(
-            (data.contract("a"), data.contract("b")), _logit_precision(data), (data.a, data.b), strict=True
-        )
-    )
-    return a, b
+    found = []
+    for side, values, grid in zip("ab", (data.a, data.b), _logit_precision(data), strict=True):
+        contract = data.contract(side)
+        has_tf32 = bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
+        found.append(Precision(dtype_of(contract), grid, value_precision(values), has_tf32))
+    return found[0], found[1]
 
 
 def coarsest(data: PairData) -> dict[str, str | None]:
@@ -119,10 +118,9 @@ def allowed_noise(data: PairData) -> float:
     known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
     dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
     compared = data.sample.compared
-    spread = min(
-        float(np.std(_log_odds(side.logprobs[compared]))) if compared.any() else 0.0
-        for side in (data.sample.a, data.sample.b)
-    )
+    spread = 0.0
+    if compared.any():
+        spread = min(float(np.std(_log_odds(side.logprobs[compared]))) for side in (data.sample.a, data.sample.b))
     return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * max(spread, MIN_SPREAD)
 
 
@@ -159,10 +157,6 @@ def levels(data: PairData) -> np.ndarray:
     """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
     noise = logit_error(data)
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
-
-
-def _has_tf32(contract: Contract) -> bool:
-    return bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
 
 
 def _logit_precision(data: PairData) -> tuple[str | None, str | None]:

@@ -11,7 +11,7 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..likelihood import Hypothesis
 from ..pair_data import PairData
-from ..sample import PassSample, Sample, run_lengths
+from ..sample import PassSample, run_lengths
 
 MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
@@ -64,7 +64,15 @@ def find_missing(data: PairData) -> list[Finding]:
     ]
     not_finite = (lost_a & ~sample.a.is_null) | (lost_b & ~sample.b.is_null)
     elsewhere = data.sums.num_not_finite - int((sample.mask & not_finite).sum())
-    return [*found, _elsewhere(data, elsewhere)] if elsewhere > 0 else found
+    if elsewhere > 0:
+        share = float(elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1))
+        found.append(
+            HOLES.finding(
+                data, "missing_elsewhere", effect=float("nan"), share=share, next=commands.stats(data, "step"),
+                numbers={"num_tokens": elsewhere, **data.names},
+            )
+        )  # fmt: skip
+    return found
 
 
 def _of_side(
@@ -78,6 +86,8 @@ def _of_side(
     in_tail = float((missing & _tails(missing, sample.starts)).sum() / missing.sum())
     in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
     rows = np.unique(sample.seq[missing])
+    lost, counted = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in (missing, sample.mask))
+    place = "whole" if np.all(lost[rows] == counted[rows]) else "end" if in_tail >= in_head else "beginning"
     cut = missing.sum() >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at the end of a sequence by chance
     return (LENGTHS if cut else HOLES).finding(
         data,
@@ -96,18 +106,10 @@ def _of_side(
             "num_tokens": int(missing.sum()),
             "num_sequences": len(rows),
             "of_sequences": sample.num_sequences,
-            "place": _place(sample, missing, in_tail >= in_head) if cut else "scattered",
+            "place": place if cut else "scattered",
             "value": _kind(side.logprobs[missing], nulls),
         },
     )
-
-
-def _place(sample: Sample, missing: np.ndarray, at_end: bool) -> str:
-    lost = np.bincount(sample.seq[missing], minlength=sample.num_sequences)
-    counted = np.bincount(sample.seq[sample.mask], minlength=sample.num_sequences)
-    if np.all(lost[lost > 0] == counted[lost > 0]):
-        return "whole"
-    return "end" if at_end else "beginning"
 
 
 def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
@@ -117,18 +119,6 @@ def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
     if np.isneginf(values).all():
         return "-inf"
     return "inf" if np.isinf(values).all() else "NaN"
-
-
-def _elsewhere(data: PairData, num: int) -> Finding:
-    """Return the finding for NaN and infinite logprobs in steps that were not inspected individually."""
-    return HOLES.finding(
-        data,
-        "missing_elsewhere",
-        effect=float("nan"),
-        share=float(num / max(data.sums.num_tokens + data.sums.num_not_finite, 1)),
-        next=commands.stats(data, "step"),
-        numbers={"num_tokens": num, **data.names},
-    )
 
 
 def _tails(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -81,9 +81,8 @@ def _repeated(data: PairData, side: PassSample, other: PassSample) -> list[float
     """Return the values that `side` repeats at tokens whose logprobs in `other` vary and are far from the value."""
     values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
-    candidates = {int(i) for i in often if counts[i] >= 3} | set(
-        np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()
-    )
+    candidates = {int(i) for i in often if counts[i] >= 3}
+    candidates |= set(np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist())
     return [float(values[i]) for i in sorted(candidates) if _stands_for_none(data, side, other, float(values[i]))]
 
 
@@ -135,13 +134,14 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
     usual = -float(np.mean(other.logprobs[rest])) if rest.any() else surprise
     given = _are_given(sample, other, where)
     improbable = surprise > max(1.5 * usual, usual + 1)
-    in_runs = _mean_run(where, sample.seq) >= 2.0
-    reason = "begin_alike" if given else "improbable" if improbable and in_runs else "none"
-    is_floor = (
-        value < 0 and value == side.logprobs[data.keep].min() and np.mean(other.logprobs[where] < value + 0.1) > 0.95
-    )
-    reason = "floor" if is_floor else reason
-    reason = "after_end" if reason == "improbable" and _ends_rows(sample, where) else reason
+    runs = where & ~np.concatenate([[False], where[:-1] & (sample.seq[1:] == sample.seq[:-1])])
+    after = np.concatenate([where[1:], [True]])
+    after[sample.starts[1:][sample.lengths > 0] - 1] = True
+    reason = "begin_alike" if given else "none"
+    if not given and improbable and where.sum() >= 2 * runs.sum():
+        reason = "after_end" if np.mean(after[where]) > 0.99 else "improbable"
+    if value < 0 and value == side.logprobs[data.keep].min() and np.mean(other.logprobs[where] < value + 0.1) > 0.95:
+        reason = "floor"
     return (PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED).finding(
         data,
         "constant",
@@ -189,19 +189,6 @@ def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
     most = covered > 0.8 * where[np.isin(sample.seq, rows)].sum()
     expected = shared * -np.expm1(-surprise / max(num, 1))
     return bool(most and expected > 5 and different < 0.2 * expected)
-
-
-def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:
-    """Return the mean length of the runs of consecutive tokens in `where`, within sequences."""
-    begins = where & ~np.concatenate([[False], where[:-1] & (seq[1:] == seq[:-1])])
-    return float(where.sum() / max(begins.sum(), 1))
-
-
-def _ends_rows(sample: Sample, where: np.ndarray) -> bool:
-    """Return True if the tokens in `where` are the last ones of their sequences."""
-    after = np.concatenate([where[1:], [True]])
-    after[sample.starts[1:][sample.lengths > 0] - 1] = True
-    return float(np.mean(after[where])) > 0.99
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:

@@ -75,7 +75,9 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             ):
                 continue
             fault = BOUNDARY
-        elif place.feature in _TOKENS and place.inside.mean() < 0.5 and not _is_onset(place):
+        elif place.feature in _TOKENS and place.inside.mean() < 0.5:
+            if place.feature in ("position", "total_position") and place.kind != "one_of" and place.values[0] >= 2:
+                continue
             fault = ONE_PLACE
         else:
             continue
@@ -93,18 +95,12 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
                 "share_lower": float(np.mean(data.d[place.inside] < 0)),
             },
         )  # fmt: skip
-        rows = (
-            len(np.unique(data.seq)) * np.log(float(place.feature.split("_")[1]))
-            if place.feature.startswith("every")
-            else 0.0
-        )
+        rows = 0.0
+        if place.feature.startswith("every"):
+            rows = len(np.unique(data.seq)) * np.log(float(place.feature.split("_")[1]))
         each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
         found.append(located(data, finding, place.inside, 2.0 + each * len(place.values) + rows))
     return found
-
-
-def _is_onset(place: Where) -> bool:
-    return place.feature in ("position", "total_position") and place.kind != "one_of" and place.values[0] >= 2
 
 
 def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:

@@ -25,10 +25,8 @@ _CHANCE_TRIALS = 4
 
 
 def _pairs(numbers: Mapping[str, Any]) -> dict[str, str]:
-    partners = {
-        key.removeprefix("belongs_to/"): value for key, value in numbers.items() if key.startswith("belongs_to/")
-    }
-    first = ", ".join(f"{row} with {partner}" for row, partner in list(partners.items())[:4])
+    names = [key for key in numbers if key.startswith("belongs_to/")][:4]
+    first = ", ".join(f"{key.removeprefix('belongs_to/')} with {numbers[key]}" for key in names)
     return {"pairs": first + (", ..." if numbers["num_sequences"] > 4 else "")}
 
 
@@ -115,18 +113,13 @@ def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
     for off, candidates in _tried(own, rows_of):
         if not len(off) or len(candidates) < 2:
             continue
+        mixed = grid.b[candidates]
+        there = np.isfinite(mixed)
+        values = mixed[there]
         for _ in range(_CHANCE_TRIALS):
-            mixed = _mixed(grid.b[candidates], draw)
+            mixed[there] = draw.permutation(values)
             found += sum(_partner(grid.a[row], own[row], mixed) is not None for row in off)
     return found / _CHANCE_TRIALS
-
-
-def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return the values [R, T] with the finite ones in each row permuted and the missing ones left in place."""
-    mixed = values.copy()
-    there = np.isfinite(mixed)
-    mixed[there] = draw.permutation(mixed[there])
-    return mixed
 
 
 def _partner(a: np.ndarray, own: float, b: np.ndarray) -> int | None:

@@ -28,17 +28,18 @@ _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
 def _moved(numbers: Mapping[str, Any]) -> dict[str, str]:
     lag = numbers["lag"]
     return {
-        "tokens_off": f"{abs(lag)} token{'s' if abs(lag) > 1 else ''}", "direction": "later" if lag > 0 else "earlier",
-    }  # fmt: skip
+        "tokens_off": f"{abs(lag)} token{'s' if abs(lag) > 1 else ''}",
+        "direction": "later" if lag > 0 else "earlier",
+    }
 
 
 def _joined(numbers: Mapping[str, Any]) -> dict[str, str]:
-    joined = "the turns were joined with an offset of one"
-    return {
-        "joined_text": joined
-        if numbers["code"] == "shift"
-        else "the text was decoded and re-encoded into different tokens"
-    }
+    is_shift = numbers["code"] == "shift"
+    joined, retokenised = (
+        "the turns were joined with an offset of one",
+        "the text was decoded and re-encoded into different tokens",
+    )
+    return {"joined_text": joined if is_shift else retokenised}
 
 
 _EVIDENCE = {
@@ -75,9 +76,7 @@ def find_shift(data: PairData) -> list[Hypothesis]:
     costs = {lag: _beside(grid, lag) for lag in LAGS if lag}
     lag = min(costs, key=lambda each: costs[each][0] / max(costs[each][1], 1e-9))
     moved, unmoved = costs[lag]
-    if not moved < REALIGNED_SHARE * unmoved or _share_of_rows(grid, lag) < 0.8:
-        return []
-    if _begins_aligned(grid):
+    if not moved < REALIGNED_SHARE * unmoved or _share_of_rows(grid, lag) < 0.8 or _begins_aligned(grid):
         return []
     tokens = np.isin(data.seq, off) if len(off) >= 2 else np.ones(data.num_kept, bool)
     finding = SHIFT.finding(

@@ -129,21 +129,15 @@ def _is_cut(data: PairData, raised: str) -> bool:
     cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
     if np.any(cut_off & data.sample.mask):
         return True  # the other pass sampled a token that this pass cut off
-    if raised == "a" or _is_neutral(data):
-        return False
+    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+    if raised == "a" or all(np.all(data.sample.settings[name] == value) for name, value in neutral.items()):
+        return False  # the recorded settings rule out truncation
     if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > 0.01:
         return True
     vocabulary = int(data.sample.tokens.max()) + 1
     missing = -np.expm1(np.minimum(data.d, 0.0))
     constant = np.subtract(*np.quantile(missing, [0.9, 0.1])) < 0.02 * np.median(missing)
     return bool(constant or np.mean(np.exp(-data.b)) < 0.6 * vocabulary)
-
-
-def _is_neutral(data: PairData) -> bool:
-    """Return True if the recorded sampling settings rule out truncation."""
-    settings = data.sample.settings
-    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
-    return all(bool(np.all(settings[name] == value)) for name, value in neutral.items())
 
 
 def _truncation(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
