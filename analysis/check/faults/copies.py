@@ -103,18 +103,12 @@ def find_copied_rows(data: PairData) -> list[Finding]:
         return []
     return [
         COPIES.finding(
-            data,
-            "copied_rows",
-            copied[data.seq],
-            effect=0.0,
-            next=commands.stats(data, "sequence"),
+            data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
             numbers={
-                "num_sequences": int(copied.sum()),
-                "of_sequences": int((num > 0).sum()),
-                "equal_elsewhere": equal_elsewhere,
+                "num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), "equal_elsewhere": equal_elsewhere,
             },
         )
-    ]
+    ]  # fmt: skip
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:

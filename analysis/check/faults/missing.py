@@ -38,12 +38,8 @@ LENGTHS = Fault(
     code="lengths", title="tokens are missing on one side", broken="recording", evidence=_SENTENCES, words=_WORDS
 )
 HOLES = Fault(
-    code="placeholders",
-    title="missing values instead of logprobs",
-    broken="recording",
-    evidence=_SENTENCES,
-    words=_WORDS,
-)
+    code="placeholders", title="missing values instead of logprobs", broken="recording", evidence=_SENTENCES, words=_WORDS,
+)  # fmt: skip
 
 
 def find_missing(data: PairData) -> list[Finding]:
@@ -90,10 +86,7 @@ def _of_side(
     place = "whole" if np.all(lost[rows] == counted[rows]) else "end" if in_tail >= in_head else "beginning"
     cut = missing.sum() >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at the end of a sequence by chance
     return (LENGTHS if cut else HOLES).finding(
-        data,
-        "missing_in_both" if in_both else "missing",
-        effect=float("nan"),
-        share=float(share),
+        data, "missing_in_both" if in_both else "missing", effect=float("nan"), share=float(share),
         next=commands.sql(
             data,
             "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
@@ -101,15 +94,11 @@ def _of_side(
             "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
         ),
         numbers={
-            "side": side.name,
-            "other": other.name,
-            "num_tokens": int(missing.sum()),
-            "num_sequences": len(rows),
-            "of_sequences": sample.num_sequences,
-            "place": place if cut else "scattered",
+            "side": side.name, "other": other.name, "num_tokens": int(missing.sum()), "num_sequences": len(rows),
+            "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
             "value": _kind(side.logprobs[missing], nulls),
         },
-    )
+    )  # fmt: skip
 
 
 def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
@@ -165,17 +154,10 @@ def find_unsampled(data: PairData) -> list[Hypothesis]:
     if len(rows) < max(4, 0.05 * present):
         return []
     finding = MASK.finding(
-        data,
-        "unlikely_runs",
-        runs,
-        weight=0.9,
-        next=commands.row(data, int(rows[0])),
+        data, "unlikely_runs", runs, weight=0.9, next=commands.row(data, int(rows[0])),
         numbers={
-            "num_tokens": int(runs.sum()),
-            "num_sequences": len(rows),
-            "of_sequences": present,
-            "mean_logprob": float(likely[runs].mean()),
-            "mean_entropy": float(entropy[runs].mean()),
+            "num_tokens": int(runs.sum()), "num_sequences": len(rows), "of_sequences": present,
+            "mean_logprob": float(likely[runs].mean()), "mean_entropy": float(entropy[runs].mean()),
         },
-    )
+    )  # fmt: skip
     return [Hypothesis(finding=finding, tokens=data.marked(runs), gain=float("inf"))]

@@ -14,9 +14,7 @@ from ..structure import sampled_mean, sampled_score
 from ..where import repeated_in_row
 
 PENALTY = Fault(
-    code="penalty",
-    title="a repetition penalty, logit bias or token filter on one side only",
-    broken="recording",
+    code="penalty", title="a repetition penalty, logit bias or token filter on one side only", broken="recording",
     evidence={
         "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
         "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",

@@ -143,9 +143,7 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
     if value < 0 and value == side.logprobs[data.keep].min() and np.mean(other.logprobs[where] < value + 0.1) > 0.95:
         reason = "floor"
     return (PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED).finding(
-        data,
-        "constant",
-        effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),
+        data, "constant", effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),
         share=float(where.sum() / max(sample.compared.sum(), 1)),
         next=commands.sql(
             data,
@@ -153,17 +151,11 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
             f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT LIMIT 20",
         ),
         numbers={
-            "side": side.name,
-            "other": other.name,
-            "value": value,
-            "num_tokens": int(where.sum()),
-            "num_sequences": len(np.unique(sample.seq[where])),
-            "other_mean": -surprise,
-            "other_min": float(np.min(other.logprobs[where])),
-            "elsewhere_mean": -usual,
-            "reason": reason,
+            "side": side.name, "other": other.name, "value": value, "num_tokens": int(where.sum()),
+            "num_sequences": len(np.unique(sample.seq[where])), "other_mean": -surprise,
+            "other_min": float(np.min(other.logprobs[where])), "elsewhere_mean": -usual, "reason": reason,
         },
-    )
+    )  # fmt: skip
 
 
 def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
@@ -236,22 +228,17 @@ def _is_no_certainty(data: PairData, where: np.ndarray) -> bool:
 
 def _constant(data: PairData, value: float, where: np.ndarray) -> Finding:
     return PLACEHOLDERS.finding(
-        data,
-        "constant_in_both",
-        effect=0.0,
-        share=float(where.sum() / max(data.sample.compared.sum(), 1)),
+        data, "constant_in_both", effect=0.0, share=float(where.sum() / max(data.sample.compared.sum(), 1)),
         next=commands.sql(
             data,
             "SELECT step, seq_id, position, token_id, mask, logprob_a, logprob_b FROM {pair} WHERE "
             f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a LIMIT 20",
         ),
         numbers={
-            **data.names,
-            "value": value,
-            "num_tokens": int(where.sum()),
+            **data.names, "value": value, "num_tokens": int(where.sum()),
             "num_sequences": len(np.unique(data.sample.seq[where])),
         },
-    )
+    )  # fmt: skip
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:

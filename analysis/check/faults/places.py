@@ -14,15 +14,8 @@ from ..pair_data import PairData
 from ..where import Where, where_text
 
 _TOKENS = (
-    "first_token",
-    "last_token",
-    "from_end",
-    "position",
-    "total_position",
-    "token_id",
-    "token_before",
-    "starts_turn",
-)
+    "first_token", "last_token", "from_end", "position", "total_position", "token_id", "token_before", "starts_turn",
+)  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
 """Maximum number of token ids that count as one place."""
@@ -41,19 +34,13 @@ _EVIDENCE = {
 }
 
 ONE_PLACE = Fault(
-    code="one_place",
-    title="values at one fixed place in the sequences are wrong",
-    broken="computation",
-    evidence=_EVIDENCE,
+    code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
-)
+)  # fmt: skip
 BOUNDARY = Fault(
-    code="chunk_boundary",
-    title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
-    broken="computation",
-    evidence=_EVIDENCE,
-    words={"place": _place},
-)
+    code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
+    broken="computation", evidence=_EVIDENCE, words={"place": _place},
+)  # fmt: skip
 SUBSET = Fault(
     code="subset",
     title="the mismatch is concentrated in part of the run",

@@ -51,18 +51,12 @@ def find_row_pairing(data: PairData) -> list[Hypothesis]:
     names = data.sample.seq_ids
     tokens = np.isin(data.seq, found)
     finding = ROW_PAIRING.finding(
-        data,
-        "other_rows",
-        tokens,
-        weight=len(found) / max(tried, 1),
-        next=commands.row(data, int(found[0])),
+        data, "other_rows", tokens, weight=len(found) / max(tried, 1), next=commands.row(data, int(found[0])),
         numbers={
-            "side": data.sample.b.name,
-            "num_sequences": len(found),
-            "of_sequences": tried,
+            "side": data.sample.b.name, "num_sequences": len(found), "of_sequences": tried,
             **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
         },
-    )
+    )  # fmt: skip
     values = grid_of(data).b.copy()
     values[found] = values[partner[found]]
     cost = len(found) * np.log(max(len(names), 2))

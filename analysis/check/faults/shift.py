@@ -80,10 +80,7 @@ def find_shift(data: PairData) -> list[Hypothesis]:
         return []
     tokens = np.isin(data.seq, off) if len(off) >= 2 else np.ones(data.num_kept, bool)
     finding = SHIFT.finding(
-        data,
-        "moved_rows",
-        tokens,
-        weight=1 - moved / unmoved,
+        data, "moved_rows", tokens, weight=1 - moved / unmoved,
         next=commands.sql(
             data,
             "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, "
@@ -91,7 +88,7 @@ def find_shift(data: PairData) -> list[Hypothesis]:
             "ORDER BY step, seq_id, position LIMIT 40",
         ),
         numbers={"lag": lag, "moved": moved, "unmoved": unmoved, **data.names},
-    )
+    )  # fmt: skip
     residual = data.a - token_values(data, grid_of(data).moved(lag))
     return [predicting(data, finding, residual, np.log(len(LAGS)), tokens, is_right=True)]
 
@@ -136,20 +133,14 @@ def find_retokenised(data: PairData) -> list[Hypothesis]:
     joined = np.mean([_follows_a_hole(grid.a[row], place) for row, place in zip(rows, onset, strict=True)]) > 0.8
     tokens = np.isin(data.seq, rows)
     finding = (SHIFT if joined else RETOKENISED).finding(
-        data,
-        "moved_after_place",
-        tokens,
-        weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
+        data, "moved_after_place", tokens, weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
         next=commands.row(data, first),
         numbers={
-            "num_sequences": len(rows),
-            "of_sequences": len(suspects),
-            "seq_id": data.sample.seq_ids[first],
-            "first_place": min(onset),
-            "last_place": max(onset),
+            "num_sequences": len(rows), "of_sequences": len(suspects), "seq_id": data.sample.seq_ids[first],
+            "first_place": min(onset), "last_place": max(onset),
             "lags": ", ".join(str(lag) for lag in np.unique(lags[moved]) if lag),
         },
-    )
+    )  # fmt: skip
     values = whole.b.copy()
     for place, row in enumerate(suspects[moved]):
         width = np.arange(values.shape[1])
@@ -237,19 +228,12 @@ def find_broken(data: PairData) -> list[Hypothesis]:
     first = next(iter(places))
     tokens = data.position >= place_of[data.seq]
     finding = RETOKENISED.finding(
-        data,
-        "impossible_after_place",
-        tokens,
-        weight=len(places) / len(off),
-        next=commands.row(data, first),
+        data, "impossible_after_place", tokens, weight=len(places) / len(off), next=commands.row(data, first),
         numbers={
-            "num_sequences": len(places),
-            "of_sequences": len(off),
-            "seq_id": data.sample.seq_ids[first],
-            "first_place": min(places.values()),
-            "last_place": max(places.values()),
+            "num_sequences": len(places), "of_sequences": len(off), "seq_id": data.sample.seq_ids[first],
+            "first_place": min(places.values()), "last_place": max(places.values()),
         },
-    )
+    )  # fmt: skip
     return [located(data, finding, tokens, len(places) * np.log(max(cost.shape[1], 2)))]
 
 

@@ -142,18 +142,12 @@ def _is_cut(data: PairData, raised: str) -> bool:
 
 def _truncation(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
     return TRUNCATION.finding(
-        data,
-        "kept_mass",
-        mass < 1 - 1e-6,
-        next=commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
+        data, "kept_mass", mass < 1 - 1e-6, next=commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
         numbers={
-            "side": data.names[raised],
-            "other": data.names[lowered],
-            "kept_mass": float(mass.mean()),
-            "least_mass": float(mass.min()),
-            "recorded": recorded_filter(data),
+            "side": data.names[raised], "other": data.names[lowered], "kept_mass": float(mass.mean()),
+            "least_mass": float(mass.min()), "recorded": recorded_filter(data),
         },
-    )
+    )  # fmt: skip
 
 
 def _padding(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
@@ -215,16 +209,10 @@ def _of_side(data: PairData, side: str, other: str) -> Finding | None:
         return None
     name, other_name = data.names[side], data.names[other]
     return GRAMMAR.finding(
-        data,
-        "allowed_tokens",
-        raised,
+        data, "allowed_tokens", raised,
         next=commands.whole_vocabulary_replay(data, other_name, int(data.sample.steps[data.seq[raised][0]])),
         numbers={
-            "side": name,
-            "other": other_name,
-            "num_tokens": int(raised.sum()),
-            "of_tokens": data.num_kept,
-            "num_lower": int(lower.sum()),
-            "largest": float((values - others).max()),
+            "side": name, "other": other_name, "num_tokens": int(raised.sum()), "of_tokens": data.num_kept,
+            "num_lower": int(lower.sum()), "largest": float((values - others).max()),
         },
-    )
+    )  # fmt: skip

@@ -21,12 +21,9 @@ from ..structure import along_movement, level, token_effect
 CLEAR_GROWTH = 5.0
 """Ratio between the mismatch in the selected steps and at the run's first step that shows weights that were left behind."""
 _QUANTISED = (
-    ("config", "model_config", "quantization"),
-    ("model", "quantization"),
-    ("config", "cache_config", "cache_dtype"),
-    ("arm", "quantize"),
-    ("arm", "kv_dtype"),
-)
+    ("config", "model_config", "quantization"), ("model", "quantization"), ("config", "cache_config", "cache_dtype"),
+    ("arm", "quantize"), ("arm", "kv_dtype"),
+)  # fmt: skip
 """Contract paths that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -54,8 +51,7 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 WEIGHTS = Fault(
-    code="weights_differ",
-    title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
+    code="weights_differ", title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
     broken="engine",
     evidence={
         "engine_weights": "{what_text}; this holds for {num_tensors:,} of {of_tensors:,} tensors at version "
@@ -94,20 +90,13 @@ def _versions(data: PairData) -> list[Finding]:
     query = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
     return [
         WEIGHTS.finding(
-            data,
-            "policy_versions",
-            np.isin(data.seq, rows),
-            next=commands.sql(data, query),
-            broken="versions",
+            data, "policy_versions", np.isin(data.seq, rows), next=commands.sql(data, query), broken="versions",
             numbers={
-                "cause": "stale_weights",
-                "updates_behind": abs(lag),
-                "side": data.names["b" if lag > 0 else "a"],
-                "num_sequences": len(rows),
-                "of_sequences": data.sample.num_sequences,
+                "cause": "stale_weights", "updates_behind": abs(lag), "side": data.names["b" if lag > 0 else "a"],
+                "num_sequences": len(rows), "of_sequences": data.sample.num_sequences,
             },
         )
-    ]
+    ]  # fmt: skip
 
 
 def _quantisation(data: PairData) -> list[Finding]:
@@ -166,28 +155,16 @@ def find_engine_weights(data: PairData) -> list[Finding]:
     steps = data.sample.steps[data.seq]
     return [
         WEIGHTS.finding(
-            data,
-            "engine_weights",
-            np.isin(steps, list(fault.steps)),
-            next=commands.engine_weights(data),
+            data, "engine_weights", np.isin(steps, list(fault.steps)), next=commands.engine_weights(data),
             numbers={
-                "cause": fault.cause,
-                "side": ROLLOUT,
-                "tensor": fault.tensor,
-                "trainer_version": fault.version,
-                "holds_version": fault.holds_version,
-                "given_version": fault.given_version,
-                "is_loaded": int(fault.is_loaded),
-                "dtype": fault.cast,
-                "num_tensors": fault.num_tensors,
-                "of_tensors": fault.of_tensors,
-                "num_versions": fault.num_versions,
-                "of_versions": fault.of_versions,
-                "first_version": fault.first_version,
+                "cause": fault.cause, "side": ROLLOUT, "tensor": fault.tensor, "trainer_version": fault.version,
+                "holds_version": fault.holds_version, "given_version": fault.given_version, "is_loaded": int(fault.is_loaded),
+                "dtype": fault.cast, "num_tensors": fault.num_tensors, "of_tensors": fault.of_tensors,
+                "num_versions": fault.num_versions, "of_versions": fault.of_versions, "first_version": fault.first_version,
             },
         )
         for fault in data.engine.faults
-    ]
+    ]  # fmt: skip
 
 
 def weights_agree(data: PairData) -> bool:
