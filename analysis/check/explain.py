@@ -11,14 +11,9 @@ import numpy as np
 
 from ..advice import NOTHING
 from .faults.copies import find_copied_rows, find_equal
-from .faults.engine_weights import find_engine_weights, weights_agree
-from .faults.grammar import find_grammar
 from .faults.kinds import COMPUTATION, equal_weights, find_kinds, find_placed, find_router_flips, is_fault
-from .faults.low_precision import find_low_precision
-from .faults.mask import find_unsampled
 from .faults.misplaced import find_misplaced
-from .faults.missing import find_missing
-from .faults.not_logprobs import find_positive
+from .faults.missing import find_missing, find_unsampled
 from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
 from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
 from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
@@ -26,13 +21,12 @@ from .faults.places import BOUNDARY, BY_TIME, ONE_PLACE, SUBSET, find_place, fin
 from .faults.row_pairing import find_row_pairing
 from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
 from .faults.temperature import find_temperature
-from .faults.truncation import find_one_sided
+from .faults.truncation import find_grammar, find_one_sided
 from .faults.unexplained import rounding, too_few, unexplained_tokens
-from .faults.unit import find_shared_unit, find_unit
-from .faults.weights import find_adapter, find_declared, find_earlier_growth
+from .faults.unit import find_low_precision, find_positive, find_shared_unit, find_unit
+from .faults.weights import find_adapter, find_declared, find_earlier_growth, find_engine_weights, weights_agree
 from .finding import Finding, Number
-from .hypothesis import Hypothesis
-from .likelihood import nobodys
+from .likelihood import Hypothesis, nobodys
 from .pair_data import PairData
 from .rounding import allowed_noise
 from .structure import level, not_repeatable

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..statistics.moments import pearson
-from .likelihood import levels, nobodys
+from .likelihood import nobodys
 from .pair_data import PairData, once
-from .rounding import allowed_noise, is_mixture, logit_error
+from .rounding import allowed_noise, is_mixture, levels, logit_error
 from .structure import (
     along_movement,
     error_structure,

@@ -47,6 +47,11 @@ class Precision:
     """True if the contract allows TensorFloat-32 in float32 matrix products."""
 
     @property
+    def rounded(self) -> str | None:
+        """dtype coarser than float32 to which the logprobs were rounded; None if there is none."""
+        return None if self.values == "float32" else self.values
+
+    @property
     def coarsest(self) -> str | None:
         """Coarsest dtype declared or inferred; None if unknown. Logits in float32 alone do not show it, because the
         layers before the head may be coarser."""
@@ -59,13 +64,17 @@ class Precision:
 @once
 def precisions(data: PairData) -> tuple[Precision, Precision]:
     """Return the precision of pass a and of pass b."""
-    a, b = (
-        Precision(dtype_of(contract), grid, value_precision(values), _has_tf32(contract))
-        for contract, grid, values in zip(
-            (data.contract("a"), data.contract("b")), _logit_precision(data), (data.a, data.b), strict=True
-        )
-    )
-    return a, b
+    found = []
+    for side, values, grid in zip("ab", (data.a, data.b), _logit_precision(data), strict=True):
+        contract = data.contract(side)
+        has_tf32 = bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
+        found.append(Precision(dtype_of(contract), grid, value_precision(values), has_tf32))
+    return found[0], found[1]
+
+
+def coarsest(data: PairData) -> dict[str, str | None]:
+    """Return the coarsest dtype of each pass, under the keys `dtype_a` and `dtype_b`."""
+    return {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
 
 
 def dtype_of(contract: Contract) -> str | None:
@@ -109,10 +118,9 @@ def allowed_noise(data: PairData) -> float:
     known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
     dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
     compared = data.sample.compared
-    spread = min(
-        float(np.std(_log_odds(side.logprobs[compared]))) if compared.any() else 0.0
-        for side in (data.sample.a, data.sample.b)
-    )
+    spread = 0.0
+    if compared.any():
+        spread = min(float(np.std(_log_odds(side.logprobs[compared]))) for side in (data.sample.a, data.sample.b))
     return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * max(spread, MIN_SPREAD)
 
 
@@ -125,8 +133,8 @@ def value_rounding(data: PairData) -> np.ndarray:
     """Return the error [K] in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
-        if side.values is not None and is_coarse(side.values):
-            half += half_ulp(values, side.values)
+        if side.rounded is not None:
+            half += half_ulp(values, side.rounded)
     return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
@@ -138,19 +146,17 @@ def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[dtype] - 1))
 
 
-def is_coarse(dtype: str | None) -> bool:
-    """Return True if the values have a dtype coarser than float32."""
-    return dtype is not None and dtype != "float32"
-
-
 @once
 def logit_error(data: PairData) -> np.ndarray:
     """Return the logit error [K] that would explain d, plus the error from rounding of the recorded values, nats."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
-def _has_tf32(contract: Contract) -> bool:
-    return bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
+@once
+def levels(data: PairData) -> np.ndarray:
+    """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
+    noise = logit_error(data)
+    return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
 def _logit_precision(data: PairData) -> tuple[str | None, str | None]:

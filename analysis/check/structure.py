@@ -175,16 +175,6 @@ class ErrorStructure:
     persistence_within: float = 1.0
     """`persistence` after subtracting each sequence's mean. It is 0 if whole sequences are affected."""
 
-    def changes_inside(self, *, is_excessive: bool) -> bool:
-        """Return True if |d| is similar at neighbouring tokens but differs between sequences.
-
-        The threshold for similarity is higher if the mismatch is no larger than rounding (`is_excessive` is False).
-        """
-        least = 0.07 if is_excessive else 0.12
-        if self.persistence_within < least and self.sequence_score > 100:
-            return False
-        return self.persistence >= least and self.sequence_score >= 4
-
 
 @once
 def error_structure(data: PairData) -> ErrorStructure:

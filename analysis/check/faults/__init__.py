@@ -5,14 +5,10 @@ from __future__ import annotations
 from ..finding import Finding
 from ..where import where_text
 from .copies import COPIES, EQUAL
-from .grammar import GRAMMAR
 from .kinds import COMPUTATION, NOT_REPEATABLE, ONSET, ROUTER_FLIPS, ROW_CONTEXT
 from .kinds import TITLES as KIND_TITLES
-from .low_precision import LOW_PRECISION
-from .mask import MASK
 from .misplaced import MISPLACED
-from .missing import HOLES, LENGTHS
-from .not_logprobs import NOT_LOGPROBS
+from .missing import HOLES, LENGTHS, MASK
 from .other_values import UNRELATED
 from .penalty import PENALTY
 from .placeholders import NOT_SAMPLED, PLACEHOLDERS
@@ -20,9 +16,9 @@ from .places import BOUNDARY, ONE_PLACE, SUBSET
 from .row_pairing import ROW_PAIRING
 from .shift import RETOKENISED, SHIFT
 from .temperature import TEMPERATURE
-from .truncation import PADDED_VOCABULARY, TRUNCATION
+from .truncation import GRAMMAR, PADDED_VOCABULARY, TRUNCATION
 from .unexplained import ROUNDING, TOO_FEW, UNEXPLAINED
-from .unit import UNIT
+from .unit import LOW_PRECISION, NOT_LOGPROBS, UNIT
 from .weights import WEIGHTS
 
 ALL = (

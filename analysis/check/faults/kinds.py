@@ -10,9 +10,8 @@ from ...advice import Advice
 from .. import commands
 from ..features import REASONS, features
 from ..finding import Broken, Fault, Finding, Number
-from ..hypothesis import Hypothesis, located
 from ..kinds import MAX_REASONS, ROUNDING, SIZE, judged, judged_words, probabilities, reasons
-from ..likelihood import MAX_FLIP_NATS
+from ..likelihood import MAX_FLIP_NATS, Hypothesis, located
 from ..pair_data import PairData
 from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, precisions
 from ..structure import growth, level

@@ -6,18 +6,15 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, of_signs
 from ..kinds import judged, judged_words
-from ..likelihood import unexplained
+from ..likelihood import Hypothesis, of_signs, unexplained
 from ..pair_data import PairData
 from ..rounding import value_rounding
 from ..structure import sampled_mean, sampled_score
 from ..where import repeated_in_row
 
 PENALTY = Fault(
-    code="penalty",
-    title="a repetition penalty, logit bias or token filter on one side only",
-    broken="recording",
+    code="penalty", title="a repetition penalty, logit bias or token filter on one side only", broken="recording",
     evidence={
         "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
         "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",
@@ -76,7 +73,7 @@ def _of_repeats(data: PairData, counted: str, repeated: np.ndarray) -> Hypothesi
     )  # fmt: skip
     # A recorded penalty is tested first, because it has no fitted parameters.
     cost = 0.0 if recorded_penalty(data) else 8.0
-    return of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))
+    return of_signs(data, finding, sign, cost)
 
 
 def find_token_ids(data: PairData) -> list[Hypothesis]:
@@ -109,7 +106,7 @@ def find_token_ids(data: PairData) -> list[Hypothesis]:
         },
     )  # fmt: skip
     cost = float(other.sum()) * np.log(len(ids)) + 8.0
-    return [of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))]
+    return [of_signs(data, finding, sign, cost)]
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:

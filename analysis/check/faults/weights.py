@@ -10,22 +10,20 @@ from typing import Any
 import numpy as np
 
 from ....schemas.contract import Contract
+from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from .. import commands
 from ..finding import Fault, Finding, Number
 from ..kinds import SIZE, judged, judged_words
 from ..pair_data import PairData, declared
-from ..rounding import allowed_noise, precisions
+from ..rounding import allowed_noise, coarsest
 from ..structure import along_movement, level, token_effect
 
 CLEAR_GROWTH = 5.0
 """Ratio between the mismatch in the selected steps and at the run's first step that shows weights that were left behind."""
 _QUANTISED = (
-    ("config", "model_config", "quantization"),
-    ("model", "quantization"),
-    ("config", "cache_config", "cache_dtype"),
-    ("arm", "quantize"),
-    ("arm", "kv_dtype"),
-)
+    ("config", "model_config", "quantization"), ("model", "quantization"), ("config", "cache_config", "cache_dtype"),
+    ("arm", "quantize"), ("arm", "kv_dtype"),
+)  # fmt: skip
 """Contract paths that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
@@ -53,8 +51,7 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 
 WEIGHTS = Fault(
-    code="weights_differ",
-    title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
+    code="weights_differ", title="the weights differ: stale, partly synchronised, without the adapter, or quantised",
     broken="engine",
     evidence={
         "engine_weights": "{what_text}; this holds for {num_tensors:,} of {of_tensors:,} tensors at version "
@@ -93,20 +90,13 @@ def _versions(data: PairData) -> list[Finding]:
     query = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
     return [
         WEIGHTS.finding(
-            data,
-            "policy_versions",
-            np.isin(data.seq, rows),
-            next=commands.sql(data, query),
-            broken="versions",
+            data, "policy_versions", np.isin(data.seq, rows), next=commands.sql(data, query), broken="versions",
             numbers={
-                "cause": "stale_weights",
-                "updates_behind": abs(lag),
-                "side": data.names["b" if lag > 0 else "a"],
-                "num_sequences": len(rows),
-                "of_sequences": data.sample.num_sequences,
+                "cause": "stale_weights", "updates_behind": abs(lag), "side": data.names["b" if lag > 0 else "a"],
+                "num_sequences": len(rows), "of_sequences": data.sample.num_sequences,
             },
         )
-    ]
+    ]  # fmt: skip
 
 
 def _quantisation(data: PairData) -> list[Finding]:
@@ -152,8 +142,37 @@ def find_earlier_growth(data: PairData) -> list[Finding]:
 def measured(data: PairData) -> dict[str, Number]:
     """Return the size of the mismatch and of rounding, and what the mismatch depends on."""
     effect, score = token_effect(data)
-    dtypes = {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
     return {
         "level": level(data), "allowed": allowed_noise(data), "token_effect": effect, "token_score": score,
-        "along_movement": along_movement(data), **data.names, **dtypes,
+        "along_movement": along_movement(data), **data.names, **coarsest(data),
     }  # fmt: skip
+
+
+def find_engine_weights(data: PairData) -> list[Finding]:
+    """Return one finding for each kind of difference between engine and trainer weights that the digests show."""
+    if not _is_of_both(data):
+        return []
+    steps = data.sample.steps[data.seq]
+    return [
+        WEIGHTS.finding(
+            data, "engine_weights", np.isin(steps, list(fault.steps)), next=commands.engine_weights(data),
+            numbers={
+                "cause": fault.cause, "side": ROLLOUT, "tensor": fault.tensor, "trainer_version": fault.version,
+                "holds_version": fault.holds_version, "given_version": fault.given_version, "is_loaded": int(fault.is_loaded),
+                "dtype": fault.cast, "num_tensors": fault.num_tensors, "of_tensors": fault.of_tensors,
+                "num_versions": fault.num_versions, "of_versions": fault.of_versions, "first_version": fault.first_version,
+            },
+        )
+        for fault in data.engine.faults
+    ]  # fmt: skip
+
+
+def weights_agree(data: PairData) -> bool:
+    """Return True if all engine tensors are equal to the trainer's at every step that has kept tokens."""
+    steps = np.unique(data.sample.steps[data.seq]).tolist()
+    return bool(steps) and _is_of_both(data) and data.engine.agreeing_steps.issuperset(steps)
+
+
+def _is_of_both(data: PairData) -> bool:
+    names = set(data.names.values())
+    return ROLLOUT in names and bool(names & {TRAIN, CURRENT})
