@@ -43,6 +43,8 @@ MIN_GAIN_NATS = 12.0
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
+MIN_FIRST = 0.6
+"""Minimum probability of a kind for it to come before the part of the run to which the mismatch is confined."""
 MIN_LIKELY = 0.4
 """Minimum probability of a kind for it to be reported beside the place of the tokens that are off."""
 _MAX_PARTS = 3
@@ -283,7 +285,8 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         return [place]
     if place.since is not None:
         cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
-    is_named = best.beside is not None or place.since is not None or cause.code != COMPUTATION.code
+    is_likely = cause.code != COMPUTATION.code and cause.weight >= MIN_FIRST
+    is_named = best.beside is not None or place.since is not None or is_likely
     return [cause, place] if is_named else [place, cause]
 
 
@@ -303,7 +306,8 @@ def _left(data: PairData) -> list[Finding]:
         without = data.within(~off)
         if not (is_above(without) or is_fault(without)):
             found = find_router_flips(data, off) or find_scattered(data, off)
-            return found or [unexplained_tokens(data, off, _describing(data, off)), *_likely(data)]
+            likely = _likely(data) if off.sum() >= MIN_LOGPROBS else []
+            return found or [unexplained_tokens(data, off, _describing(data, off)), *likely]
     return _state(data)
 
 
