@@ -64,26 +64,36 @@ def replay(data: PairData, options: str, name: str, step: int | None = None) -> 
     """Return commands that replay one step and compare the replay with pass b; if the trace has no weights, also the
     command that supplies them."""
     step = int(data.sample.steps[0]) if step is None else step
-    trace = _trace(data) if data.has_weights or data.is_import else "RUN"
-    asked = " ".join(filter(None, ("tim-trace replay", trace, "--steps", str(step), options)))
-    asked += f" --name {name} && tim-trace stats {trace} --pair replay/{name}:{data.sample.b.name}"
-    return _with_weights(data, asked)
+    options = f"{options} --name {name}".strip()
+    return _replay(data, step, options, "stats", f" --pair replay/{name}:{data.sample.b.name}")
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
     """Return commands that replay one step with vLLM, which scores without a grammar, and check `other` against the
     replay; if the trace has no weights, also the command that supplies them."""
-    trace = _trace(data) if data.has_weights or data.is_import else "RUN"
-    asked = f"tim-trace replay {trace} --steps {step} --engine vllm --name whole && tim-trace check {trace} "
-    return _with_weights(data, asked + f"--pair {shlex.quote(f'{other}:replay/whole')}")
+    return _replay(data, step, "--engine vllm --name whole", "check", f" --pair {shlex.quote(f'{other}:replay/whole')}")
 
 
 def arms(data: PairData, options: str) -> Advice:
     """Return commands that replay one step under several arms and then diagnose the run; if the trace has no weights, also
     the command that supplies them."""
+    return _replay(data, int(data.sample.steps[-1]), options, "diagnose", f"{_pair(data)}{_steps(data)}")
+
+
+def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advice:
     trace = _trace(data) if data.has_weights or data.is_import else "RUN"
-    asked = f"tim-trace replay {trace} --steps {int(data.sample.steps[-1])} {options}"
-    return _with_weights(data, f"{asked} && tim-trace diagnose {trace}{_pair(data)}{_steps(data)}")
+    asked = f"tim-trace replay {trace} --steps {step} {options} && tim-trace {verb} {trace}{of}"
+    if data.has_weights:
+        return Advice(asked)
+    return Advice(supply(data), f"this trace has no weights; afterwards: {asked}")
+
+
+_COLUMNS = {
+    "version": "policy_version", "lag": "policy_version", "reward_above_0": "reward > 0", "row": "seq_id",
+    "advantage_above_0": "advantage > 0", "response_length": "num_response_tokens", "prompt_length": "num_prompt_tokens",
+    "total_length": "num_prompt_tokens + num_response_tokens",
+}  # fmt: skip
+"""Feature -> the column in `sequences`, or the expression, that shows it."""
 
 
 def by_column(data: PairData, column: str) -> Advice:
@@ -94,14 +104,7 @@ def by_column(data: PairData, column: str) -> Advice:
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
         side = data.sample.a if column.endswith("_a") else data.sample.b
         passed = f" WHERE \"pass\" = '{side.name}'"
-    known = {"version": "policy_version", "lag": "policy_version", "reward_above_0": "reward > 0", "row": "seq_id"}
-    known |= {
-        "advantage_above_0": "advantage > 0",
-        "response_length": "num_response_tokens",
-        "prompt_length": "num_prompt_tokens",
-    }
-    known |= {"total_length": "num_prompt_tokens + num_response_tokens"}
-    asked = known.get(name, name)
+    asked = _COLUMNS.get(name, name)
     asked = asked if " " in asked else f"{table}.{asked}"
     return sql(
         data,
@@ -156,13 +159,6 @@ def supply(data: PairData) -> str:
     """Return the command that supplies weights: attaching them to an imported trace, or recording a new run with
     them."""
     return f"tim-trace weights {_trace(data)} --attach VERSION DIR" if data.is_import else RECORD
-
-
-def _with_weights(data: PairData, asked: str) -> Advice:
-    """Return a command that needs weights, preceded by the command that supplies them if the trace has none."""
-    return (
-        Advice(asked) if data.has_weights else Advice(supply(data), f"this trace has no weights; afterwards: {asked}")
-    )
 
 
 def _trace(data: PairData) -> str:

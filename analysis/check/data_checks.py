@@ -20,7 +20,7 @@ from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from .advantage_rule import BATCH, count_of, mean_of, rule_of
-from .sample import Sample
+from .sample import Sample, run_lengths
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -228,15 +228,11 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     mean as baseline.
     """
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
-    r, a, at, has_id = (
-        run.rows["reward"][known],
-        run.rows["advantage"][known],
-        run.at[known],
-        run.rows["group"][known] > 0,
-    )
+    r, a, labels = (run.rows[name][known] for name in ("reward", "advantage", "group"))
+    at, has_id = run.at[known], labels > 0
     if not len(at):
         return
-    group = _numbered(run.rows["group"][known], at)
+    group = _numbered(labels, at)
     is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
     explain, label, rules = is_grouped and not run.is_per_token, group if is_grouped else at, {}
     for step, part in _parts(at):
@@ -271,16 +267,13 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         return
     correlation = sum(rule.correlation * rule.freedom for rule in off.values()) / freedom
     error, values = _ERRORS / freedom**0.5, a[np.isin(at, [*off])]
-    numbers: Numbers = {
+    of_rule = {
         key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")
     }
-    numbers |= {
-        "correlation": correlation,
-        "error": error,
-        "low": float(values.min()),
-        "high": float(values.max()),
+    numbers: Numbers = {
+        **of_rule, "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()),
         "explanation": name,
-    }
+    }  # fmt: skip
     declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
     if name == "clipped":
         yield found("advantages_clipped", [*off], numbers, notice=True, changed=False)
@@ -406,9 +399,8 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
     differ.
     """
     execute, loss = run.database.connection.execute, read_loss(run.settings)
-    reuses = any(
-        _REUSES.search(name) and str(value) not in ("0", "1", "0.0", "1.0") for name, value in run.settings.items()
-    )
+    updates = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
+    reuses = any(value not in ("0", "1", "0.0", "1.0") for value in updates)
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
@@ -457,8 +449,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     np.maximum.at(last_other, seq[differs], np.flatnonzero(differs))
     repeats_end = np.arange(len(tokens)) > last_other[seq] + 1
     padding, odd = odd & repeats_end, odd & ~repeats_end
-    stretch = np.cumsum(np.r_[True, (np.diff(odd) != 0) | (np.diff(seq) != 0)]) - 1
-    size = np.bincount(stretch)[stretch]
+    size = run_lengths(odd, seq)
     inside = odd & (size >= _STRETCH) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # sampled tokens lack logprobs, too

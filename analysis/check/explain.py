@@ -10,34 +10,26 @@ from dataclasses import replace
 import numpy as np
 
 from ..advice import NOTHING
-from .faults.computation import COMPUTATION, find_computation, find_not_repeatable, find_router_flips
 from .faults.copies import find_copied_rows, find_equal
-from .faults.engine_weights import find_engine_weights, weights_agree
-from .faults.grammar import find_grammar
-from .faults.low_precision import find_low_precision
-from .faults.mask import find_unsampled
+from .faults.kinds import COMPUTATION, equal_weights, find_kinds, find_placed, find_router_flips, is_fault
 from .faults.misplaced import find_misplaced
-from .faults.missing import find_missing
-from .faults.not_logprobs import find_positive
+from .faults.missing import find_missing, find_unsampled
 from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
 from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
 from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
-from .faults.places import BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
-from .faults.positions import ONSET, find_onset, find_own_places, find_persistence, find_prefix_cache
-from .faults.row_context import ROW_CONTEXT, find_exact_rows, find_fading, find_row_context
+from .faults.places import BOUNDARY, BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
 from .faults.row_pairing import find_row_pairing
 from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
 from .faults.temperature import find_temperature
-from .faults.truncation import find_one_sided
+from .faults.truncation import find_grammar, find_one_sided
 from .faults.unexplained import rounding, too_few, unexplained_tokens
-from .faults.unit import find_shared_unit, find_unit
-from .faults.weights import WEIGHTS, find_adapter, find_declared, find_growth, level
-from .finding import Finding
-from .hypothesis import Hypothesis
-from .likelihood import nobodys
+from .faults.unit import find_low_precision, find_positive, find_shared_unit, find_unit
+from .faults.weights import find_adapter, find_declared, find_earlier_growth, find_engine_weights, weights_agree
+from .finding import Finding, Number
+from .likelihood import Hypothesis, nobodys
 from .pair_data import PairData
 from .rounding import allowed_noise
-from .structure import not_repeatable, systematic
+from .structure import level, not_repeatable
 from .where import Where, places
 
 MIN_LOGPROBS = 30
@@ -49,12 +41,12 @@ MIN_GAIN_NATS = 12.0
 100,000 runs.
 """
 _MAX_ROUNDS = 5
-MIN_WEIGHT = 0.1
-"""Minimum share of the variance of `level` that a place must explain to be reported first if it covers nearly all
-tokens.
-"""
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
+MIN_FIRST = 0.6
+"""Minimum probability of a kind for it to come before the part of the run to which the mismatch is confined."""
+MIN_LIKELY = 0.4
+"""Minimum probability of a kind for it to be reported beside the place of the tokens that are off."""
 _MAX_PARTS = 3
 """Maximum number of places for which explanations are tried on their tokens only."""
 _MAX_PLACES = 16
@@ -63,12 +55,11 @@ _MAX_PLACES = 16
 _VALUES = (
     find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_reversed, find_row_pairing, find_misplaced,
     find_retokenised, find_temperature, find_one_sided, find_penalty, find_token_ids, find_low_precision, find_unrelated,
-    find_growth,
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty, find_token_ids)
 """Explanations in which one side is a function of the other side's distribution."""
-_PLACES = (find_onset, find_prefix_cache, find_row_context, find_place, find_subset)
+_PLACES = (find_place, find_subset, find_placed)
 """Explanations that only locate the tokens with a large d."""
 
 
@@ -119,21 +110,46 @@ def _explained(data: PairData) -> list[Finding]:
         # Recorded declarations are tested first.
         declared = [_expected(data, each) for each in (*find_declared(data), *find_adapter(data))] if not found else []
         if any(each.is_expected for each in declared):
-            return declared
-        placed = _places(data, [place for place in places(data) if _is_told(data, place)])
+            # Sequences that no declared lag covers are judged as usual.
+            rest = data.within(data.updates_behind[data.seq] == 0)
+            judged = _explained(rest) if rest.num_kept < data.num_kept else []
+            return [*declared, *(each for each in judged if each.fails)]
+        placed = _places(data)
         whole = _candidates(data)
         best = _best([*whole, *placed, *_inside(data, placed, whole)])
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
-            return [*found, *(_behind(each, behind) for each in left)]
-        finding = _behind(best.finding, behind)
-        known = {each.code for each in found}
-        found += [each for each in _with_cause(data, replace(best, finding=finding)) if each.code not in known]
+            return _added(found, left, behind)
+        found = _added(found, _dated(data, best, _with_cause(data, best)), behind)
         if best.right is None:
             data = data.without(best.tokens)
         else:
-            data, behind = data.corrected(best.tokens, best.right), finding.code
+            data, behind = data.corrected(best.tokens, best.right), best.finding.code
     return found
+
+
+def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, the first with the steps that have its tokens, if others have none although chance would have
+    put several there: the first step if they are all from one on, otherwise up to five steps.
+    """
+    tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
+    there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
+    without = np.setdiff1d(every, there)
+    by_chance = float(tokens.sum()) * len(without) / len(there)
+    if by_chance < 5 or found[0].since is not None:
+        return list(found)
+    when: dict[str, Number] = {}
+    if there.min() > without.max():
+        when = {"since_step": int(there.min())}
+    elif len(there) <= 5:
+        when = {"in_steps": ", ".join(map(str, there))}
+    return [replace(found[0], numbers=when | found[0].numbers), *found[1:]]
+
+
+def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
+    """Return the findings with more of them, each code and cause once."""
+    known = {(each.code, each.cause) for each in found}
+    return [*found, *(_behind(each, behind) for each in more if (each.code, each.cause) not in known)]
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
@@ -163,7 +179,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside = data.without(~place.tokens)
         if inside.num_kept < MIN_LOGPROBS:
             continue
-        by_position = place.finding.code == ONSET.code or "position" in str(place.finding.numbers.get("feature"))
+        by_position = "position" in str(place.finding.numbers.get("feature"))
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
             # After a position, wrong values look like those of other tokens or of a smaller vocabulary, whatever the
@@ -186,12 +202,12 @@ def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
 def _is_part(place: Finding) -> bool:
     """Return True if a place only divides the run and is not a cause in itself."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
-    return ids or place.code in (ROW_CONTEXT.code, SUBSET.code, ONSET.code, WEIGHTS.code)
+    return ids or place.code not in (ONE_PLACE.code, BOUNDARY.code)
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
-    """Return the explanation with the largest gain. An explanation that fits one size per step has many parameters, so
-    another with at least half of its gain is preferred.
+    """Return the explanation with the largest gain; None if no gain is large enough. Explanations with few parameters are
+    preferred.
     """
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
@@ -210,26 +226,26 @@ def _parts(data: PairData) -> tuple[str, ...]:
 
 
 def _is_told(data: PairData, place: Where) -> bool:
-    """Return True if a place really locates the mismatch. Outside it there must be no more than rounding; inside there
-    must be more than rounding, or much more than outside, or the place must be a part of the run in which rounding has
-    no reason to differ.
+    """Return True if a place really locates the mismatch. Outside it there must be no more than rounding, and inside most
+    of the tokens that are off; inside there must be more than rounding, or much more than outside, or the place must be a
+    part of the run in which rounding has no reason to differ.
     """
-    allowed = allowed_noise(data)
-    if place.level_outside > allowed / 2:
+    allowed, off = allowed_noise(data), nobodys(data)
+    if place.level_outside > allowed / 2 or (off & place.inside).sum() < off.sum() / 2:
         return False
     inside = level(data.within(place.inside))
     if place.feature in _parts(data):
         return inside > allowed / 8 and place.mean_ratio > 3
     is_off = place.mean_ratio > 3 and float(nobodys(data)[place.inside].mean()) > 0.2
-    if is_above(data) or systematic(data) or is_off:
+    if is_above(data) or is_fault(data) or is_off:
         return True
     return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5
 
 
-def _places(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
-    found = [each for find in _PLACES for each in find(data, where[:_MAX_PLACES])]
-    found += find_exact_rows(data)
-    return [*found, *find_own_places(data), *find_broken(data)] if is_excessive(data) else found
+def _places(data: PairData) -> list[Hypothesis]:
+    where = [place for place in places(data) if _is_told(data, place)][:_MAX_PLACES]
+    found = [each for find in _PLACES for each in find(data, where)]
+    return [*found, *find_broken(data)] if is_excessive(data) else found
 
 
 # --- inputs of the functions above ------------------------------------------------------------------------------------------
@@ -239,7 +255,7 @@ def is_excessive(data: PairData) -> bool:
     """Return True if what is left exceeds rounding, overall or at some tokens, or if it depends on something that
     rounding does not depend on.
     """
-    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or systematic(data) is not None)
+    return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
 
 
 def is_above(data: PairData) -> bool:
@@ -255,22 +271,22 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     """Return the cause, with the place to which it is confined, if any. If the place is a part of the run, also return
     it as a separate finding.
     """
-    if best.finding.signal == "grows":
-        return [*_part_that_grows(data, best.finding), best.finding]
+    if best.finding.signal == "judged":
+        return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
+    if place.code in (ONE_PLACE.code, BOUNDARY.code) and cause is None:
+        return [place, *_likely(data)]
     if place.code != SUBSET.code:
-        # If nearly all tokens are off, the position of the few correct ones does not show the cause.
-        covers = cause is None and place.weight < MIN_WEIGHT and best.tokens.sum() > 0.9 * data.num_kept
-        state = [_state(data.without(~best.tokens))] if covers and place.code in (ONSET.code, ONE_PLACE.code) else []
-        return [*state, place if cause is None else _confined(data, cause, best)]
+        return [place if cause is None else _confined(data, cause, best)]
     inside = data.without(~best.tokens)
     if cause is None and (is_excessive(inside) or place.numbers["column"] in BY_TIME):
-        cause = _state(inside) if place.since is None else _state(data)
+        cause = _state(data)[0]
     if cause is None:
         return [place]
     if place.since is not None:
         cause = replace(cause, numbers=cause.numbers | {"since_step": place.since})
-    is_named = best.beside is not None or place.since is not None or cause.code != COMPUTATION.code
+    is_likely = cause.code != COMPUTATION.code and cause.weight >= MIN_FIRST
+    is_named = best.beside is not None or place.since is not None or is_likely
     return [cause, place] if is_named else [place, cause]
 
 
@@ -283,26 +299,16 @@ def _confined(data: PairData, cause: Finding, best: Hypothesis) -> Finding:
     return replace(cause, numbers=cause.numbers | numbers | counted)
 
 
-def _part_that_grows(data: PairData, grown: Finding) -> list[Finding]:
-    """Return where the mismatch is in the steps in which it has grown, if the other tokens of these steps have no
-    mismatch.
-    """
-    later = data.within(data.sample.steps[data.seq] >= int(grown.numbers.get("since") or 0))
-    where = [place for place in places(later) if _is_told(later, place) and place.feature not in BY_TIME]
-    best = _best([each for find in _PLACES for each in find(later, where[:_MAX_PLACES])])
-    return [] if best is None or best.finding.code in (SUBSET.code, grown.code) else [best.finding]
-
-
 def _left(data: PairData) -> list[Finding]:
-    """Return the finding for a remaining mismatch that no explanation predicts and that is at no particular place."""
+    """Return the findings for a remaining mismatch that no explanation predicts and that is at no particular place."""
     off = nobodys(data)
-    without = data.within(~off)
-    if off.mean() > 0.3 or (off.any() and (is_above(without) or systematic(without))) or not off.any():
-        return [_state(data)]
-    found = find_fading(data) or [each.finding for each in find_router_flips(data, off)] or find_scattered(data, off)
-    if found:
-        return found
-    return [_state(data)] if off.mean() > 0.1 else [unexplained_tokens(data, off, _describing(data, off))]
+    if 0 < off.mean() <= 0.1:
+        without = data.within(~off)
+        if not (is_above(without) or is_fault(without)):
+            found = find_router_flips(data, off) or find_scattered(data, off)
+            likely = _likely(data) if off.sum() >= MIN_LOGPROBS else []
+            return found or [unexplained_tokens(data, off, _describing(data, off)), *likely]
+    return _state(data)
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:
@@ -312,19 +318,14 @@ def _describing(data: PairData, off: np.ndarray) -> Where | None:
     return place if share > 0.5 else None
 
 
-def _state(data: PairData) -> Finding:
-    """Return what a mismatch without a particular place depends on: a non-deterministic side, the updates, neighbouring
-    tokens, token ids, or something that only a replay can distinguish.
-    """
-    if weights_agree(data):
-        return find_computation(data, is_equal=True)
-    grown = [each.finding for each in find_growth(data)]
-    if grown:
-        return grown[0]
-    for find in (find_not_repeatable, find_fading, find_persistence):
-        if found := find(data):
-            return found[0]
-    return find_computation(data, is_equal=False)
+def _state(data: PairData) -> list[Finding]:
+    """Return the kinds of a mismatch without a particular place, most probable first."""
+    return [equal_weights(data)] if weights_agree(data) else find_earlier_growth(data) or find_kinds(data)
+
+
+def _likely(data: PairData) -> list[Finding]:
+    """Return the most probable kind of a mismatch at a few tokens, if it is probable."""
+    return [each for each in _state(data)[:1] if each.weight >= MIN_LIKELY]
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:

@@ -17,10 +17,11 @@ from ...schemas.steps import ALL_STEPS
 from ..engine_weights import EngineVerdict
 from ..info import AttemptInfo
 from .sample import Sample
-from .sums import PairSums
 
 Result = TypeVar("Result")
 
+LOST = ("num_nan", "num_inf")
+_OF_VERDICT = ("num_tokens", *LOST, "sum_d2")
 MIN_REST = 0.02
 """Minimum 1 - p for a token to be informative, with p its probability: below it, a change in the logits hardly affects
 the logprob."""
@@ -28,6 +29,53 @@ LEAST_REST = 1e-3
 """Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
 """Strength of the shrinkage towards the overall mean when averaging per token id, as a number of added tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSums:
+    """Sums of d and of quantities derived from d, per sequence, per step or over the run; see schemas.sums.
+
+    Shapes: R rows, one per sequence or step, or a single one for the run.
+    """
+
+    steps: np.ndarray
+    """[R] step that each row belongs to."""
+    columns: dict[str, np.ndarray]
+    """Name of a sum -> [R] values; 0 for rows without a finite logprob in both passes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens with a finite logprob in both passes."""
+        return int(self.columns["num_tokens"].sum())
+
+    def mean(self, name: str) -> float:
+        """Return a sum over all rows divided by the number of tokens. The result does not depend on the order of
+        rows."""
+        return float(np.sort(self.columns[name]).sum() / max(self.num_tokens, 1))
+
+    @property
+    def total(self) -> PairSums:
+        """Token counts and the sum of d^2 over the whole run, as one row with step 0."""
+        columns = {name: np.asarray([np.sort(self.columns[name]).sum()]) for name in _OF_VERDICT}
+        return PairSums(steps=np.zeros(1, np.int64), columns=columns)
+
+    @property
+    def num_not_finite(self) -> int:
+        """Number of tokens whose logprob is NaN or infinite in either pass."""
+        return int(sum(self.columns[name].sum() for name in LOST))
+
+    def worst_lost_steps(self) -> list[int]:
+        """Return the steps with non-finite or missing logprobs, in descending order of their number."""
+        steps, place = np.unique(self.steps, return_inverse=True)
+        lost = np.bincount(place, sum(self.columns[name] for name in (*LOST, "num_null")))
+        return [int(step) for step in steps[np.argsort(-lost, kind="stable")] if lost[steps == step][0] > 0]
+
+    def worst_steps(self) -> list[int]:
+        """Return the steps in descending order of mean squared d."""
+        steps, place = np.unique(self.steps, return_inverse=True)
+        squares = np.bincount(place, self.columns["sum_d2"])
+        mean = squares / np.maximum(np.bincount(place, self.columns["num_tokens"]), 1)
+        return [int(step) for step in steps[np.argsort(-mean, kind="stable")]]
 
 
 @dataclass(kw_only=True)
@@ -168,18 +216,6 @@ class PairData:
         out = np.full(len(there), np.nan)
         out[there] = self.level[there] - usual[place]
         return out
-
-    def explained_by(self, affected: np.ndarray) -> float:
-        """Return the share of the variance of `level` that is explained by splitting the kept tokens into affected, [K]
-        bool, and unaffected ones."""
-        there = np.isfinite(self.level_beyond_tokens)
-        part = affected[there]
-        if not part.any() or part.all():
-            return 0.0
-        y = self.level_beyond_tokens[there]
-        y = y - y.mean()
-        between = sum(y[side].sum() ** 2 / side.sum() for side in (part, ~part))
-        return float(between / max(y @ y, 1e-30))
 
     @cached_property
     def memo(self) -> dict[Any, Any]:

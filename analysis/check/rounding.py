@@ -23,7 +23,7 @@ sampled tokens: large logits have large errors. Measured 0.3 to 10 on an H100 (m
 attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
 """dtype -> number of significant bits; float8 is e4m3."""
-MIN_SPREAD = 0.5
+MIN_SPREAD = 1.0
 """Minimum standard deviation of the log-odds assumed when computing the noise."""
 FLOOR_NATS = 1e-5
 """Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
@@ -47,6 +47,11 @@ class Precision:
     """True if the contract allows TensorFloat-32 in float32 matrix products."""
 
     @property
+    def rounded(self) -> str | None:
+        """dtype coarser than float32 to which the logprobs were rounded; None if there is none."""
+        return None if self.values == "float32" else self.values
+
+    @property
     def coarsest(self) -> str | None:
         """Coarsest dtype declared or inferred; None if unknown. Logits in float32 alone do not show it, because the
         layers before the head may be coarser."""
@@ -59,13 +64,17 @@ class Precision:
 @once
 def precisions(data: PairData) -> tuple[Precision, Precision]:
     """Return the precision of pass a and of pass b."""
-    a, b = (
-        Precision(dtype_of(contract), grid, value_precision(values), _has_tf32(contract))
-        for contract, grid, values in zip(
-            (data.contract("a"), data.contract("b")), _logit_precision(data), (data.a, data.b), strict=True
-        )
-    )
-    return a, b
+    found = []
+    for side, values, grid in zip("ab", (data.a, data.b), _logit_precision(data), strict=True):
+        contract = data.contract(side)
+        has_tf32 = bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
+        found.append(Precision(dtype_of(contract), grid, value_precision(values), has_tf32))
+    return found[0], found[1]
+
+
+def coarsest(data: PairData) -> dict[str, str | None]:
+    """Return the coarsest dtype of each pass, under the keys `dtype_a` and `dtype_b`."""
+    return {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
 
 
 def dtype_of(contract: Contract) -> str | None:
@@ -105,13 +114,13 @@ def value_precision(logprobs: np.ndarray) -> str | None:
 @once
 def allowed_noise(data: PairData) -> float:
     """Return the largest rms error of a logit that rounding explains, nats."""
-    # An unknown dtype could be bfloat16.
-    dtypes = [side.coarsest if side.coarsest in UNIT_ROUNDOFF else "bfloat16" for side in precisions(data)]
+    # An unknown dtype could be bfloat16: logits in float16 do not show what the layers before the head were computed in.
+    known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
+    dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
     compared = data.sample.compared
-    spread = min(
-        float(np.std(_log_odds(side.logprobs[compared]))) if compared.any() else 0.0
-        for side in (data.sample.a, data.sample.b)
-    )
+    spread = 0.0
+    if compared.any():
+        spread = min(float(np.std(_log_odds(side.logprobs[compared]))) for side in (data.sample.a, data.sample.b))
     return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * max(spread, MIN_SPREAD)
 
 
@@ -124,8 +133,8 @@ def value_rounding(data: PairData) -> np.ndarray:
     """Return the error [K] in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
     half = np.zeros(data.num_kept)
     for side, values in zip(precisions(data), (data.a, data.b), strict=True):
-        if side.values is not None and is_coarse(side.values):
-            half += half_ulp(values, side.values)
+        if side.rounded is not None:
+            half += half_ulp(values, side.rounded)
     return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
@@ -137,19 +146,17 @@ def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
     return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[dtype] - 1))
 
 
-def is_coarse(dtype: str | None) -> bool:
-    """Return True if the values have a dtype coarser than float32."""
-    return dtype is not None and dtype != "float32"
-
-
 @once
 def logit_error(data: PairData) -> np.ndarray:
     """Return the logit error [K] that would explain d, plus the error from rounding of the recorded values, nats."""
     return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
 
 
-def _has_tf32(contract: Contract) -> bool:
-    return bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
+@once
+def levels(data: PairData) -> np.ndarray:
+    """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
+    noise = logit_error(data)
+    return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
 def _logit_precision(data: PairData) -> tuple[str | None, str | None]:
@@ -198,3 +205,17 @@ def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
     one, two = order[:-1], order[1:]
     pair = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (tokens[one] != tokens[two])
     return one[pair], two[pair]
+
+
+def is_mixture(data: PairData) -> bool | None:
+    """Return True if a contract or the model configuration names experts; None if neither describes the model."""
+    texts = [
+        str(declared(data.contract(side), *path) or "")
+        for side in "ab"
+        for path in (("model", "class"), ("model_class",), ("model", "experts"), ("model", "moe_layers"))
+    ]
+    config = data.model.get("config") or {}
+    counted = [config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
+    if any(counted) or any("moe" in text.lower() or "mixtral" in text.lower() for text in texts):
+        return True
+    return False if config or any(texts[:2]) else None

@@ -145,6 +145,12 @@ class Sample:
         return before, after
 
 
+def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
+    """Return the length [N] of the run of equal flags, within its sequence, that each token is in."""
+    run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
+    return np.asarray(np.bincount(run)[run])
+
+
 def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int], lost_steps: Sequence[int] = ()) -> Sample:
     """Read tokens from steps spread over a run, including the steps with the largest mismatch and those with the most
     missing values."""

@@ -17,16 +17,6 @@ MIN_REPEATS = 20
 """Minimum number of repeated tokens, i.e. the same token after the same prefix in the same step, to judge whether a
 side is deterministic.
 """
-MAX_TOKEN_EFFECT = 0.035
-"""Maximum share of the variance of d / (1 - p) that token ids can explain under rounding; with 16-bit copies of the
-weights they explain up to 0.03.
-"""
-MIN_SCORE = 7.0
-"""Minimum evidence for a dependence, in standard errors; healthy runs reach 5.5."""
-MAX_FALL = 0.3
-"""Maximum log ratio under rounding between the mismatch in the first and the last third of a response."""
-MIN_USUAL = 0.2
-"""Ratio of the median to the rms logit error below which most tokens count as bit-identical."""
 _LAGS = (1, 2, 4)
 """Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
 sequence rarely falls between the two tokens compared."""
@@ -104,11 +94,6 @@ def growth(data: PairData) -> MismatchGrowth:
     middle = np.sqrt(max(level[0], 1e-9) * max(level[1:].max(), 1e-9))
     above = np.flatnonzero(level > middle)
     return MismatchGrowth(float(level[0]), float(level[1:].max()), int(known[above[0]]) if len(above) else None)
-
-
-def grows_inside(data: PairData, inside: np.ndarray) -> float:
-    """Return the factor by which the mismatch at the tokens `inside`, [K] bool, grows after the first step."""
-    return growth(data.within(inside)).ratio
 
 
 @once
@@ -190,16 +175,6 @@ class ErrorStructure:
     persistence_within: float = 1.0
     """`persistence` after subtracting each sequence's mean. It is 0 if whole sequences are affected."""
 
-    def changes_inside(self, *, is_excessive: bool) -> bool:
-        """Return True if |d| is similar at neighbouring tokens but differs between sequences.
-
-        The threshold for similarity is higher if the mismatch is no larger than rounding (`is_excessive` is False).
-        """
-        least = 0.07 if is_excessive else 0.12
-        if self.persistence_within < least and self.sequence_score > 100:
-            return False
-        return self.persistence >= least and self.sequence_score >= 4
-
 
 @once
 def error_structure(data: PairData) -> ErrorStructure:
@@ -252,29 +227,6 @@ def token_effect(data: PairData) -> tuple[float, float]:
     return variance_between(np.clip(signed, -cut, cut), tokens)
 
 
-@once
-def systematic(data: PairData) -> str | None:
-    """Return what the mismatch depends on but rounding would not, `token` or `place`; None if it looks like rounding.
-
-    Rounding errors neither depend on the token id nor fade along a response; this was measured for pairs of dtypes,
-    kernels and batch shapes on an H100. They can grow along a response if one side decodes with a cache. If most tokens
-    are bit-identical, the few others prove nothing.
-    """
-    if not data.num_kept or float(np.median(np.abs(data.d) / data.scale)) < MIN_USUAL * _rms(data):
-        return None
-    effect, score = token_effect(data)
-    if effect > MAX_TOKEN_EFFECT and score > MIN_SCORE:
-        return "token"
-    # The first token comes from the prefill, whose kernels differ from those of decoding.
-    fall, certainty = fades(data, data.position > 0)
-    return "place" if fall > MAX_FALL and certainty > MIN_SCORE else None
-
-
-def _rms(data: PairData) -> float:
-    noise = np.abs(data.d) / data.scale
-    return float(np.sqrt(np.mean(np.minimum(noise, np.quantile(noise, 0.99)) ** 2)))
-
-
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
     """Return the adjusted share of the variance of `values`, [K], explained by `group`, [K], and the distance of that
     share from 0 in standard deviations under pure noise. Both are 0 if there is a single group or only one value per
@@ -320,3 +272,14 @@ def along_movement(data: PairData) -> float:
     since = steps - (np.bincount(place, steps) / count)[place]
     products = np.bincount(data.seq, mean_d[place] * since * moved)
     return float(products.sum() / max(np.sqrt(np.sum(products**2)), 1e-30))
+
+
+def level(data: PairData) -> float:
+    """Return the rms change of the logits that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest hundredth
+    clipped."""
+    known = np.isfinite(data.noise)
+    noise, rest = data.noise[known], data.rest[known]
+    if not len(noise):
+        return 0.0
+    cut = float(np.quantile(noise, 0.99))
+    return float(np.sqrt(np.sum((np.minimum(noise, cut) * rest) ** 2) / np.sum(rest**2)))

@@ -14,8 +14,7 @@ from ..rows import shown
 from .data_checks import DataFinding, data_text
 from .faults import evidence_text
 from .finding import Finding
-from .notes import Note
-from .result import CheckResult
+from .result import CheckResult, Note
 
 _INDENT = "  "
 _DATA = "rewards, advantages and groups (the comparison of logprobs does not depend on them):"
@@ -109,22 +108,15 @@ def wrapped(text: str, indent: str, width: int | None) -> str:
 def checked_json(result: CheckResult) -> dict[str, Any]:
     """Return a check result as JSON: codes, all numbers, and the sentences rendered from them."""
     findings = [
-        asdict(finding)
-        | {
-            "title": finding.title,
-            "fails": finding.fails,
-            "broken": finding.broken,
-            "evidence": evidence_text(finding),
-        }
-        for finding in result.findings
+        asdict(each)
+        | {"title": each.title, "fails": each.fails, "broken": each.broken, "evidence": evidence_text(each)}
+        for each in result.findings
     ]
-    notes = [note_text(note) for note in result.notes]
-    codes = [note.code for note in result.notes]
     return asdict(result) | {
         "is_valid": result.is_valid,
         "broken": result.broken,
         "findings": findings,
         "data": [asdict(each) | {"title": each.title, "sentence": data_text(each)} for each in result.data],
-        "notes": notes,
-        "note_codes": codes,
+        "notes": [note_text(note) for note in result.notes],
+        "note_codes": [note.code for note in result.notes],
     }

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .likelihood import levels
 from .pair_data import PairData
-from .rounding import logit_error
+from .rounding import levels, logit_error
 from .sample import Sample
 
 Kind = Literal["one_of", "from", "before", "is"]
@@ -230,8 +229,10 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
         "prompt_seen_before": seen_before(sample),
         "group_id": _texts(sample.group_ids),
         "finish_reason": _texts(sample.finish_reasons),
-        "reward_above_0": _sign(sample.outcomes["reward"]),
-        "advantage_above_0": _sign(sample.outcomes["advantage"]),
+        **{
+            f"{name}_above_0": np.where(np.isfinite(values), values > 0, np.nan)
+            for name, values in sample.outcomes.items()
+        },
         "response_length": sample.lengths.astype(float),
         "prompt_length": lengths.astype(float),
         "total_length": total.astype(float),
@@ -355,10 +356,6 @@ def _largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
     return np.asarray(out[place])
-
-
-def _sign(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), (values > 0).astype(float), np.nan)
 
 
 def _texts(values: list[str | None]) -> np.ndarray:

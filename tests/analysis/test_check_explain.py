@@ -266,7 +266,7 @@ def test_packed_rows_are_found_without_a_record(tmp_path):
     first = first_of(Recording(rollout=in_float32, train=off_where(not_first)), tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["feature"]) == (
         "row_context",
-        "rows",
+        "neighbours",
         "not_first_of_4",
     )
 
@@ -385,7 +385,7 @@ def from_version_0(path, declared):
 def test_a_mismatch_that_grows_from_version_0_is_of_weights(tmp_path):
     found = from_version_0(tmp_path / "trace", declared=False)
     first = found.findings[0]
-    assert (found.is_valid, first.code, first.signal) == (False, "weights_differ", "grows")
+    assert (found.is_valid, first.code, first.signal) == (False, "weights_differ", "judged")
     assert first.numbers["first"] < first.numbers["later"]
 
 

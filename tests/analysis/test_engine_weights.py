@@ -9,7 +9,7 @@ from bigrams import BOTH_FP32, Recording, moved, table
 from builders import tim_trace
 from tim_trace.analysis import weights
 from tim_trace.analysis.check.check import check, gather
-from tim_trace.analysis.check.faults.engine_weights import find_engine_weights, weights_agree
+from tim_trace.analysis.check.faults.weights import find_engine_weights, weights_agree
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.engine_weights import engine_verdict, engine_versions, read_engine_verdict
 from tim_trace.analysis.verify import verify
@@ -288,18 +288,17 @@ def test_where_all_digests_agree_it_is_not_said_that_weights_differ(tmp_path):
     (finding,) = check(trace).findings
     assert (finding.code, finding.signal) == ("computation_differs", "equal_weights")
     bare = Recording(rollout=behind, weights=moving, contracts=BOTH_FP32).write(tmp_path / "bare")
-    assert [finding.signal for finding in check(bare).findings] == ["full_size"]
+    assert {finding.signal for finding in check(bare).findings} == {"judged"}
 
 
 def test_steps_whose_digests_are_not_there_are_judged_by_logprobs(tmp_path):
     trace = recorded(tmp_path / "t", run_of(lambda v, t, of: of(v), versions=3))
-    (finding,) = check(trace).findings
-    assert (finding.code, finding.signal) == ("computation_differs", "full_size")
+    assert {finding.signal for finding in check(trace).findings} == {"judged"}
 
 
 def test_an_engine_without_digests_beside_one_that_has_them_is_judged_by_logprobs(tmp_path):
     rows = run_of(lambda v, t, of: of(v), writer="another process")
-    assert [finding.signal for finding in check(recorded(tmp_path / "t", rows)).findings] == ["full_size"]
+    assert {finding.signal for finding in check(recorded(tmp_path / "t", rows)).findings} == {"judged"}
     served = [row | {"dtype": None} for row in rows]
     assert [finding.signal for finding in check(recorded(tmp_path / "u", served)).findings] == ["equal_weights"]
 

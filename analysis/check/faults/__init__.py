@@ -4,32 +4,27 @@ from __future__ import annotations
 
 from ..finding import Finding
 from ..where import where_text
-from .computation import COMPUTATION, NOT_REPEATABLE, ROUTER_FLIPS
 from .copies import COPIES, EQUAL
-from .grammar import GRAMMAR
-from .low_precision import LOW_PRECISION
-from .mask import MASK
+from .kinds import COMPUTATION, NOT_REPEATABLE, ONSET, ROUTER_FLIPS, ROW_CONTEXT
+from .kinds import TITLES as KIND_TITLES
 from .misplaced import MISPLACED
-from .missing import HOLES, LENGTHS
-from .not_logprobs import NOT_LOGPROBS
+from .missing import HOLES, LENGTHS, MASK
 from .other_values import UNRELATED
 from .penalty import PENALTY
 from .placeholders import NOT_SAMPLED, PLACEHOLDERS
 from .places import BOUNDARY, ONE_PLACE, SUBSET
-from .positions import CHANGE, ONSET
-from .row_context import ROW_CONTEXT
 from .row_pairing import ROW_PAIRING
 from .shift import RETOKENISED, SHIFT
 from .temperature import TEMPERATURE
-from .truncation import PADDED_VOCABULARY, TRUNCATION
+from .truncation import GRAMMAR, PADDED_VOCABULARY, TRUNCATION
 from .unexplained import ROUNDING, TOO_FEW, UNEXPLAINED
-from .unit import UNIT
+from .unit import LOW_PRECISION, NOT_LOGPROBS, UNIT
 from .weights import WEIGHTS
 
 ALL = (
     TEMPERATURE, TRUNCATION, PENALTY, GRAMMAR, SHIFT, ROW_PAIRING, MISPLACED, MASK, NOT_SAMPLED, PLACEHOLDERS, HOLES,
     RETOKENISED, UNIT, NOT_LOGPROBS, UNRELATED, PADDED_VOCABULARY, LENGTHS, COPIES, WEIGHTS, COMPUTATION, NOT_REPEATABLE,
-    ROW_CONTEXT, CHANGE, ONSET, BOUNDARY, ONE_PLACE, SUBSET, LOW_PRECISION, ROUTER_FLIPS, UNEXPLAINED, ROUNDING, EQUAL, TOO_FEW,
+    ROW_CONTEXT, ONSET, BOUNDARY, ONE_PLACE, SUBSET, LOW_PRECISION, ROUTER_FLIPS, UNEXPLAINED, ROUNDING, EQUAL, TOO_FEW,
 )  # fmt: skip
 
 FAULTS = {fault.code: fault.title for fault in reversed(ALL) if fault.broken}
@@ -48,8 +43,13 @@ _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal 
 def evidence_text(finding: Finding) -> str:
     """Return the evidence for a finding as a sentence with numbers."""
     text = _BY_SIGNAL[finding.code, finding.signal].sentence(finding)
+    if "rival" in finding.numbers:
+        text += f"; {finding.numbers['rival_probability']:.0%} for: {KIND_TITLES[str(finding.numbers['rival'])]}"
     if "since_step" in finding.numbers:
         text += f"; all of it from step {finding.numbers['since_step']} on; both passes agree before"
+    if "in_steps" in finding.numbers:
+        steps = str(finding.numbers["in_steps"])
+        text += f"; all of it in step{'s' if ',' in steps else ''} {steps}"
     if "part_sequences" in finding.numbers:
         where = {name: finding.numbers[f"part_{name}"] for name in ("feature", "kind", "values")}
         which = f", {where_text(where)}" if where["feature"] else ""

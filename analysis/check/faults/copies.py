@@ -80,9 +80,12 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     same = np.bincount(data.seq, data.d == 0.0, minlength=len(num)) == num
     copied = same & (telling >= MIN_COPIED_TOKENS)
     others = ~same & (num > 0)
-    if not copied.any() or not others.any() or _was_exact(data, copied, others):
+    if not copied.any() or not others.any():
         return []
-    beside = others & np.isin(data.sample.steps, data.sample.steps[copied])
+    steps = data.sample.steps
+    if steps[copied].max() < steps[others].min():
+        return []  # the engine was exact, or not yet stale, at first, and nothing was copied
+    beside = others & np.isin(steps, steps[copied])
     # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
     beside = beside if beside.any() else others
     # It is measured in rows at the level of rounding, if there are any: in a row with a fault, no token is equal.
@@ -100,34 +103,18 @@ def find_copied_rows(data: PairData) -> list[Finding]:
         return []
     return [
         COPIES.finding(
-            data,
-            "copied_rows",
-            copied[data.seq],
-            effect=0.0,
-            next=commands.stats(data, "sequence"),
+            data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
             numbers={
-                "num_sequences": int(copied.sum()),
-                "of_sequences": int((num > 0).sum()),
-                "equal_elsewhere": equal_elsewhere,
+                "num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), "equal_elsewhere": equal_elsewhere,
             },
         )
-    ]
-
-
-def _was_exact(data: PairData, copied: np.ndarray, others: np.ndarray) -> bool:
-    """Return True if all equal rows come before all other rows. The engine was then exact, or not yet stale, at first,
-    and nothing was copied."""
-    steps = data.sample.steps
-    return int(steps[copied].max()) < int(steps[others].min())
+    ]  # fmt: skip
 
 
 def _differing(a: Contract, b: Contract) -> dict[str, str]:
     """Return the differing contract settings that rule out equal bits, under the keys `engine_a`, `engine_b`,
     `dtype_a`, `dtype_b`."""
-    sides = {
-        "engine": (declared(a, "engine"), declared(b, "engine")),
-        "dtype": (dtype_of(a), dtype_of(b)),
-    }
+    sides = {"engine": (declared(a, "engine"), declared(b, "engine")), "dtype": (dtype_of(a), dtype_of(b))}
     differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
     # With the same dtype, the engine `exact` gives the same bits as another engine.
     if "exact" in sides["engine"] and len(differing) < 2:

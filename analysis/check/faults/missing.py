@@ -1,4 +1,4 @@
-"""Tokens that count in the loss but have no finite logprob."""
+"""Tokens that count in the loss but have no finite logprob, or were not sampled."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault, Finding
+from ..likelihood import Hypothesis
 from ..pair_data import PairData
-from ..sample import PassSample, Sample
+from ..sample import PassSample, run_lengths
 
 MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
@@ -37,12 +38,8 @@ LENGTHS = Fault(
     code="lengths", title="tokens are missing on one side", broken="recording", evidence=_SENTENCES, words=_WORDS
 )
 HOLES = Fault(
-    code="placeholders",
-    title="missing values instead of logprobs",
-    broken="recording",
-    evidence=_SENTENCES,
-    words=_WORDS,
-)
+    code="placeholders", title="missing values instead of logprobs", broken="recording", evidence=_SENTENCES, words=_WORDS,
+)  # fmt: skip
 
 
 def find_missing(data: PairData) -> list[Finding]:
@@ -63,7 +60,15 @@ def find_missing(data: PairData) -> list[Finding]:
     ]
     not_finite = (lost_a & ~sample.a.is_null) | (lost_b & ~sample.b.is_null)
     elsewhere = data.sums.num_not_finite - int((sample.mask & not_finite).sum())
-    return [*found, _elsewhere(data, elsewhere)] if elsewhere > 0 else found
+    if elsewhere > 0:
+        share = float(elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1))
+        found.append(
+            HOLES.finding(
+                data, "missing_elsewhere", effect=float("nan"), share=share, next=commands.stats(data, "step"),
+                numbers={"num_tokens": elsewhere, **data.names},
+            )
+        )  # fmt: skip
+    return found
 
 
 def _of_side(
@@ -77,12 +82,11 @@ def _of_side(
     in_tail = float((missing & _tails(missing, sample.starts)).sum() / missing.sum())
     in_head = float((missing & _tails(missing[::-1], len(missing) - sample.starts[::-1])[::-1]).sum() / missing.sum())
     rows = np.unique(sample.seq[missing])
+    lost, counted = (np.bincount(sample.seq[each], minlength=sample.num_sequences) for each in (missing, sample.mask))
+    place = "whole" if np.all(lost[rows] == counted[rows]) else "end" if in_tail >= in_head else "beginning"
     cut = missing.sum() >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at the end of a sequence by chance
     return (LENGTHS if cut else HOLES).finding(
-        data,
-        "missing_in_both" if in_both else "missing",
-        effect=float("nan"),
-        share=float(share),
+        data, "missing_in_both" if in_both else "missing", effect=float("nan"), share=float(share),
         next=commands.sql(
             data,
             "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
@@ -90,23 +94,11 @@ def _of_side(
             "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
         ),
         numbers={
-            "side": side.name,
-            "other": other.name,
-            "num_tokens": int(missing.sum()),
-            "num_sequences": len(rows),
-            "of_sequences": sample.num_sequences,
-            "place": _place(sample, missing, in_tail >= in_head) if cut else "scattered",
+            "side": side.name, "other": other.name, "num_tokens": int(missing.sum()), "num_sequences": len(rows),
+            "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
             "value": _kind(side.logprobs[missing], nulls),
         },
-    )
-
-
-def _place(sample: Sample, missing: np.ndarray, at_end: bool) -> str:
-    lost = np.bincount(sample.seq[missing], minlength=sample.num_sequences)
-    counted = np.bincount(sample.seq[sample.mask], minlength=sample.num_sequences)
-    if np.all(lost[lost > 0] == counted[lost > 0]):
-        return "whole"
-    return "end" if at_end else "beginning"
+    )  # fmt: skip
 
 
 def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
@@ -118,21 +110,54 @@ def _kind(values: np.ndarray, nulls: np.ndarray) -> str:
     return "inf" if np.isinf(values).all() else "NaN"
 
 
-def _elsewhere(data: PairData, num: int) -> Finding:
-    """Return the finding for NaN and infinite logprobs in steps that were not inspected individually."""
-    return HOLES.finding(
-        data,
-        "missing_elsewhere",
-        effect=float("nan"),
-        share=float(num / max(data.sums.num_tokens + data.sums.num_not_finite, 1)),
-        next=commands.stats(data, "step"),
-        numbers={"num_tokens": num, **data.names},
-    )
-
-
 def _tails(flags: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """Return [N] bool: True where a token and all later tokens in its sequence are flagged."""
     ends = np.repeat(starts[1:], np.diff(starts))
     # For each token, the index of the first unflagged token at or after it.
     following = np.minimum.accumulate(np.where(~flags, np.arange(len(flags)), len(flags))[::-1])[::-1]
     return np.asarray(flags & (following >= ends))
+
+
+UNSAMPLED_NATS = -3.0
+"""logprob + entropy, nats, below which a token counts as unlikely. With a flat-tailed model, 5 % of sampled tokens are
+below it."""
+MIN_UNSAMPLED_RUN = 4
+"""Minimum number of consecutive unlikely tokens that suggests they were not sampled. In healthy runs, fewer than 2 % of the
+sequences contain as many."""
+
+MASK = Fault(
+    code="mask",
+    title="prompt or tool tokens are counted as sampled tokens",
+    broken="recording",
+    evidence={
+        "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
+        "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
+        "{mean_entropy:.3g}: they were not sampled but come from a prompt or a tool, and they count in the loss"
+    },
+)
+
+
+def find_unsampled(data: PairData) -> list[Hypothesis]:
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Needs recorded entropies.
+
+    For sampled tokens, logprob + entropy is 0 on average. After an improbable token the entropy rises, so improbable
+    tokens rarely follow one another.
+    """
+    entropy = data.entropy
+    if entropy is None:
+        return []
+    likely = np.maximum(data.a, data.b)
+    unlikely = likely + entropy < UNSAMPLED_NATS
+    runs = unlikely & (run_lengths(unlikely, data.seq) >= MIN_UNSAMPLED_RUN)
+    rows = np.unique(data.seq[runs])
+    present = len(np.unique(data.seq))
+    if len(rows) < max(4, 0.05 * present):
+        return []
+    finding = MASK.finding(
+        data, "unlikely_runs", runs, weight=0.9, next=commands.row(data, int(rows[0])),
+        numbers={
+            "num_tokens": int(runs.sum()), "num_sequences": len(rows), "of_sequences": present,
+            "mean_logprob": float(likely[runs].mean()), "mean_entropy": float(entropy[runs].mean()),
+        },
+    )  # fmt: skip
+    return [Hypothesis(finding=finding, tokens=data.marked(runs), gain=float("inf"))]

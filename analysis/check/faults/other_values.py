@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...statistics.moments import pearson
 from .. import commands
 from ..finding import Broken, Fault, Finding
-from ..hypothesis import Hypothesis, of_signs, predicting
+from ..kinds import judged, judged_words
+from ..likelihood import Hypothesis, of_signs, predicting
 from ..pair_data import PairData
 from ..rounding import allowed_noise
 from ..structure import sampled_mean, sampled_score
@@ -33,11 +35,16 @@ UNRELATED = Fault(
         "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and at these tokens {side} and "
         "{other} are uncorrelated (correlation {correlation:.2f}): they belong to other tokens, in {num_sequences:,} "
         "of {of_sequences:,} sequences",
+        "judged": judged("stored, gathered or changed wrongly"),
     },
     words={
+        "judged": judged_words,
         "no_correlation": lambda n: {
             "sampled_text": _SAMPLED[n["sampled"]].format_map({**n, "mean": n["sampled_mean"] or 0.0})
-        }
+        },
+    },
+    causes={
+        "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly"
     },
 )
 MIN_CORRELATION = 0.3
@@ -48,7 +55,6 @@ different weights or a different temperature it stays above 0.8; for unrelated v
 def find_other_quantity(data: PairData) -> list[Hypothesis]:
     """Detect a pass that holds negative entropies, or the logprobs of the most probable tokens, instead of those of the
     sampled tokens."""
-    every = np.ones(data.num_kept, bool)
     found = []
     for side, values in (("a", data.a), ("b", data.b)):
         recorded = getattr(data.sample, side).entropy
@@ -59,11 +65,11 @@ def find_other_quantity(data: PairData) -> list[Hypothesis]:
                 finding = UNRELATED.finding(
                     data, "negative_entropies", next=commands.tokens(data), numbers=_numbers(data, side)
                 )
-                found.append(predicting(data, finding, left, 1.0, every))
+                found.append(predicting(data, finding, left, 1.0))
     for side, values, others, sign in (("b", data.b, data.a, -1.0), ("a", data.a, data.b, 1.0)):
         if _are_of_most_probable(values, others):
             finding = UNRELATED.finding(data, "most_probable", next=commands.tokens(data), numbers=_numbers(data, side))
-            found.append(of_signs(data, finding, np.full(data.num_kept, sign), 1.0, every))
+            found.append(of_signs(data, finding, np.full(data.num_kept, sign), 1.0))
     return found
 
 
@@ -96,7 +102,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
     """Detect that the values in the two passes are uncorrelated."""
     if data.num_kept < 30 or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
         return []
-    correlation = max(_correlation(data.a, data.b), _correlation(_ranks(data.a), _ranks(data.b)))
+    correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
         # Values of the right token from a different context share the token's mean, but nothing else.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
@@ -113,7 +119,7 @@ def _within_ids(data: PairData) -> float | None:
         return None
     own = [(values - (np.bincount(place, values) / counts)[place])[often] for values in (data.a, data.b)]
     least = 5 * allowed_noise(data) * float(np.sqrt(np.mean(data.rest[often] ** 2)))
-    return _correlation(*own) if min(np.std(each) for each in own) > least else None
+    return pearson(*own) if min(np.std(each) for each in own) > least else None
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
@@ -121,7 +127,7 @@ def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
     as below, and spread like all values."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
-    within = _correlation(data.a[off], data.b[off])
+    within = pearson(data.a[off], data.b[off])
     one_sign = abs(float(np.mean(np.sign(data.d[off]))))
     alike = 0.5 < np.std(data.b[off]) / max(float(np.std(data.b)), 1e-9) < 2
     if within > MIN_CORRELATION or one_sign > 0.5 or not alike:
@@ -156,10 +162,6 @@ def _whole(data: PairData, correlation: float) -> Hypothesis:
     # As with scattered values, only the two separate distributions are predicted.
     gain = 0.05 * data.num_kept
     return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=gain)
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    return float(np.corrcoef(x, y)[0, 1])
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

@@ -6,22 +6,21 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, of_signs
-from ..likelihood import unexplained
+from ..kinds import judged, judged_words
+from ..likelihood import Hypothesis, of_signs, unexplained
 from ..pair_data import PairData
 from ..rounding import value_rounding
 from ..structure import sampled_mean, sampled_score
 from ..where import repeated_in_row
 
 PENALTY = Fault(
-    code="penalty",
-    title="a repetition penalty, logit bias or token filter on one side only",
-    broken="recording",
+    code="penalty", title="a repetition penalty, logit bias or token filter on one side only", broken="recording",
     evidence={
         "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
         "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",
         "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against "
         "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
+        "judged": judged("a filter, penalty, bias or temperature of sampling that one side does not apply"),
         "sampled_elsewhere": "the passes agree, yet logprob + entropy averages to {mean:.3g} nats: the tokens were not "
         "sampled from the recorded distribution{recorded_text}",
     },
@@ -30,6 +29,7 @@ PENALTY = Fault(
         "token_ids": lambda n: {
             "lowers": "lowers" if n["mean_ids"] < 0 else "raises", "raises": "raises" if n["mean_ids"] < 0 else "lowers",
         },
+        "judged": judged_words,
         "sampled_elsewhere": lambda n: {"recorded_text": _recorded(n["recorded"])},
     },
 )  # fmt: skip
@@ -73,7 +73,7 @@ def _of_repeats(data: PairData, counted: str, repeated: np.ndarray) -> Hypothesi
     )  # fmt: skip
     # A recorded penalty is tested first, because it has no fitted parameters.
     cost = 0.0 if recorded_penalty(data) else 8.0
-    return of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))
+    return of_signs(data, finding, sign, cost)
 
 
 def find_token_ids(data: PairData) -> list[Hypothesis]:
@@ -106,7 +106,7 @@ def find_token_ids(data: PairData) -> list[Hypothesis]:
         },
     )  # fmt: skip
     cost = float(other.sum()) * np.log(len(ids)) + 8.0
-    return [of_signs(data, finding, sign, cost, np.ones(data.num_kept, bool))]
+    return [of_signs(data, finding, sign, cost)]
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:

@@ -9,11 +9,12 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault, Finding
-from ..hypothesis import Hypothesis, predicting
+from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData
 from ..rounding import precisions
 from ..rows import row_spreads
 from ..sample import PassSample, Sample
+from .truncation import recorded_filter
 
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
@@ -80,9 +81,8 @@ def _repeated(data: PairData, side: PassSample, other: PassSample) -> list[float
     """Return the values that `side` repeats at tokens whose logprobs in `other` vary and are far from the value."""
     values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
     often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
-    candidates = {int(i) for i in often if counts[i] >= 3} | set(
-        np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()
-    )
+    candidates = {int(i) for i in often if counts[i] >= 3}
+    candidates |= set(np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist())
     return [float(values[i]) for i in sorted(candidates) if _stands_for_none(data, side, other, float(values[i]))]
 
 
@@ -134,17 +134,16 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
     usual = -float(np.mean(other.logprobs[rest])) if rest.any() else surprise
     given = _are_given(sample, other, where)
     improbable = surprise > max(1.5 * usual, usual + 1)
-    in_runs = _mean_run(where, sample.seq) >= 2.0
-    reason = "begin_alike" if given else "improbable" if improbable and in_runs else "none"
-    is_floor = (
-        value < 0 and value == side.logprobs[data.keep].min() and np.mean(other.logprobs[where] < value + 0.1) > 0.95
-    )
-    reason = "floor" if is_floor else reason
-    reason = "after_end" if reason == "improbable" and _ends_rows(sample, where) else reason
+    runs = where & ~np.concatenate([[False], where[:-1] & (sample.seq[1:] == sample.seq[:-1])])
+    after = np.concatenate([where[1:], [True]])
+    after[sample.starts[1:][sample.lengths > 0] - 1] = True
+    reason = "begin_alike" if given else "none"
+    if not given and improbable and where.sum() >= 2 * runs.sum():
+        reason = "after_end" if np.mean(after[where]) > 0.99 else "improbable"
+    if value < 0 and value == side.logprobs[data.keep].min() and np.mean(other.logprobs[where] < value + 0.1) > 0.95:
+        reason = "floor"
     return (PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED).finding(
-        data,
-        "constant",
-        effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),
+        data, "constant", effect=float(np.sqrt(np.mean((other.logprobs[where] - value) ** 2))),
         share=float(where.sum() / max(sample.compared.sum(), 1)),
         next=commands.sql(
             data,
@@ -152,17 +151,11 @@ def _finding(data: PairData, side: PassSample, other: PassSample, value: float, 
             f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT LIMIT 20",
         ),
         numbers={
-            "side": side.name,
-            "other": other.name,
-            "value": value,
-            "num_tokens": int(where.sum()),
-            "num_sequences": len(np.unique(sample.seq[where])),
-            "other_mean": -surprise,
-            "other_min": float(np.min(other.logprobs[where])),
-            "elsewhere_mean": -usual,
-            "reason": reason,
+            "side": side.name, "other": other.name, "value": value, "num_tokens": int(where.sum()),
+            "num_sequences": len(np.unique(sample.seq[where])), "other_mean": -surprise,
+            "other_min": float(np.min(other.logprobs[where])), "elsewhere_mean": -usual, "reason": reason,
         },
-    )
+    )  # fmt: skip
 
 
 def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
@@ -188,19 +181,6 @@ def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
     most = covered > 0.8 * where[np.isin(sample.seq, rows)].sum()
     expected = shared * -np.expm1(-surprise / max(num, 1))
     return bool(most and expected > 5 and different < 0.2 * expected)
-
-
-def _mean_run(where: np.ndarray, seq: np.ndarray) -> float:
-    """Return the mean length of the runs of consecutive tokens in `where`, within sequences."""
-    begins = where & ~np.concatenate([[False], where[:-1] & (seq[1:] == seq[:-1])])
-    return float(where.sum() / max(begins.sum(), 1))
-
-
-def _ends_rows(sample: Sample, where: np.ndarray) -> bool:
-    """Return True if the tokens in `where` are the last ones of their sequences."""
-    after = np.concatenate([where[1:], [True]])
-    after[sample.starts[1:][sample.lengths > 0] - 1] = True
-    return float(np.mean(after[where])) > 0.99
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
@@ -235,7 +215,10 @@ def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool
 
 def _is_no_certainty(data: PairData, where: np.ndarray) -> bool:
     """Return True if the tokens in `where`, [N] bool, which have a logprob of 0, were not certain because their entropy
-    is above 0."""
+    is above 0. A recorded filter of sampling makes tokens certain, and the entropy may be that of all tokens.
+    """
+    if recorded_filter(data):
+        return False
     for side in (data.sample.a, data.sample.b):
         if side.entropy is not None and np.isfinite(side.entropy[data.keep]).all():
             at, elsewhere = float(np.mean(side.entropy[where])), float(np.mean(side.entropy[data.keep & ~where]))
@@ -245,22 +228,17 @@ def _is_no_certainty(data: PairData, where: np.ndarray) -> bool:
 
 def _constant(data: PairData, value: float, where: np.ndarray) -> Finding:
     return PLACEHOLDERS.finding(
-        data,
-        "constant_in_both",
-        effect=0.0,
-        share=float(where.sum() / max(data.sample.compared.sum(), 1)),
+        data, "constant_in_both", effect=0.0, share=float(where.sum() / max(data.sample.compared.sum(), 1)),
         next=commands.sql(
             data,
             "SELECT step, seq_id, position, token_id, mask, logprob_a, logprob_b FROM {pair} WHERE "
             f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a LIMIT 20",
         ),
         numbers={
-            **data.names,
-            "value": value,
-            "num_tokens": int(where.sum()),
+            **data.names, "value": value, "num_tokens": int(where.sum()),
             "num_sequences": len(np.unique(data.sample.seq[where])),
         },
-    )
+    )  # fmt: skip
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
@@ -280,6 +258,5 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
                     "what": "a sum" if is_sum else "a mean",
                 },
             )  # fmt: skip
-            every = np.ones(data.num_kept, bool)
-            return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum(), every)]
+            return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
     return []

@@ -9,21 +9,13 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, located
-from ..likelihood import explained
+from ..likelihood import Hypothesis, explained, located
 from ..pair_data import PairData
 from ..where import Where, where_text
 
 _TOKENS = (
-    "first_token",
-    "last_token",
-    "from_end",
-    "position",
-    "total_position",
-    "token_id",
-    "token_before",
-    "starts_turn",
-)
+    "first_token", "last_token", "from_end", "position", "total_position", "token_id", "token_before", "starts_turn",
+)  # fmt: skip
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
 """Maximum number of token ids that count as one place."""
@@ -42,19 +34,13 @@ _EVIDENCE = {
 }
 
 ONE_PLACE = Fault(
-    code="one_place",
-    title="values at one fixed place in the sequences are wrong",
-    broken="computation",
-    evidence=_EVIDENCE,
+    code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
-)
+)  # fmt: skip
 BOUNDARY = Fault(
-    code="chunk_boundary",
-    title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
-    broken="computation",
-    evidence=_EVIDENCE,
-    words={"place": _place},
-)
+    code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
+    broken="computation", evidence=_EVIDENCE, words={"place": _place},
+)  # fmt: skip
 SUBSET = Fault(
     code="subset",
     title="the mismatch is concentrated in part of the run",
@@ -76,7 +62,9 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             ):
                 continue
             fault = BOUNDARY
-        elif place.feature in _TOKENS and place.inside.mean() < 0.5 and not _is_onset(place):
+        elif place.feature in _TOKENS and place.inside.mean() < 0.5:
+            if place.feature in ("position", "total_position") and place.kind != "one_of" and place.values[0] >= 2:
+                continue
             fault = ONE_PLACE
         else:
             continue
@@ -94,18 +82,12 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
                 "share_lower": float(np.mean(data.d[place.inside] < 0)),
             },
         )  # fmt: skip
-        rows = (
-            len(np.unique(data.seq)) * np.log(float(place.feature.split("_")[1]))
-            if place.feature.startswith("every")
-            else 0.0
-        )
+        rows = 0.0
+        if place.feature.startswith("every"):
+            rows = len(np.unique(data.seq)) * np.log(float(place.feature.split("_")[1]))
         each = np.log(len(np.unique(data.sample.tokens))) if is_id else 3.0
         found.append(located(data, finding, place.inside, 2.0 + each * len(place.values) + rows))
     return found
-
-
-def _is_onset(place: Where) -> bool:
-    return place.feature in ("position", "total_position") and place.kind != "one_of" and place.values[0] >= 2
 
 
 def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
@@ -119,7 +101,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         if not known or len(place.values) > 20 or (place.feature.endswith("_length") and place.kind == "one_of"):
             continue
         steps = data.sample.steps
-        since = _since(place, steps, rows) if by_time else None
+        since = _since(steps, rows) if by_time else None
         finding = SUBSET.finding(
             data, "column", place.inside, weight=explained(data, place.inside), next=commands.by_column(data, place.feature),
             numbers={
@@ -133,7 +115,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     return found
 
 
-def _since(place: Where, steps: np.ndarray, rows: np.ndarray) -> int | None:
+def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
     """Return the first step of the sequences `rows` if these are all sequences from that step on; None otherwise."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True

@@ -6,15 +6,14 @@ Shapes: S sequences (rows), R rows in a batch of them, T tokens in the longest s
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, predicting
-from ..pair_data import PairData, once
+from ..likelihood import Hypothesis, predicting
+from ..pair_data import PairData
 from ..rows import CAP_NATS, MIN_OFF_NATS, Grid, grid_of, row_means, token_values
 
 PAIRED_SHARE = 0.15
@@ -26,10 +25,8 @@ _CHANCE_TRIALS = 4
 
 
 def _pairs(numbers: Mapping[str, Any]) -> dict[str, str]:
-    partners = {
-        key.removeprefix("belongs_to/"): value for key, value in numbers.items() if key.startswith("belongs_to/")
-    }
-    first = ", ".join(f"{row} with {partner}" for row, partner in list(partners.items())[:4])
+    names = [key for key in numbers if key.startswith("belongs_to/")][:4]
+    first = ", ".join(f"{key.removeprefix('belongs_to/')} with {numbers[key]}" for key in names)
     return {"pairs": first + (", ..." if numbers["num_sequences"] > 4 else "")}
 
 
@@ -45,50 +42,32 @@ ROW_PAIRING = Fault(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Partners:
-    """Rows for which the values in pass b belong to another row."""
-
-    rows: np.ndarray
-    """[S] index of the row whose values in pass b match pass a of each row; -1 if a row matches itself or no other
-    row."""
-    own: np.ndarray
-    """[S] mean |d|, capped at CAP_NATS per token, of each row with its own values, nats; NaN for rows without
-    values."""
-    tried: int
-    """Number of mismatched rows for which a partner was searched."""
-
-
 def find_row_pairing(data: PairData) -> list[Hypothesis]:
     """Detect rows whose values in one pass match the other pass's values for a different row."""
-    partners = partners_of(data)
-    if partners is None:
+    partner, tried = partners_of(data)
+    found = np.flatnonzero(partner >= 0)
+    if not len(found):
         return []
-    found = np.flatnonzero(partners.rows >= 0)
     names = data.sample.seq_ids
     tokens = np.isin(data.seq, found)
     finding = ROW_PAIRING.finding(
-        data,
-        "other_rows",
-        tokens,
-        weight=len(found) / max(partners.tried, 1),
-        next=commands.row(data, int(found[0])),
+        data, "other_rows", tokens, weight=len(found) / max(tried, 1), next=commands.row(data, int(found[0])),
         numbers={
-            "side": data.sample.b.name,
-            "num_sequences": len(found),
-            "of_sequences": partners.tried,
-            **{f"belongs_to/{names[i]}": names[partners.rows[i]] for i in found[:20]},
+            "side": data.sample.b.name, "num_sequences": len(found), "of_sequences": tried,
+            **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
         },
-    )
+    )  # fmt: skip
     values = grid_of(data).b.copy()
-    values[found] = values[partners.rows[found]]
+    values[found] = values[partner[found]]
     cost = len(found) * np.log(max(len(names), 2))
     return [predicting(data, finding, data.a - token_values(data, values), cost, tokens, is_right=True)]
 
 
-@once
-def partners_of(data: PairData) -> Partners | None:
-    """Return the partners of misplaced rows; None if there are no more such rows than expected by chance."""
+def partners_of(data: PairData) -> tuple[np.ndarray, int]:
+    """Return, for each row [S], the index of the row whose values in pass b match its pass a, and the number of mismatched
+    rows for which one was searched. It is -1 if a row matches itself or no other row, or if there are no more matches than
+    expected by chance.
+    """
     grid = grid_of(data)
     own = row_means(grid.cost())
     partner = np.full(len(own), -1)
@@ -97,16 +76,19 @@ def partners_of(data: PairData) -> Partners | None:
     rows_of = [np.flatnonzero((data.sample.steps == step) & np.isfinite(own)) for step in steps]
     for off, candidates in _tried(own, rows_of):
         tried += len(off)
-        if len(off) and len(candidates) > 1:
-            _match(grid, own, off, candidates, partner)
+        b = grid.b[candidates]
+        for row in off if len(candidates) > 1 else ():
+            best = _partner(grid.a[row], own[row], b)
+            if best is not None and candidates[best] != row:
+                partner[row] = candidates[best]
     found = np.flatnonzero(partner >= 0)
     distinct = len(np.unique(partner[found]))
     if len(found) < 2 or distinct < 0.6 * len(found) or len(found) < 0.2 * tried:
-        return None
+        return np.full(len(own), -1), tried
     by_chance = _by_chance(grid, own, rows_of)
     if len(found) < 2 * by_chance or len(found) < by_chance + 3.0 * np.sqrt(by_chance):
-        return None
-    return Partners(partner, own, tried)
+        return np.full(len(own), -1), tried
+    return partner, tried
 
 
 def _tried(own: np.ndarray, rows_of: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -125,27 +107,13 @@ def _by_chance(grid: Grid, own: np.ndarray, rows_of: list[np.ndarray]) -> float:
     for off, candidates in _tried(own, rows_of):
         if not len(off) or len(candidates) < 2:
             continue
+        mixed = grid.b[candidates]
+        there = np.isfinite(mixed)
+        values = mixed[there]
         for _ in range(_CHANCE_TRIALS):
-            mixed = _mixed(grid.b[candidates], draw)
+            mixed[there] = draw.permutation(values)
             found += sum(_partner(grid.a[row], own[row], mixed) is not None for row in off)
     return found / _CHANCE_TRIALS
-
-
-def _mixed(values: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    """Return the values [R, T] with the finite ones in each row permuted and the missing ones left in place."""
-    mixed = values.copy()
-    there = np.isfinite(mixed)
-    mixed[there] = draw.permutation(mixed[there])
-    return mixed
-
-
-def _match(grid: Grid, own: np.ndarray, off: np.ndarray, rows: np.ndarray, partner: np.ndarray) -> None:
-    """Set `partner` for each mismatched row that clearly matches the pass b values of another row."""
-    b = grid.b[rows]
-    for row in off:
-        best = _partner(grid.a[row], own[row], b)
-        if best is not None and rows[best] != row:
-            partner[row] = rows[best]
 
 
 def _partner(a: np.ndarray, own: float, b: np.ndarray) -> int | None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, located, predicting
+from ..likelihood import Hypothesis, located, predicting
 from ..pair_data import PairData
 from ..rows import CAP_NATS, MIN_OFF_NATS, Grid, grid_of, mean, row_means, token_values
 
@@ -28,17 +28,18 @@ _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
 def _moved(numbers: Mapping[str, Any]) -> dict[str, str]:
     lag = numbers["lag"]
     return {
-        "tokens_off": f"{abs(lag)} token{'s' if abs(lag) > 1 else ''}", "direction": "later" if lag > 0 else "earlier",
-    }  # fmt: skip
+        "tokens_off": f"{abs(lag)} token{'s' if abs(lag) > 1 else ''}",
+        "direction": "later" if lag > 0 else "earlier",
+    }
 
 
 def _joined(numbers: Mapping[str, Any]) -> dict[str, str]:
-    joined = "the turns were joined with an offset of one"
-    return {
-        "joined_text": joined
-        if numbers["code"] == "shift"
-        else "the text was decoded and re-encoded into different tokens"
-    }
+    is_shift = numbers["code"] == "shift"
+    joined, retokenised = (
+        "the turns were joined with an offset of one",
+        "the text was decoded and re-encoded into different tokens",
+    )
+    return {"joined_text": joined if is_shift else retokenised}
 
 
 _EVIDENCE = {
@@ -75,16 +76,11 @@ def find_shift(data: PairData) -> list[Hypothesis]:
     costs = {lag: _beside(grid, lag) for lag in LAGS if lag}
     lag = min(costs, key=lambda each: costs[each][0] / max(costs[each][1], 1e-9))
     moved, unmoved = costs[lag]
-    if not moved < REALIGNED_SHARE * unmoved or _share_of_rows(grid, lag) < 0.8:
-        return []
-    if _begins_aligned(grid):
+    if not moved < REALIGNED_SHARE * unmoved or _share_of_rows(grid, lag) < 0.8 or _begins_aligned(grid):
         return []
     tokens = np.isin(data.seq, off) if len(off) >= 2 else np.ones(data.num_kept, bool)
     finding = SHIFT.finding(
-        data,
-        "moved_rows",
-        tokens,
-        weight=1 - moved / unmoved,
+        data, "moved_rows", tokens, weight=1 - moved / unmoved,
         next=commands.sql(
             data,
             "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, "
@@ -92,7 +88,7 @@ def find_shift(data: PairData) -> list[Hypothesis]:
             "ORDER BY step, seq_id, position LIMIT 40",
         ),
         numbers={"lag": lag, "moved": moved, "unmoved": unmoved, **data.names},
-    )
+    )  # fmt: skip
     residual = data.a - token_values(data, grid_of(data).moved(lag))
     return [predicting(data, finding, residual, np.log(len(LAGS)), tokens, is_right=True)]
 
@@ -137,20 +133,14 @@ def find_retokenised(data: PairData) -> list[Hypothesis]:
     joined = np.mean([_follows_a_hole(grid.a[row], place) for row, place in zip(rows, onset, strict=True)]) > 0.8
     tokens = np.isin(data.seq, rows)
     finding = (SHIFT if joined else RETOKENISED).finding(
-        data,
-        "moved_after_place",
-        tokens,
-        weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
+        data, "moved_after_place", tokens, weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)),
         next=commands.row(data, first),
         numbers={
-            "num_sequences": len(rows),
-            "of_sequences": len(suspects),
-            "seq_id": data.sample.seq_ids[first],
-            "first_place": min(onset),
-            "last_place": max(onset),
+            "num_sequences": len(rows), "of_sequences": len(suspects), "seq_id": data.sample.seq_ids[first],
+            "first_place": min(onset), "last_place": max(onset),
             "lags": ", ".join(str(lag) for lag in np.unique(lags[moved]) if lag),
         },
-    )
+    )  # fmt: skip
     values = whole.b.copy()
     for place, row in enumerate(suspects[moved]):
         width = np.arange(values.shape[1])
@@ -238,19 +228,12 @@ def find_broken(data: PairData) -> list[Hypothesis]:
     first = next(iter(places))
     tokens = data.position >= place_of[data.seq]
     finding = RETOKENISED.finding(
-        data,
-        "impossible_after_place",
-        tokens,
-        weight=len(places) / len(off),
-        next=commands.row(data, first),
+        data, "impossible_after_place", tokens, weight=len(places) / len(off), next=commands.row(data, first),
         numbers={
-            "num_sequences": len(places),
-            "of_sequences": len(off),
-            "seq_id": data.sample.seq_ids[first],
-            "first_place": min(places.values()),
-            "last_place": max(places.values()),
+            "num_sequences": len(places), "of_sequences": len(off), "seq_id": data.sample.seq_ids[first],
+            "first_place": min(places.values()), "last_place": max(places.values()),
         },
-    )
+    )  # fmt: skip
     return [located(data, finding, tokens, len(places) * np.log(max(cost.shape[1], 2)))]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ...advice import Advice
 from .. import commands
 from ..finding import Fault
-from ..hypothesis import Hypothesis, predicting
+from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, context_pairs, value_rounding
 
@@ -32,16 +32,17 @@ possible tokens and approximate for more."""
 
 
 def _recorded(numbers: Mapping[str, Any]) -> dict[str, str]:
-    names = {
-        "recorded_a": f"{numbers['a']}'s contract",
-        "recorded_b": f"{numbers['b']}'s contract",
-        "recorded_sampling": "sampling",
-    }
-    parts = [f"{name} {numbers[key]:g}" for key, name in names.items() if key in numbers]
+    names = {"a": f"{numbers['a']}'s contract", "b": f"{numbers['b']}'s contract", "sampling": "sampling"}
+    parts = [f"{name} {numbers[f'recorded_{key}']:g}" for key, name in names.items() if f"recorded_{key}" in numbers]
     if "logprobs_mode" in numbers:
         parts.append(f"logprobs_mode {numbers['logprobs_mode']}")
     return {"recorded_text": f"; recorded: {', '.join(parts)}" if parts else ""}
 
+
+_CHANGING = (
+    "{{b}}'s logits are {{a}}'s divided by a temperature that changes along {along}: {{temperatures}} in the four quarters "
+    "{quarters} (fitted), which accounts for {{r2:.0%}} of the mismatch{{recorded_text}}"
+)
 
 TEMPERATURE = Fault(
     code="temperature",
@@ -50,9 +51,10 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
         "accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "along_response": "{b}'s logits are {a}'s divided by a temperature that changes along the response: {temperatures} in the four quarters by position (fitted), which accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "along_response": _CHANGING.format(along="the response", quarters="by position"),
+        "along_steps": _CHANGING.format(along="the steps", quarters="of the steps"),
     },
-    words={"scaled_logits": _recorded, "along_response": _recorded},
+    words={"scaled_logits": _recorded, "along_response": _recorded, "along_steps": _recorded},
     causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
 )
 
@@ -84,18 +86,22 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
         return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
     exact = _by_pairs(data)
     found = [_scaled(data, fit, exact) for fit in _fits(data) if _agrees(data, fit, exact)]
-    return found or _along_response(data)
+    return (
+        found
+        or _changing(data, data.position, "along_response")
+        or _changing(data, data.sample.steps[data.seq], "along_steps")
+    )
 
 
 def _fits(data: PairData) -> list[ScaleFit]:
-    fits = (_by_entropy(data), _by_odds(data))
-    return [fit for fit in fits if fit is not None and is_temperature(fit)]
+    """Return the fitted scales that are far from 1, significantly so, and explain enough of d."""
+    fits = [fit for fit in (_by_entropy(data), _by_odds(data)) if fit is not None]
+    return [fit for fit in fits if abs(np.log(fit.scale)) >= MIN_SHIFT and fit.score >= 6 and fit.r2 >= MIN_R2]
 
 
 def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
-    middle, low, high = (
-        (fit.scale, fit.lowest, fit.highest) if exact is None else (exact.scale, exact.lowest, exact.highest)
-    )
+    used = fit if exact is None else exact
+    middle, low, high = used.scale, used.lowest, used.highest
     # A fit over different contexts is exact only to first order in log T.
     error = 0.0 if exact else max((1 - fit.r2) / 2, _MODEL_ERROR, abs(np.log(middle)) / 2)
     wider = float(np.exp(abs(np.log(middle)) * error))
@@ -104,17 +110,17 @@ def _scaled(data: PairData, fit: ScaleFit, exact: Slope | None) -> Hypothesis:
         data, "scaled_logits", weight=fit.r2, next=_confirming(data, temperature),
         numbers={
             "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
-            "r2": fit.r2, "standard_errors": fit.score, **data.names, **_declared(data), **_cause(data, temperature),
+            "r2": fit.r2, "standard_errors": fit.score, **data.names, **_declared(data), **_cause(data),
         },
     )  # fmt: skip
-    hypothesis = predicting(data, finding, fit.residual, 8.0, np.ones(data.num_kept, bool))
+    hypothesis = predicting(data, finding, fit.residual, 8.0)
     # A recorded temperature is tested first.
     named = low / wider < 1 / _to_try(data, temperature) < high * wider
     is_recorded = named and abs(np.log(_to_try(data, temperature))) > 0.02 and _to_try(data, temperature) != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
 
 
-def _cause(data: PairData, temperature: float) -> dict[str, str]:
+def _cause(data: PairData) -> dict[str, str]:
     """Return the cause `scale`, which is more general than a temperature, if every recorded temperature is 1; empty
     otherwise.
     """
@@ -122,19 +128,16 @@ def _cause(data: PairData, temperature: float) -> dict[str, str]:
     return {"cause": "scale"} if recorded and all(value == 1.0 for value in recorded) else {}
 
 
-def _along_response(data: PairData) -> list[Hypothesis]:
-    """Detect a factor that rises or falls along the response."""
-    cuts = np.quantile(data.position, [0.25, 0.5, 0.75])
-    parts = [np.searchsorted(cuts, data.position, side="left") == part for part in range(4)]
+def _changing(data: PairData, along: np.ndarray, signal: str) -> list[Hypothesis]:
+    """Detect a factor that rises or falls along a coordinate, [K]."""
+    cuts = np.quantile(along, [0.25, 0.5, 0.75])
+    parts = [np.searchsorted(cuts, along, side="left") == part for part in range(4)]
     fits = [max(_fits(data.within(part)), key=lambda fit: fit.r2, default=None) for part in parts if part.sum() >= 100]
     scales = [1.0 if fit is None else fit.scale for fit in fits]
     known = [fit for fit in fits if fit is not None and fit.r2 > 0.8]
     steps = np.diff(np.log(scales))
-    if (
-        len(known) < 3
-        or not (np.all(steps > -0.02) or np.all(steps < 0.02))
-        or abs(np.log(scales[-1] / scales[0])) < 0.1
-    ):
+    is_monotonic = np.all(steps > -0.02) or np.all(steps < 0.02)
+    if len(known) < 3 or not is_monotonic or abs(np.log(scales[-1] / scales[0])) < 0.1:
         return []
     residual = data.d.copy()
     for part, fit in zip(parts, fits, strict=True):
@@ -142,17 +145,13 @@ def _along_response(data: PairData) -> list[Hypothesis]:
             residual[part] = fit.residual
     r2 = float(np.mean([fit.r2 for fit in known]))
     finding = TEMPERATURE.finding(
-        data, "along_response", weight=r2, next=commands.query(data, "by-position"),
+        data, signal, weight=r2,
+        next=commands.stats(data, "step") if signal == "along_steps" else commands.query(data, "by-position"),
         numbers={
             "temperatures": ", ".join(f"{1 / scale:.3g}" for scale in scales), "r2": r2, **data.names, **_declared(data),
         },
     )  # fmt: skip
-    return [predicting(data, finding, residual, 8.0 * len(fits), np.ones(data.num_kept, bool))]
-
-
-def is_temperature(fit: ScaleFit) -> bool:
-    """Return True if the fitted scale is far from 1, significantly so, and explains enough of d."""
-    return abs(np.log(fit.scale)) >= MIN_SHIFT and fit.score >= 6 and fit.r2 >= MIN_R2
+    return [predicting(data, finding, residual, 8.0 * len(fits))]
 
 
 @dataclass(frozen=True, slots=True)

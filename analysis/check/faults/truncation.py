@@ -1,4 +1,6 @@
-"""Probability mass missing in one pass: cut off by top-p, top-k or min-p, or assigned to vocabulary padding."""
+"""Probability mass missing in one pass: cut off by top-p, top-k, min-p or a grammar, or assigned to
+vocabulary padding.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import numpy as np
 
 from .. import commands
 from ..finding import Fault, Finding
-from ..hypothesis import Hypothesis, of_signs
-from ..pair_data import PairData
+from ..likelihood import Hypothesis, of_signs
+from ..pair_data import MIN_REST, PairData, declared
 from ..rounding import allowed_noise
 
 TRUNCATION = Fault(
@@ -75,7 +77,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         return []
     of = _truncation if _is_cut(data, raised) else _padding
     sign = np.full(data.num_kept, -1.0 if negative > 0.5 else 1.0)
-    found = of_signs(data, of(data, raised, lowered, mass), sign, 4.0, np.ones(data.num_kept, bool))
+    found = of_signs(data, of(data, raised, lowered, mass), sign, 4.0)
     # A recorded filter is tested first.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
 
@@ -127,8 +129,9 @@ def _is_cut(data: PairData, raised: str) -> bool:
     cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
     if np.any(cut_off & data.sample.mask):
         return True  # the other pass sampled a token that this pass cut off
-    if raised == "a" or _is_neutral(data):
-        return False
+    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+    if raised == "a" or all(np.all(data.sample.settings[name] == value) for name, value in neutral.items()):
+        return False  # the recorded settings rule out truncation
     if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > 0.01:
         return True
     vocabulary = int(data.sample.tokens.max()) + 1
@@ -137,27 +140,14 @@ def _is_cut(data: PairData, raised: str) -> bool:
     return bool(constant or np.mean(np.exp(-data.b)) < 0.6 * vocabulary)
 
 
-def _is_neutral(data: PairData) -> bool:
-    """Return True if the recorded sampling settings rule out truncation."""
-    settings = data.sample.settings
-    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
-    return all(bool(np.all(settings[name] == value)) for name, value in neutral.items())
-
-
 def _truncation(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
     return TRUNCATION.finding(
-        data,
-        "kept_mass",
-        mass < 1 - 1e-6,
-        next=commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
+        data, "kept_mass", mass < 1 - 1e-6, next=commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
         numbers={
-            "side": data.names[raised],
-            "other": data.names[lowered],
-            "kept_mass": float(mass.mean()),
-            "least_mass": float(mass.min()),
-            "recorded": recorded_filter(data),
+            "side": data.names[raised], "other": data.names[lowered], "kept_mass": float(mass.mean()),
+            "least_mass": float(mass.min()), "recorded": recorded_filter(data),
         },
-    )
+    )  # fmt: skip
 
 
 def _padding(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
@@ -172,3 +162,57 @@ def _padding(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Fin
         ),
         numbers={"side": data.names[lowered], "other": data.names[raised], "lost_mass": float(1 - mass.mean())},
     )
+
+
+GRAMMAR = Fault(
+    code="grammar",
+    title="one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
+    broken="recording",
+    evidence={
+        "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs cover the allowed "
+        "tokens, those of {other} all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
+        "more than rounding (at most {largest:.3g} nats), and {num_lower:,} are lower"
+    },
+)
+
+
+def find_grammar(data: PairData) -> list[Hypothesis]:
+    """Return a finding for each pass that used a grammar while the other did not, with a mask of the affected tokens,
+    [N] bool.
+
+    The contract must name the grammar, and the values must confirm it: renormalising over fewer tokens raises every
+    logprob, so lower values are evidence against a grammar.
+    """
+    under = {side: _under_grammar(data, side) for side in "ab"}
+    found = []
+    for side, other in ("ab", "ba"):
+        tokens = data.keep & (under[side] & ~under[other])[data.sample.seq]
+        finding = _of_side(data.without(~tokens), side, other) if tokens.any() else None
+        if finding is not None:
+            found.append(Hypothesis(finding=finding, tokens=tokens, gain=float("inf")))
+    return found
+
+
+def _under_grammar(data: PairData, side: str) -> np.ndarray:
+    """Return [S] bool: True for sequences whose contract names structured outputs."""
+    named = {name: declared(contract, "structured_outputs") is True for name, contract in data.contracts.items()}
+    return np.array([named.get(name or "", False) for name in getattr(data.sample, side).contracts], bool)
+
+
+def _of_side(data: PairData, side: str, other: str) -> Finding | None:
+    values, others = getattr(data, side), getattr(data, other)
+    if np.std(values) < 1e-3:
+        return None
+    rounding = allowed_noise(data) * np.maximum(-np.expm1(others), MIN_REST)
+    raised, lower = values - others > rounding, others - values > rounding
+    if raised.sum() < 10 or lower.sum() > 0.05 * (raised.sum() + lower.sum()):
+        return None
+    name, other_name = data.names[side], data.names[other]
+    return GRAMMAR.finding(
+        data, "allowed_tokens", raised,
+        next=commands.whole_vocabulary_replay(data, other_name, int(data.sample.steps[data.seq[raised][0]])),
+        numbers={
+            "side": name, "other": other_name, "num_tokens": int(raised.sum()), "of_tokens": data.num_kept,
+            "num_lower": int(lower.sum()), "largest": float((values - others).max()),
+        },
+    )  # fmt: skip

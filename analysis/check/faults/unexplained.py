@@ -12,9 +12,9 @@ import numpy as np
 from .. import commands
 from ..finding import Fault, Finding
 from ..pair_data import PairData
-from ..rounding import allowed_noise, precisions
+from ..rounding import allowed_noise, coarsest
+from ..structure import level
 from ..where import Where, where_text
-from .weights import level
 
 ROUNDING = Fault(
     code="rounding",
@@ -73,7 +73,7 @@ UNEXPLAINED = Fault(
 
 def rounding(data: PairData) -> Finding:
     return ROUNDING.finding(
-        data, "rounding", numbers={"level": level(data), "allowed": allowed_noise(data), **data.names, **_dtypes(data)}
+        data, "rounding", numbers={"level": level(data), "allowed": allowed_noise(data), **data.names, **coarsest(data)}
     )
 
 
@@ -89,14 +89,10 @@ def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> 
     return UNEXPLAINED.finding(
         data, "off", off, weight=float(np.sum(size**2) / max(np.sum(data.d**2), 1e-30)), next=commands.far_tokens(data),
         numbers={
-            **data.names, **_dtypes(data), "num_tokens": int(off.sum()), "of_tokens": data.num_kept, "size": float(size.mean()),
+            **data.names, **coarsest(data), "num_tokens": int(off.sum()), "of_tokens": data.num_kept, "size": float(size.mean()),
             "largest": float(size.max()), "share_lower": float(np.mean(data.d[off] < 0)),
             "num_sequences": len(np.unique(data.seq[off])), "of_sequences": len(np.unique(data.seq)),
             "position": int(data.position[worst]), "seq_id": data.sample.seq_ids[row], "step": int(data.sample.steps[row]),
             "num_ids": len(np.unique(data.sample.tokens[data.keep][off])), **(place.numbers if place else {}),
         },
     )  # fmt: skip
-
-
-def _dtypes(data: PairData) -> dict[str, str | None]:
-    return {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}

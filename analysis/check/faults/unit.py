@@ -1,4 +1,6 @@
-"""Values in the wrong unit: logarithms to another base, the opposite sign, probabilities, or multiples of a logprob."""
+"""Values in the wrong unit or precision: logarithms to another base, the opposite sign, probabilities, multiples of a logprob,
+values above 0, or values that one side rounded to 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,43 @@ from collections.abc import Callable
 import numpy as np
 
 from .. import commands
-from ..finding import Fault
-from ..hypothesis import Hypothesis, predicting
-from ..pair_data import PairData
-from .not_logprobs import MAX_LOGPROB
+from ..finding import Fault, Finding
+from ..likelihood import Hypothesis, predicting
+from ..pair_data import PairData, declared
+from ..rounding import HALF_ULP, half_ulp, precisions
+
+MAX_LOGPROB = 1e-4
+"""Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""
+
+NOT_LOGPROBS = Fault(
+    code="not_logprobs",
+    title="values are not logprobs: some are above 0",
+    broken="recording",
+    evidence={
+        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a "
+        "logprob is at most 0, and no known unit makes these agree with the other side"
+    },
+)
+
+
+def find_positive(data: PairData) -> list[Hypothesis]:
+    """Detect values above 0 in either pass."""
+    found = []
+    for side, name in (("a", "logprob_a"), ("b", "logprob_b")):
+        own = getattr(data.sample, side)
+        where = data.keep & (np.nan_to_num(own.logprobs, nan=-1.0) > MAX_LOGPROB)
+        if where.any():
+            values = own.logprobs[where]
+            query = f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b FROM {{pair}} WHERE mask AND {name} > {MAX_LOGPROB} LIMIT 20"
+            finding = NOT_LOGPROBS.finding(
+                data, "above_zero", where[data.keep], next=commands.sql(data, query),
+                numbers={
+                    "side": own.name, "num_tokens": int(where.sum()), "least": float(values.min()), "largest": float(values.max()),
+                },
+            )  # fmt: skip
+            found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
+    return found
+
 
 _LN2, _LN10 = float(np.log(2.0)), float(np.log(10.0))
 _SHARED = {"log2": _LN2, "log10": _LN10}
@@ -99,8 +134,7 @@ def _converted(data: PairData, side: str, unit: str, residual: np.ndarray, facto
         numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": factor},
     )  # fmt: skip
     cost = {"factor": 8.0, "floor": 8.0, "factor_by_length": 4.0 * len(np.unique(data.seq))}.get(unit, 2.0)
-    every = np.ones(data.num_kept, bool)
-    return [predicting(data, finding, residual if side == "a" else -residual, cost, every, is_right=True)]
+    return [predicting(data, finding, residual if side == "a" else -residual, cost, is_right=True)]
 
 
 def _differences(data: PairData, values: np.ndarray) -> np.ndarray:
@@ -165,9 +199,9 @@ def find_shared_unit(data: PairData) -> list[Hypothesis]:
     is_greedy = bool(np.any(settings["temperature"] == 0))
     if entropy is None or declared_other or is_greedy or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
         return []
-    if abs(_score(data, data.a + entropy)) < 6:
+    if abs(_score(data.a + entropy)) < 6:
         return []
-    fits = {unit: abs(_score(data, data.a * nats + entropy)) for unit, nats in _SHARED.items()}
+    fits = {unit: abs(_score(data.a * nats + entropy)) for unit, nats in _SHARED.items()}
     unit = min(fits, key=lambda each: fits[each])
     # Means can cancel by chance, but only in the right unit does surprise follow entropy one to one at each token.
     if fits[unit] > 4 or not _follows(-data.a * _SHARED[unit], entropy):
@@ -197,6 +231,50 @@ def _follows(surprise: np.ndarray, entropy: np.ndarray) -> bool:
     return all(error < 5 or share < 0.15 for error, share in zip(errors, means, strict=True))
 
 
-def _score(data: PairData, values: np.ndarray) -> float:
+def _score(values: np.ndarray) -> float:
     """Return the mean of `values`, [K], divided by its standard error."""
     return float(values.mean() / max(float(values.std()) / np.sqrt(len(values)), 1e-12))
+
+
+LOW_PRECISION = Fault(
+    code="low_precision_head",
+    title="one side's head or log-softmax has low precision",
+    broken="computation",
+    evidence={
+        "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the {part} was computed or stored in low precision",
+        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the {part} was "
+        "computed or stored in low precision",
+    },
+)
+MIN_SHARE = 0.5
+"""Minimum share of the mismatch that rounding of the recorded values must explain if it is unknown how they were
+computed. A pass computed entirely in 16 bits naturally has 16-bit logprobs.
+"""
+
+
+def find_low_precision(data: PairData) -> list[Hypothesis]:
+    """Detect rounded logprobs, or rounded logits in a pass whose contract says float32."""
+    found = []
+    for side, precision in zip("ab", precisions(data), strict=True):
+        if (dtype := precision.rounded) is not None:
+            values = getattr(data, side)
+            half = half_ulp(values, dtype)
+            share = float(np.sum(np.minimum(half**2 / 3, data.d**2)) / max(np.sum(data.d**2), 1e-30))
+            named = precision.declared in HALF_ULP and dtype in ("bfloat16", "float16")
+            named |= declared(data.contract(side), "logprobs_dtype") == dtype
+            if share > (0.02 if precision.declared else MIN_SHARE):
+                finding = _head(data, side, "rounded_logprobs", dtype, is_expected=named)
+                residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)
+                found.append(predicting(data, finding, residual, 0.0))
+        elif precision.logits in HALF_ULP and precision.declared == "float32":
+            finding = _head(data, side, "rounded_logits", precision.logits)
+            found.append(Hypothesis(finding=finding, tokens=data.keep.copy(), gain=20.0))
+    return found
+
+
+def _head(data: PairData, side: str, signal: str, dtype: str | None, *, is_expected: bool = False) -> Finding:
+    part = "log-softmax" if signal == "rounded_logprobs" else "head"
+    return LOW_PRECISION.finding(
+        data, signal, is_expected=is_expected, next=commands.replay(data, "--logits-dtype bf16", "head"),
+        numbers={"side": data.names[side], "dtype": dtype, "part": part},
+    )  # fmt: skip
