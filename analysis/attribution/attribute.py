@@ -46,7 +46,8 @@ def attribute(
     what changed first need not be the cause. `control` is a baseline run with the same seeds that differs in one thing,
     ideally with an exact engine; the first difference is then an intervention. Mismatch after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) restricts the run and the baseline run to some steps.
+    `steps` (3:80, -10:, 2:200:2) asks about part of the run: a collapse that begins after it is not the answer. Earlier
+    steps, and the rest of the run if it collapses by then, remain known.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -70,7 +71,7 @@ def explain(
             silent = read_silent(facts)
             supposed = None if facts.fall or silent else _supposed(facts)
             return _attribution(facts, _suspects(facts), silent=silent, supposed=supposed)
-        other = read_facts(control, pair, is_control=True)
+        other = read_facts(control.of_steps(facts.database.steps), pair, is_control=True)
         if shares_prompts(facts, other):
             facts = facts.beside(other)
         compared, silent = compare(facts, other, _suspects(facts)), read_silent(facts, other)
@@ -128,12 +129,13 @@ def _attribution(
 ) -> Attribution:
     return Attribution(
         trace=facts.trace,
-        steps=facts.database.steps,
+        steps=facts.steps_asked,
         control=control,
         kind=INTERVENTION if compared and compared.is_intervention else OBSERVATION,
         num_steps=len(facts.steps),
         outcome=facts.outcome.name if facts.outcome else "",
         fall=facts.fall,
+        later=facts.later,
         onsets=_onsets(facts),
         changes=facts.near,
         suspects=suspects,

@@ -61,7 +61,7 @@ class Attribution(Result):
 
     trace: str
     steps: str = ALL_STEPS
-    """The analysed steps, as given."""
+    """The steps asked about, as given. What the rest of the run shows is known; see `facts.changes.known_run`."""
     control: str | None
     kind: str
     """`intervention` with a baseline run that has the same first prompts and whose differences point to one suspect (without a
@@ -80,6 +80,8 @@ class Attribution(Result):
     """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None
     """The most probable cause if the run got worse without a visible drop; None if there is a drop, a `silent` change, or no change at all."""
+    later: Fall | None = None
+    """Drop of the run that begins after the selected steps; None if there is none."""
     not_finite: tuple[NotFinite, ...] = ()
     """Rewards, gradient norms and losses that are NaN or infinite until the end of the run, earliest first."""
     difference_codes: tuple[Difference, ...] = ()

@@ -10,6 +10,7 @@ from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
 from ..check.text import of_steps
 from ..facts.change_text import change_sentence, interval_text
+from ..facts.fall import Fall
 from ..rows import shown
 from ..statement import Statement, sentences
 from .attribution import Attribution, NotFinite
@@ -395,7 +396,7 @@ def verdict_sentence(result: Attribution) -> str:
     if not result.outcome:
         return "Cannot detect a collapse: no reward or evaluation was recorded at three or more steps."
     if result.fall is None:
-        calm = f"No collapse detected: {result.outcome} shows no lasting drop beyond noise"
+        calm = f"No collapse detected: {result.outcome} shows no lasting drop beyond noise{later_clause(result.later)}"
         if result.silent is not None:
             return f"{calm}, but {silent_clause(result.silent)}."
         if any(note.code == "reward_changed" for note in result.note_codes):
@@ -409,6 +410,13 @@ def verdict_sentence(result: Attribution) -> str:
         f"{fall.after:.3g}"
     )
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
+
+
+def later_clause(later: Fall | None) -> str:
+    """Say that the run collapses after the selected steps; empty if it does not."""
+    return (
+        "" if later is None else f"; after the selected steps, {later.outcome} {later.verb} from step {later.step} on"
+    )
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:

@@ -24,6 +24,7 @@ from ..check.data_checks import data_findings
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
 from ..check.rounding import Precision, dtype_of, precisions
+from ..facts.changes import known_run
 from ..facts.recorded import RecordedChange, read_recorded
 from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, addable
@@ -52,7 +53,8 @@ def diagnose(
 
     Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the
     precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
-    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) restricts it to part of the run.
+    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) asks about part of the run; what the rest
+    of it shows remains known, as in `attribute`.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -99,7 +101,7 @@ def diagnose(
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
     """Return the jumps of the mismatch too abrupt for training alone, largest first."""
     found = [
-        change for change in read_recorded(database, pair)
+        change for change in read_recorded(known_run(database, pair)[0], pair)
         if change.series == JUDGED and not isinstance(change.before, str) and not isinstance(change.after, str)
         and change.after >= ABRUPT * change.before and change.after > 0
     ]  # fmt: skip

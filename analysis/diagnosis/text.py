@@ -9,7 +9,14 @@ from typing import Any
 from ..alarms.text import alarm_sentence, fired, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
 from ..attribution.suspect import SUSPECTS, Suspect
-from ..attribution.text import attribution_json, evidence_sentence, not_finite_clause, silent_clause, unsure_clause
+from ..attribution.text import (
+    attribution_json,
+    evidence_sentence,
+    later_clause,
+    not_finite_clause,
+    silent_clause,
+    unsure_clause,
+)
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..facts.change_text import change_sentence, interval_text
@@ -48,6 +55,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
             calm = f"No reward or evaluation was recorded at {MIN_VALUES} or more steps"
         if broken:
             calm = f"{broken}; no collapse detected before that" if attribution.outcome else broken
+        calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
             valid = "no two passes to compare"
@@ -55,6 +63,9 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
             valid = "the comparison is valid"
         else:
             valid = f"the comparison is not valid: {checked.findings[0].title}"
+        wrong = _data_faults(checked)
+        if wrong:
+            valid += f"{', but' if checked is not None and checked.is_valid else ';'} {wrong[0]}"
         return f"{calm}{jump}; {valid}."
     when = f"at step {fall.step}{interval_text(*fall.interval)}"
     lead = next(
@@ -70,6 +81,15 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
         beside = before if apart > 0 else "the step where" if apart == 0 else "as"
         sentence = f"{change_sentence(lead)}, {beside} {down}."
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
+
+
+def _data_faults(checked: CheckResult | None) -> list[str]:
+    """Return the faults of the run's data, each with its first step; no properties that a healthy run may have."""
+    return [
+        each.title if each.since is None else f"{each.title}, from step {each.since} on"
+        for each in (checked.data if checked is not None else ())
+        if not each.is_notice
+    ]
 
 
 def _named(attribution: Attribution) -> set[str]:
@@ -107,6 +127,8 @@ def _answers(found: Diagnosis, width: int | None) -> str:
         ("normal", size_text(found.size, is_valid=found.checked.is_valid)),
         ("alerts", fired(len(raised), len(found.alarms.judged)) + (f": {'; '.join(raised[:3])}" if raised else "")),
     ]
+    if wrong := _data_faults(found.checked):
+        rows.insert(1, ("data", "; ".join(wrong)))
     if attribution.fall is not None:
         for_it = next(([evidence_sentence(one) for one in each.for_it[:2]] for each in asked if each.for_it), [])
         how = "from one run"
