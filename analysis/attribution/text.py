@@ -437,14 +437,14 @@ def silent_clause(silent: SilentChange) -> str:
     first = silent.suspects[0]
     return (
         f"from step {silent.step} on (interval {silent.low}-{silent.high}) it no longer measures the trained policy; most likely "
-        f"cause: {first.title} ({first.probability:.0%}). Only an evaluation can show whether the run does worse"
+        f"cause: {first.titled()}. Only an evaluation can show whether the run does worse"
     )
 
 
 def supposed_clause(supposed: SilentChange) -> str:
     """Say what changed in a run whose reward did not drop, in case an evaluation shows a drop."""
     first = supposed.suspects[0]
-    return f"If an evaluation does show one, the most likely cause is {first.title} ({first.probability:.0%}), from step {supposed.step} on"
+    return f"If an evaluation does show one, the most likely cause is {first.titled()}, from step {supposed.step} on"
 
 
 def _cause(result: Attribution) -> str:
@@ -456,7 +456,7 @@ def _cause(result: Attribution) -> str:
     not_mismatch = " The mismatch is ruled out." if result.clears_mismatch else ""
     if result.cause is None:
         return f"{unsure_clause(result)}. Basis: {how}.{not_mismatch}"
-    return f"Most likely cause: {first.title} ({first.probability:.0%}, {how}).{not_mismatch}"
+    return f"Most likely cause: {first.titled(how)}.{not_mismatch}"
 
 
 def unsure_clause(result: Attribution) -> str:
@@ -466,7 +466,7 @@ def unsure_clause(result: Attribution) -> str:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
         return f"Cause unknown. None of those tested explains it ({first.probability:.0%}){why}"
     second = result.suspects[1] if named is first else first
-    return f"Cause unknown. Most likely of those tested: {named.title} ({named.probability:.0%}); {second.title}: {second.probability:.0%}"
+    return f"Cause unknown. Most likely of those tested: {named.titled()}; {second.titled()}"
 
 
 def attribution_text(result: Attribution) -> str:
@@ -532,7 +532,7 @@ def _changes(result: Attribution) -> str:
 
 
 def _suspect(suspect: Suspect) -> str:
-    lines = [f"{suspect.title}: {suspect.probability:.0%}"]
+    lines = [suspect.titled()]
     for evidence in suspect.evidence:
         word = "for" if evidence.points > 0 else "against" if evidence.points < 0 else "neutral"
         lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence_sentence(evidence)}")

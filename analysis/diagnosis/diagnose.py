@@ -25,7 +25,8 @@ from ..check.pair_data import PairData
 from ..check.result import CheckResult
 from ..check.rounding import Precision, dtype_of, precisions
 from ..facts.changes import known_run
-from ..facts.recorded import RecordedChange, read_recorded
+from ..facts.conditions import SETTING
+from ..facts.recorded import CONTRACT, RecordedChange, read_recorded
 from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, addable
 from ..trace.database import Database
@@ -89,7 +90,10 @@ def diagnose(
             values=(sides[0].values, sides[1].values),
         ),
         metrics=metrics,
-        size=size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
+        size=replace(
+            size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
+            is_inferred=coarser not in (sides[0].declared, sides[1].declared),
+        ),
         figures=figures,
         alarms=read_alarms(database, names),
         replays=replays,
@@ -99,9 +103,13 @@ def diagnose(
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch too abrupt for training alone, largest first."""
+    """Return the jumps of the mismatch too abrupt for training alone, largest first; each follows the setting or the
+    contract that changed with it, if one did."""
+    recorded = read_recorded(known_run(database, pair)[0], pair)
+    given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
-        change for change in read_recorded(known_run(database, pair)[0], pair)
+        replace(change, follows=next((one.series for one in given if change.low <= one.high and one.low <= change.high), ""))
+        for change in recorded
         if change.series == JUDGED and not isinstance(change.before, str) and not isinstance(change.after, str)
         and change.after >= ABRUPT * change.before and change.after > 0
     ]  # fmt: skip
@@ -143,8 +151,9 @@ def size_comparison(
     healthy = [
         each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
     ]
-    if verdict == "equal" or not healthy:
-        return SizeComparison(code="equal" if verdict == "equal" else "unpublished", own=own, coarser=coarser)
+    if verdict == "equal" or own == 0.0 or not healthy:
+        is_equal = verdict == "equal" or own == 0.0
+        return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     code: Literal["below", "within", "above"] = "below" if own < low else "above" if own > high else "within"
     return SizeComparison(code=code, own=own, coarser=coarser, low=low, high=high)
