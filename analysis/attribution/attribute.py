@@ -14,7 +14,7 @@ from ..trace.pairs import parse_pair
 from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite, SeriesOnset
+from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite
 from .control import ControlComparison, compare, shares_prompts
 from .odds import ranked, weighed
 from .run_facts import Facts, read_facts
@@ -23,7 +23,7 @@ from .suspect import Suspect
 from .suspects import ALL
 from .suspects.changed import masks, settings
 from .suspects.mismatch import trainer_disagrees
-from .suspects.timing import at_once, order
+from .suspects.timing import at_once
 
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
@@ -136,7 +136,6 @@ def _attribution(
         outcome=facts.outcome.name if facts.outcome else "",
         fall=facts.fall,
         later=facts.later,
-        onsets=_onsets(facts),
         changes=facts.near,
         suspects=suspects,
         silent=silent,
@@ -164,21 +163,3 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()
     return (Statement(code="reward_changed", values=found.values),)
-
-
-def _onsets(facts: Facts) -> tuple[SeriesOnset, ...]:
-    """Return, for each series, its change nearest to the drop, ordered by step."""
-    if facts.fall is None:
-        return ()
-    onsets = []
-    for name, changes in facts.changes.items():
-        if not changes or (facts.outcome and name == facts.outcome.name):
-            continue
-        nearest = min(changes, key=lambda change: abs(change.step - facts.fall.step))  # type: ignore[union-attr]
-        onsets.append(
-            SeriesOnset(
-                series=name, step=nearest.step, low=nearest.low, high=nearest.high, before=nearest.before,
-                after=nearest.after, order=order(facts, nearest),
-            )
-        )  # fmt: skip
-    return tuple(sorted(onsets, key=lambda onset: onset.step))

@@ -23,20 +23,6 @@ MAX_PROBABILITY_CLEARED = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesOnset:
-    """The change of a series nearest to the drop."""
-
-    series: str
-    step: int
-    low: int
-    high: int
-    before: float
-    after: float
-    order: str
-    """`first` (before the drop, with disjoint intervals), `with` (order undecided) or `after` (after the drop)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
     """A series that is NaN or infinite until the end of the run."""
 
@@ -70,7 +56,6 @@ class Attribution(Result):
     outcome: str
     """The judged series: an evaluation if one was logged, else the reward; empty if neither was recorded."""
     fall: Fall | None
-    onsets: tuple[SeriesOnset, ...]
     changes: tuple[RecordedChange, ...]
     """Recorded changes within the onset interval or shortly before it, largest first, consequences last; empty without a
     drop."""

@@ -1417,7 +1417,7 @@ def attribution(*suspects, **given):
     return Attribution(
         **{
             "trace": "run", "control": None, "kind": "observation", "num_steps": 100, "outcome": "reward", "fall": FALL,
-            "onsets": (), "changes": (), "suspects": suspects,
+            "changes": (), "suspects": suspects,
         } | given
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ TEMPERATURE = RecordedChange(
 
 def attributed(*, fall=None, outcome="reward", changes=(), suspects=(), **given):
     return Attribution(
-        trace="run", control=None, kind="observation", num_steps=100, outcome=outcome, fall=fall, onsets=(),
+        trace="run", control=None, kind="observation", num_steps=100, outcome=outcome, fall=fall,
         changes=tuple(changes), suspects=tuple(suspects), **given,
     )  # fmt: skip
 
