@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import NothingToCompare, TimTraceError
+from ...schemas.steps import ALL_STEPS
 from ..check.check import gather, judge
 from ..check.result import CheckResult
 from ..facts import thresholds as ft
@@ -93,13 +94,13 @@ class Facts:
     """The result of `check` for train:rollout; None if the two passes share no token."""
     database: Database
     """The known steps of the trace, from which sequences and changes are read on demand."""
-    steps_asked: str
-    later: Fall | None
-    """A drop that begins after the steps asked about."""
     pair: Pair
     settings: Mapping[str, Any]
     """Hyperparameter name -> value, a number or a text."""
     notes: tuple[Statement, ...]
+    steps_asked: str = ALL_STEPS
+    later: Fall | None = None
+    """A drop that begins after the steps asked about."""
 
     @property
     def outcome(self) -> Outcome | None:

@@ -103,7 +103,7 @@ class BrokenSide:
     side: str
     """`recording`, `engine`, `trainer`, `computation`, `versions` or `data`; see check.finding.Broken."""
     since: int | None
-    """First step at which it is known to be broken; None if only the whole run shows it."""
+    """First step at which it is broken; None if no command places its begin within the run."""
     by: tuple[str, ...]
     """The commands that found it: `check`, `attribute` or both."""
     other: str | None = None
@@ -154,7 +154,7 @@ class Diagnosis(Result):
         of_data = min((each.since for each in faults if each.since is not None), default=None)
         if seen is None and caused is None:
             return BrokenSide(side="data", since=of_data, by=("check",)) if faults else None
-        since = None if seen is None else _first_step(checked)
+        since = None if seen is None else _first_step(checked, self.jumps)
         if suspect is None or caused is None:
             return BrokenSide(side=str(seen), since=since, by=("check",))
         step = of_data if caused == "data" and of_data is not None else suspect.since
@@ -184,7 +184,15 @@ def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
     )
 
 
-def _first_step(checked: CheckResult) -> int | None:
-    """Return the first step of the fault that makes a comparison invalid; None if the check does not locate it in time."""
-    steps = [each.numbers.get("since_step", each.since) for each in checked.findings if each.fails]
-    return min((int(step) for step in steps if step is not None), default=None)
+def _first_step(checked: CheckResult, jumps: tuple[RecordedChange, ...]) -> int | None:
+    """Return the first step of the fault that makes a comparison invalid; None if it is there from the first step on.
+
+    The check inspects a sample of steps; a jump between two of these is where the fault begins.
+    """
+    found = []
+    for each in (each for each in checked.findings if each.fails and each.signal != "grew_before"):
+        since = each.numbers.get("since_step", each.numbers.get("since"))
+        if since is not None:
+            before = int(each.numbers.get("last_before") or int(since) - 1)
+            found.append(next((jump.step for jump in jumps if before < jump.step <= int(since)), int(since)))
+    return min(found, default=None)

@@ -227,7 +227,7 @@ def broken_text(found: Diagnosis) -> str:
     """Say what must be fixed, since which step, and which command found it; empty if nothing must be."""
     if (broken := found.broken) is None:
         return ""
-    since = "" if broken.since is None else f" since step {broken.since}"
+    since = " from the first step on" if broken.since is None else f" since step {broken.since}"
     other = ""
     if broken.other is not None:
         other = (

@@ -80,7 +80,7 @@ def dynamics(
         first_step=int(axis[0]),
         last_step=int(axis[-1]),
         num_steps=len(axis),
-        summary_codes=tuple(summarise(changes_of, onsets, fall, later, growth, num_known)),
+        summary_codes=tuple(summarise(changes_of, onsets, fall, growth, num_known, later)),
         fall=fall,
         later=later,
         series=tuple(_summary(one, changes_of.get(name, ())) for name, one in series.items()),
@@ -139,9 +139,9 @@ def summarise(
     changes: Mapping[str, Sequence[ChangePoint]],
     onsets: Sequence[FirstChange],
     fall: Fall | None,
-    later: Fall | None,
     growth: Sequence[Growth],
     num_steps: int,
+    later: Fall | None = None,
 ) -> Iterator[Statement]:
     """Yield the summary: first change, collapse, planned changes, growth of k3 at the end."""
     yield _first(onsets, num_steps)
@@ -260,7 +260,7 @@ class Dynamics(Result):
     """Summary of the run, as codes in text.SUMMARY."""
     fall: Fall | None
     """Collapse of the run's outcome as found by `attribute`; None without one, or if it begins after `steps`."""
-    later: Fall | None
+    later: Fall | None = None
     """Collapse that begins after the selected steps; None if there is none."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
