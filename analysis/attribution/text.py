@@ -514,7 +514,9 @@ def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:
     """Return a suspect as JSON, with a sentence for each piece of evidence."""
     return asdict(suspect) | {
-        "evidence": [asdict(each) | {"sentence": evidence_sentence(each)} for each in suspect.evidence]
+        "broken": suspect.broken,
+        "since": suspect.since,
+        "evidence": [asdict(each) | {"sentence": evidence_sentence(each)} for each in suspect.evidence],
     }
 
 
@@ -536,6 +538,8 @@ def _suspect(suspect: Suspect) -> str:
     for evidence in suspect.evidence:
         word = "for" if evidence.points > 0 else "against" if evidence.points < 0 else "neutral"
         lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence_sentence(evidence)}")
+    if suspect.broken:
+        lines.append(f"  broken: {suspect.broken}" + ("" if suspect.since is None else f", since step {suspect.since}"))
     if suspect.next:
         lines.append(f"  next: {suspect.next}")
     return "\n".join(lines)

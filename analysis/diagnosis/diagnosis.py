@@ -163,10 +163,10 @@ class Diagnosis(Result):
                 side=caused, since=step, by=("check", "attribute") if caused == "data" and faults else ("attribute",)
             )
         both = min((each for each in (since, step) if each is not None), default=None)
-        if seen == caused or "computation" in (seen, caused):
-            side = caused if seen == "computation" else seen
-            return BrokenSide(side=side, since=both, by=("check", "attribute"))
-        if suspect.code not in ("mismatch", "staleness"):
+        is_of_mismatch = suspect.code in ("mismatch", "staleness")
+        if seen == caused or (is_of_mismatch and "computation" in (seen, caused)):
+            return BrokenSide(side=caused if seen == "computation" else seen, since=both, by=("check", "attribute"))
+        if not is_of_mismatch:
             return BrokenSide(side=caused, since=step, by=("attribute",), other=seen)
         if suspect.proof is not None and checked.findings[0].weight < 1.0:
             return BrokenSide(side=caused, since=step, by=("attribute",), other=seen, is_stronger=True)

@@ -250,13 +250,10 @@ def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
         return database, None
     last = database.kept_steps[database.sources[0].run][-1]
     whole = database.of_steps(ALL_STEPS)
-    whole.progress = database.progress
     fall = read_outcomes(whole, pair).fall
     if fall is not None and fall.step <= last:
         return whole, None
-    until = database.of_steps(f":{last}")
-    until.progress = database.progress
-    return until, fall
+    return database.of_steps(f":{last}"), fall
 
 
 def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome, ...]:

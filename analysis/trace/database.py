@@ -156,7 +156,11 @@ class Database:
 
     def of_steps(self, steps: str) -> Database:
         """Return the same traces with the given steps, as parsed by parse_steps; this database if it has these."""
-        return self if steps == self.steps else Database(self, steps, ray=self.ray, catalogue=self.catalogue)
+        if steps == self.steps:
+            return self
+        other = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
+        other.progress = self.progress
+        return other
 
     def reopened(self, source: Source | None = None) -> Database:
         """Open the same steps of all traces, or of one of them, again, so that sums stored in the meantime are used."""

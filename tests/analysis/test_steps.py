@@ -207,7 +207,7 @@ def test_a_jump_of_the_mismatch_before_the_selected_steps_stays_known(tmp_path):
 def test_a_rule_that_needs_the_level_before_knows_the_steps_before_the_selected_ones(tmp_path):
     trace = incident(tmp_path / "run", recovers=FALL, rate_jumps=30)
     (raised,) = [each for each in diagnose(trace, steps="32:45").alarms.raised if each.alarm.metric == "learning_rate"]
-    assert (raised.first_step, raised.still) == (32, True)
+    assert raised.first_step == 32
     assert not [each for each in diagnose(trace, steps="10:25").alarms.raised if each.alarm.metric == "learning_rate"]
 
 
@@ -228,7 +228,7 @@ def test_a_control_is_compared_over_the_same_steps(broken, tmp_path):
 def test_a_report_of_some_steps_shows_what_one_of_a_trace_with_these_alone_does(both):
     whole, part, steps = both
     found, expected = report(whole, steps=steps), report(part)
-    assert found.title == expected.title
+    assert found.subjects[0].attribution.fall == attribute(whole).fall
     of_found, of_expected = found.subjects[0], expected.subjects[0]
     assert [row["contract"] for row in of_found.contracts] == [row["contract"] for row in of_expected.contracts]
     assert (of_found.info.num_steps, of_found.info.num_sequences) == (

@@ -265,6 +265,12 @@ def test_a_cause_beside_an_invalid_comparison_leaves_both_to_fix(invalid):
     )
 
 
+def test_a_trainer_that_did_not_cause_the_mismatch_is_not_its_side(unclear):
+    assert unclear.checked.broken == "computation"
+    found = caused(unclear, suspect("optimizer", ("learning_rate_spike_before_fall", {"step": 3})))
+    assert found.broken == BrokenSide(side="trainer", since=3, by=("attribute",), other="computation")
+
+
 def test_data_are_broken_since_the_step_that_check_finds(calm):
     assert calm.broken is None
     assert broken_text(calm) == ""
