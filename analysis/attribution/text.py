@@ -22,6 +22,7 @@ _MOST_CHANGES = 12
 _SHOWN = 0.02
 """Probability below which a suspect is listed without its evidence."""
 
+_ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "any": {
         "prior": "prior, before any evidence",
@@ -251,19 +252,14 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     },
     "entropy": {
-        "entropy_impossible": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at "
-        "the end: more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
-        "entropy_climbs": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it grows from before the "
-        "drop to the end, as with an entropy bonus",
-        "entropy_rose_before_fall": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it rose before the drop",
-        "entropy_lost": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: the policy gets more "
-        "certain while it does worse",
-        "entropy_collapses": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it drops with the outcome, "
-        "before the policy learned to be certain",
-        "entropy_explodes": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it explodes with the drop",
-        "entropy_rises_with_fall": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it rises with the drop or "
-        "after it",
-        "entropy_in_range": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: within its normal range",
+        "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
+        "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
+        "entropy_rose_before_fall": _ENTROPY + "it rose before the drop",
+        "entropy_lost": _ENTROPY + "the policy gets more certain while it does worse",
+        "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
+        "entropy_explodes": _ENTROPY + "it explodes with the drop",
+        "entropy_rises_with_fall": _ENTROPY + "it rises with the drop or after it",
+        "entropy_in_range": _ENTROPY + "within its normal range",
         "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): "
         "an entropy bonus or a penalty in the reward dominates them",
         "updates_large": "updates are large, which also changes entropy",
