@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...schemas.steps import ALL_STEPS
 from ..facts.read_series import read_series
 from ..facts.series import Series
 from ..statistics.estimators import Array
@@ -170,8 +171,12 @@ class AlarmReadings:
         return tuple(sorted((each for each in self.judged if each.is_raised), key=lambda each: each.first_step or 0))
 
 
-def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure]) -> AlarmReadings:
-    """Evaluate every rule at every step: published levels, tim-trace's own rules, and values that are not finite."""
+def judge_alarms(
+    series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
+    whole: Mapping[str, Series] | None = None,
+) -> AlarmReadings:  # fmt: skip
+    """Evaluate every rule at every step of `series`: published levels, tim-trace's own rules, and values that are not
+    finite. `whole` is the series of the whole run, if `series` has only part of its steps."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -179,7 +184,8 @@ def judge_alarms(series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapp
             left.append(f"{alarm.who}: {alarm.definition}")
         else:
             judged.append(judge_level(alarm, *known))
-    judged += [*_own_signs(series, repeats), *_not_finite(series), *_left_out(of_tokens)]
+    steps = next((one.steps for one in series.values()), np.empty(0, np.int64))
+    judged += [*_own_signs(whole or series, repeats, steps), *_not_finite(series), *_left_out(of_tokens)]
     return AlarmReadings(judged=tuple(judged), not_judged=tuple(dict.fromkeys(left)))
 
 
@@ -208,8 +214,8 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
     )  # fmt: skip
 
 
-def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[AlarmReading]:
-    """Yield the readings of tim-trace's four own rules."""
+def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
+    """Yield the readings of tim-trace's four own rules at the steps `at`; each compares with earlier steps."""
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
@@ -221,19 +227,23 @@ def _own_signs(series: Mapping[str, Series], repeats: Repeats) -> Iterator[Alarm
         if (known := figure(metric, series, {})) is not None:
             with np.errstate(invalid="ignore"):
                 flags = fires(known[1])
+            asked = np.isin(known[0], at)
+            if not asked.any():
+                continue
             alarm = Alarm(
                 who=OWN, metric=metric, definition=definition, level=None, rule=condition, summary=summary,
                 source=_MEASURED, of_mismatch=of_mismatch,
             )  # fmt: skip
-            yield _reading(alarm, known[0], flags, known[1])
+            yield _reading(alarm, known[0][asked], flags[asked], known[1][asked])
     steps, unequal = repeats.unequal()
-    if len(steps) and "reward" in series:
+    asked = np.isin(steps, at)
+    if asked.any() and "reward" in series:
         alarm = Alarm(
             who=OWN, metric=UNEQUAL_REWARDS, level=None, rule=f"> {UNEQUAL:g}",
             definition="share of repeated responses with a different reward than before, over 20 steps",
             summary="the reward depends on more than the response", source=_MEASURED, of_mismatch=False,
         )  # fmt: skip
-        yield _reading(alarm, steps, rewards_contradict(unequal), unequal)
+        yield _reading(alarm, steps[asked], rewards_contradict(unequal)[asked], unequal[asked])
 
 
 def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
@@ -267,8 +277,9 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
-    """Evaluate every rule over all steps of the open run."""
-    run = database.sources[0].run
+    """Evaluate every rule at the steps of the open run. Rules that compare with earlier steps read the whole run."""
+    run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
-    repeats.keep(database, run, ())
-    return judge_alarms(read_series(database, pair=pair), repeats, read_token_figures(database, pair, run))
+    repeats.keep(whole, run, ())
+    series, of_tokens = read_series(database, pair=pair), read_token_figures(database, pair, run)
+    return judge_alarms(series, repeats, of_tokens, read_series(whole, pair=pair))

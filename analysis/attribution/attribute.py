@@ -14,7 +14,7 @@ from ..trace.pairs import parse_pair
 from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite, SeriesOnset
+from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite
 from .control import ControlComparison, compare, shares_prompts
 from .odds import ranked, weighed
 from .run_facts import Facts, read_facts
@@ -23,7 +23,7 @@ from .suspect import Suspect
 from .suspects import ALL
 from .suspects.changed import masks, settings
 from .suspects.mismatch import trainer_disagrees
-from .suspects.timing import at_once, order
+from .suspects.timing import at_once
 
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
@@ -46,7 +46,8 @@ def attribute(
     what changed first need not be the cause. `control` is a baseline run with the same seeds that differs in one thing,
     ideally with an exact engine; the first difference is then an intervention. Mismatch after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) restricts the run and the baseline run to some steps.
+    `steps` (3:80, -10:, 2:200:2) asks about part of the run: a collapse that begins after it is not the answer. Earlier
+    steps, and the rest of the run if it collapses by then, remain known.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -70,7 +71,7 @@ def explain(
             silent = read_silent(facts)
             supposed = None if facts.fall or silent else _supposed(facts)
             return _attribution(facts, _suspects(facts), silent=silent, supposed=supposed)
-        other = read_facts(control, pair, is_control=True)
+        other = read_facts(control.of_steps(facts.database.steps), pair, is_control=True)
         if shares_prompts(facts, other):
             facts = facts.beside(other)
         compared, silent = compare(facts, other, _suspects(facts)), read_silent(facts, other)
@@ -128,13 +129,13 @@ def _attribution(
 ) -> Attribution:
     return Attribution(
         trace=facts.trace,
-        steps=facts.database.steps,
+        steps=facts.steps_asked,
         control=control,
         kind=INTERVENTION if compared and compared.is_intervention else OBSERVATION,
         num_steps=len(facts.steps),
         outcome=facts.outcome.name if facts.outcome else "",
         fall=facts.fall,
-        onsets=_onsets(facts),
+        later=facts.later,
         changes=facts.near,
         suspects=suspects,
         silent=silent,
@@ -162,21 +163,3 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()
     return (Statement(code="reward_changed", values=found.values),)
-
-
-def _onsets(facts: Facts) -> tuple[SeriesOnset, ...]:
-    """Return, for each series, its change nearest to the drop, ordered by step."""
-    if facts.fall is None:
-        return ()
-    onsets = []
-    for name, changes in facts.changes.items():
-        if not changes or (facts.outcome and name == facts.outcome.name):
-            continue
-        nearest = min(changes, key=lambda change: abs(change.step - facts.fall.step))  # type: ignore[union-attr]
-        onsets.append(
-            SeriesOnset(
-                series=name, step=nearest.step, low=nearest.low, high=nearest.high, before=nearest.before,
-                after=nearest.after, order=order(facts, nearest),
-            )
-        )  # fmt: skip
-    return tuple(sorted(onsets, key=lambda onset: onset.step))

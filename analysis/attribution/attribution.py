@@ -23,20 +23,6 @@ MAX_PROBABILITY_CLEARED = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesOnset:
-    """The change of a series nearest to the drop."""
-
-    series: str
-    step: int
-    low: int
-    high: int
-    before: float
-    after: float
-    order: str
-    """`first` (before the drop, with disjoint intervals), `with` (order undecided) or `after` (after the drop)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NotFinite:
     """A series that is NaN or infinite until the end of the run."""
 
@@ -61,7 +47,7 @@ class Attribution(Result):
 
     trace: str
     steps: str = ALL_STEPS
-    """The analysed steps, as given."""
+    """The steps asked about, as given. What the rest of the run shows is known; see `facts.changes.known_run`."""
     control: str | None
     kind: str
     """`intervention` with a baseline run that has the same first prompts and whose differences point to one suspect (without a
@@ -70,7 +56,6 @@ class Attribution(Result):
     outcome: str
     """The judged series: an evaluation if one was logged, else the reward; empty if neither was recorded."""
     fall: Fall | None
-    onsets: tuple[SeriesOnset, ...]
     changes: tuple[RecordedChange, ...]
     """Recorded changes within the onset interval or shortly before it, largest first, consequences last; empty without a
     drop."""
@@ -80,6 +65,8 @@ class Attribution(Result):
     """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None
     """The most probable cause if the run got worse without a visible drop; None if there is a drop, a `silent` change, or no change at all."""
+    later: Fall | None = None
+    """Drop of the run that begins after the selected steps; None if there is none."""
     not_finite: tuple[NotFinite, ...] = ()
     """Rewards, gradient norms and losses that are NaN or infinite until the end of the run, earliest first."""
     difference_codes: tuple[Difference, ...] = ()

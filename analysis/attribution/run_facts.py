@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import NothingToCompare, TimTraceError
+from ...schemas.steps import ALL_STEPS
 from ..check.check import gather, judge
 from ..check.result import CheckResult
 from ..facts import thresholds as ft
-from ..facts.changes import MIN_VALUES, ChangePoint, RunOutcomes, read_changes, read_outcomes
+from ..facts.changes import MIN_VALUES, ChangePoint, RunOutcomes, known_run, read_changes, read_outcomes
 from ..facts.conditions import REFERENCE, SETTING
 from ..facts.fall import Fall, Outcome, find_fall
 from ..facts.mismatch import RunMismatch, read_run_mismatch
@@ -92,11 +93,14 @@ class Facts:
     checked: CheckResult | None
     """The result of `check` for train:rollout; None if the two passes share no token."""
     database: Database
-    """The open trace, from which sequences and changes are read on demand."""
+    """The known steps of the trace, from which sequences and changes are read on demand."""
     pair: Pair
     settings: Mapping[str, Any]
     """Hyperparameter name -> value, a number or a text."""
     notes: tuple[Statement, ...]
+    steps_asked: str = ALL_STEPS
+    later: Fall | None = None
+    """A drop that begins after the steps asked about."""
 
     @property
     def outcome(self) -> Outcome | None:
@@ -572,8 +576,9 @@ def read_facts(
     """
     name = database.given[0]
     notes: list[Statement] = []
-    series = read_series(database, pair=pair)
-    outcomes = read_outcomes(database, pair)
+    known, later = (database, None) if is_control else known_run(database, pair)
+    series = read_series(known, pair=pair)
+    outcomes = read_outcomes(known, pair)
     if outcomes.judged is None:
         notes.append(Statement(code="no_outcome", values={"min_values": MIN_VALUES}))
     elif not outcomes.judged.is_evaluation:
@@ -585,9 +590,11 @@ def read_facts(
         fall=outcomes.fall,
         mismatch=read_run_mismatch(series, outcomes.fall),
         checked=checked if checked is not None or is_control else _checked(database, pair, name, notes),
-        database=database,
+        database=known,
+        steps_asked=database.steps,
+        later=later,
         pair=pair,
-        settings=read_settings(database),
+        settings=read_settings(known),
         notes=tuple(notes),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..advice import Advice
-from ..check.faults import TITLES
+from ..check.faults import ALL, TITLES, WEIGHT_CAUSES
 from ..statement import Statement
 
 
@@ -34,6 +34,20 @@ SUSPECTS = {
 """Code of a suspect -> its name in results."""
 
 
+_SIDES = {
+    "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
+    "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
+}  # fmt: skip
+"""Code of a suspect -> what must be fixed, as in check, or `data`."""
+_BY_EVIDENCE = {
+    "engine_disagrees": "engine", "engine_stands_still": "engine", "earlier_weights_of_step": "engine",
+    "earlier_weights_at_distance": "engine", "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine",
+    "trainer_disagrees": "trainer", "logprobs_of_other_rows": "recording", "logprobs_in_other_rows": "recording",
+}  # fmt: skip
+"""Code of evidence from equal prefixes or rows, which shows by itself what must be fixed -> what."""
+_BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
     """One possible cause of a collapse."""
@@ -52,6 +66,31 @@ class Suspect:
     def title(self) -> str:
         """Name of the suspect, followed by the kind of mismatch if known."""
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
+
+    def titled(self, basis: str = "") -> str:
+        """Return the title with the probability, which is that of the suspect, whatever its kind; `basis` says what
+        it rests on."""
+        kind = self.title.removeprefix(SUSPECTS[self.code])
+        return f"{SUSPECTS[self.code]} ({self.probability:.0%}{f', {basis}' if basis else ''}){kind}"
+
+    @property
+    def proof(self) -> Evidence | None:
+        """Evidence that shows by itself what must be fixed; None if there is none."""
+        return next((each for each in self.for_it if each.code in _BY_EVIDENCE), None)
+
+    @property
+    def broken(self) -> str | None:
+        """What must be fixed if this suspect is the cause, as in `check`, or `data`; None for something else."""
+        if self.proof is not None:
+            return _BY_EVIDENCE[self.proof.code]
+        if self.code == "staleness" and any(each.code.startswith("declared_lag") for each in self.for_it):
+            return "versions"
+        return _BY_FAULT.get(self.detail) or _SIDES.get(self.code)
+
+    @property
+    def since(self) -> int | None:
+        """First step named by the evidence for it; None if there is none."""
+        return min((int(each.values["step"]) for each in self.for_it if "step" in each.values), default=None)
 
     @property
     def for_it(self) -> tuple[Evidence, ...]:

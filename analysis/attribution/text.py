@@ -10,6 +10,7 @@ from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
 from ..check.text import of_steps
 from ..facts.change_text import change_sentence, interval_text
+from ..facts.fall import Fall
 from ..rows import shown
 from ..statement import Statement, sentences
 from .attribution import Attribution, NotFinite
@@ -21,6 +22,7 @@ _MOST_CHANGES = 12
 _SHOWN = 0.02
 """Probability below which a suspect is listed without its evidence."""
 
+_ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
 EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "any": {
         "prior": "prior, before any evidence",
@@ -250,19 +252,14 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     },
     "entropy": {
-        "entropy_impossible": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at "
-        "the end: more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
-        "entropy_climbs": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it grows from before the "
-        "drop to the end, as with an entropy bonus",
-        "entropy_rose_before_fall": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it rose before the drop",
-        "entropy_lost": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: the policy gets more "
-        "certain while it does worse",
-        "entropy_collapses": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it drops with the outcome, "
-        "before the policy learned to be certain",
-        "entropy_explodes": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it explodes with the drop",
-        "entropy_rises_with_fall": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: it rises with the drop or "
-        "after it",
-        "entropy_in_range": "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: within its normal range",
+        "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
+        "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
+        "entropy_rose_before_fall": _ENTROPY + "it rose before the drop",
+        "entropy_lost": _ENTROPY + "the policy gets more certain while it does worse",
+        "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
+        "entropy_explodes": _ENTROPY + "it explodes with the drop",
+        "entropy_rises_with_fall": _ENTROPY + "it rises with the drop or after it",
+        "entropy_in_range": _ENTROPY + "within its normal range",
         "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): "
         "an entropy bonus or a penalty in the reward dominates them",
         "updates_large": "updates are large, which also changes entropy",
@@ -395,7 +392,7 @@ def verdict_sentence(result: Attribution) -> str:
     if not result.outcome:
         return "Cannot detect a collapse: no reward or evaluation was recorded at three or more steps."
     if result.fall is None:
-        calm = f"No collapse detected: {result.outcome} shows no lasting drop beyond noise"
+        calm = f"No collapse detected: {result.outcome} shows no lasting drop beyond noise{later_clause(result.later)}"
         if result.silent is not None:
             return f"{calm}, but {silent_clause(result.silent)}."
         if any(note.code == "reward_changed" for note in result.note_codes):
@@ -409,6 +406,13 @@ def verdict_sentence(result: Attribution) -> str:
         f"{fall.after:.3g}"
     )
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
+
+
+def later_clause(later: Fall | None) -> str:
+    """Say that the run collapses after the selected steps; empty if it does not."""
+    return (
+        "" if later is None else f"; after the selected steps, {later.outcome} {later.verb} from step {later.step} on"
+    )
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
@@ -429,14 +433,14 @@ def silent_clause(silent: SilentChange) -> str:
     first = silent.suspects[0]
     return (
         f"from step {silent.step} on (interval {silent.low}-{silent.high}) it no longer measures the trained policy; most likely "
-        f"cause: {first.title} ({first.probability:.0%}). Only an evaluation can show whether the run does worse"
+        f"cause: {first.titled()}. Only an evaluation can show whether the run does worse"
     )
 
 
 def supposed_clause(supposed: SilentChange) -> str:
     """Say what changed in a run whose reward did not drop, in case an evaluation shows a drop."""
     first = supposed.suspects[0]
-    return f"If an evaluation does show one, the most likely cause is {first.title} ({first.probability:.0%}), from step {supposed.step} on"
+    return f"If an evaluation does show one, the most likely cause is {first.titled()}, from step {supposed.step} on"
 
 
 def _cause(result: Attribution) -> str:
@@ -448,7 +452,7 @@ def _cause(result: Attribution) -> str:
     not_mismatch = " The mismatch is ruled out." if result.clears_mismatch else ""
     if result.cause is None:
         return f"{unsure_clause(result)}. Basis: {how}.{not_mismatch}"
-    return f"Most likely cause: {first.title} ({first.probability:.0%}, {how}).{not_mismatch}"
+    return f"Most likely cause: {first.titled(how)}.{not_mismatch}"
 
 
 def unsure_clause(result: Attribution) -> str:
@@ -458,7 +462,7 @@ def unsure_clause(result: Attribution) -> str:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
         return f"Cause unknown. None of those tested explains it ({first.probability:.0%}){why}"
     second = result.suspects[1] if named is first else first
-    return f"Cause unknown. Most likely of those tested: {named.title} ({named.probability:.0%}); {second.title}: {second.probability:.0%}"
+    return f"Cause unknown. Most likely of those tested: {named.titled()}; {second.titled()}"
 
 
 def attribution_text(result: Attribution) -> str:
@@ -506,7 +510,9 @@ def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:
     """Return a suspect as JSON, with a sentence for each piece of evidence."""
     return asdict(suspect) | {
-        "evidence": [asdict(each) | {"sentence": evidence_sentence(each)} for each in suspect.evidence]
+        "broken": suspect.broken,
+        "since": suspect.since,
+        "evidence": [asdict(each) | {"sentence": evidence_sentence(each)} for each in suspect.evidence],
     }
 
 
@@ -524,10 +530,12 @@ def _changes(result: Attribution) -> str:
 
 
 def _suspect(suspect: Suspect) -> str:
-    lines = [f"{suspect.title}: {suspect.probability:.0%}"]
+    lines = [suspect.titled()]
     for evidence in suspect.evidence:
         word = "for" if evidence.points > 0 else "against" if evidence.points < 0 else "neutral"
         lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence_sentence(evidence)}")
+    if suspect.broken:
+        lines.append(f"  broken: {suspect.broken}" + ("" if suspect.since is None else f", since step {suspect.since}"))
     if suspect.next:
         lines.append(f"  next: {suspect.next}")
     return "\n".join(lines)

@@ -24,7 +24,9 @@ from ..check.data_checks import data_findings
 from ..check.pair_data import PairData
 from ..check.result import CheckResult
 from ..check.rounding import Precision, dtype_of, precisions
-from ..facts.recorded import RecordedChange, read_recorded
+from ..facts.changes import known_run
+from ..facts.conditions import SETTING
+from ..facts.recorded import CONTRACT, RecordedChange, read_recorded
 from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, addable
 from ..trace.database import Database
@@ -52,7 +54,8 @@ def diagnose(
 
     Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the
     precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
-    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) restricts it to part of the run.
+    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) asks about part of the run; what the rest
+    of it shows remains known, as in `attribute`.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -87,7 +90,10 @@ def diagnose(
             values=(sides[0].values, sides[1].values),
         ),
         metrics=metrics,
-        size=size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
+        size=replace(
+            size_comparison(checked.findings[0].code, metrics.get("rms_d", 0.0), figures, coarser),
+            is_inferred=coarser not in (sides[0].declared, sides[1].declared),
+        ),
         figures=figures,
         alarms=read_alarms(database, names),
         replays=replays,
@@ -97,9 +103,13 @@ def diagnose(
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch too abrupt for training alone, largest first."""
+    """Return the jumps of the mismatch too abrupt for training alone, largest first; each follows the setting or the
+    contract that changed with it, if one did."""
+    recorded = read_recorded(known_run(database, pair)[0], pair)
+    given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
-        change for change in read_recorded(database, pair)
+        replace(change, follows=next((one.series for one in given if change.low <= one.high and one.low <= change.high), ""))
+        for change in recorded
         if change.series == JUDGED and not isinstance(change.before, str) and not isinstance(change.after, str)
         and change.after >= ABRUPT * change.before and change.after > 0
     ]  # fmt: skip
@@ -141,8 +151,9 @@ def size_comparison(
     healthy = [
         each.figure for each in figures if each.fits and each.figure.metric == "rms_d" and not each.figure.is_fault
     ]
-    if verdict == "equal" or not healthy:
-        return SizeComparison(code="equal" if verdict == "equal" else "unpublished", own=own, coarser=coarser)
+    if verdict == "equal" or own == 0.0 or not healthy:
+        is_equal = verdict == "equal" or own == 0.0
+        return SizeComparison(code="equal" if is_equal else "unpublished", own=own, coarser=coarser)
     low, high = min(figure.low for figure in healthy), max(figure.high for figure in healthy)
     code: Literal["below", "within", "above"] = "below" if own < low else "above" if own > high else "within"
     return SizeComparison(code=code, own=own, coarser=coarser, low=low, high=high)

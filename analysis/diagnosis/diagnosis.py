@@ -9,6 +9,7 @@ from ...schemas.results import Result
 from ..advice import Advice
 from ..alarms.reading import AlarmReadings
 from ..attribution.attribution import Attribution
+from ..check.data_checks import DataFinding
 from ..check.result import CheckResult
 from ..facts.recorded import RecordedChange
 from ..location import Location
@@ -53,6 +54,8 @@ class SizeComparison:
     """Root mean square of d, nats."""
     coarser: str | None
     """The coarser of the dtypes of pass a and pass b, which determines the size of the mismatch; None if unknown."""
+    is_inferred: bool = False
+    """True if no contract declares the dtype."""
     low: float | None = None
     """Lower end of the published range, nats; `high` is the upper end. Both are None for `equal` and `unpublished`."""
     high: float | None = None
@@ -94,6 +97,22 @@ class ReplayEffect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenSide:
+    """What must be fixed, as `check` and `attribute` see it together."""
+
+    side: str
+    """`recording`, `engine`, `trainer`, `computation`, `versions` or `data`; see check.finding.Broken."""
+    since: int | None
+    """First step at which it is broken; None if no command places its begin within the run."""
+    by: tuple[str, ...]
+    """The commands that found it: `check`, `attribute` or both."""
+    other: str | None = None
+    """What the other command names, if that differs; None if they agree or only one of them names anything."""
+    is_stronger: bool = False
+    """True if both explain the same mismatch, and the evidence for `side` is stronger than that for `other`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Result):
     """Whether a run collapsed and why, whether its comparison is valid, and whether its mismatch is normal."""
 
@@ -120,3 +139,60 @@ class Diagnosis(Result):
     def settled_by(self) -> ReplayEffect | None:
         """Replay that removes nearly all of the mismatch; None if none does."""
         return next((replay for replay in self.replays if replay.code == "settles"), None)
+
+    @property
+    def unexplained_jump(self) -> RecordedChange | None:
+        """Largest jump of the mismatch that no recorded setting explains, although the comparison is valid; else None."""
+        return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
+
+    @property
+    def broken(self) -> BrokenSide | None:
+        """What must be fixed, and since when; None if nothing must be."""
+        checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
+        seen, caused = checked.broken, suspect.broken if suspect else None
+        faults = data_faults(checked)
+        of_data = min((each.since for each in faults if each.since is not None), default=None)
+        if seen is None and caused is None:
+            return BrokenSide(side="data", since=of_data, by=("check",)) if faults else None
+        since = None if seen is None else _first_step(checked, self.jumps)
+        if suspect is None or caused is None:
+            return BrokenSide(side=str(seen), since=since, by=("check",))
+        step = of_data if caused == "data" and of_data is not None else suspect.since
+        if seen is None:
+            return BrokenSide(
+                side=caused, since=step, by=("check", "attribute") if caused == "data" and faults else ("attribute",)
+            )
+        both = min((each for each in (since, step) if each is not None), default=None)
+        is_of_mismatch = suspect.code in ("mismatch", "staleness")
+        if seen == caused or (is_of_mismatch and "computation" in (seen, caused)):
+            return BrokenSide(side=caused if seen == "computation" else seen, since=both, by=("check", "attribute"))
+        if not is_of_mismatch:
+            return BrokenSide(side=caused, since=step, by=("attribute",), other=seen)
+        if suspect.proof is not None and checked.findings[0].weight < 1.0:
+            return BrokenSide(side=caused, since=step, by=("attribute",), other=seen, is_stronger=True)
+        return BrokenSide(side=seen, since=both, by=("check",), other=caused, is_stronger=True)
+
+
+_OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
+"""Codes of data findings that compare logprobs, so that a fault of the comparison may cause them."""
+
+
+def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
+    """Return the faults of the run's data, without properties that a healthy run may have."""
+    return tuple(
+        each for each in checked.data if not each.is_notice and (checked.is_valid or each.code not in _OF_LOGPROBS)
+    )
+
+
+def _first_step(checked: CheckResult, jumps: tuple[RecordedChange, ...]) -> int | None:
+    """Return the first step of the fault that makes a comparison invalid; None if it is there from the first step on.
+
+    The check inspects a sample of steps; a jump between two of these is where the fault begins.
+    """
+    found = []
+    for each in (each for each in checked.findings if each.fails and each.signal != "grew_before"):
+        since = each.numbers.get("since_step", each.numbers.get("since"))
+        if since is not None:
+            before = int(each.numbers.get("last_before") or int(since) - 1)
+            found.append(next((jump.step for jump in jumps if before < jump.step <= int(since)), int(since)))
+    return min(found, default=None)

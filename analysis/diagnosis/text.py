@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..alarms.text import alarm_sentence, fired, reading_json, since, taken_over
 from ..attribution.attribution import Attribution
-from ..attribution.suspect import SUSPECTS, Suspect
-from ..attribution.text import attribution_json, evidence_sentence, not_finite_clause, silent_clause, unsure_clause
+from ..attribution.suspect import Suspect
+from ..attribution.text import (
+    attribution_json,
+    evidence_sentence,
+    later_clause,
+    not_finite_clause,
+    silent_clause,
+    unsure_clause,
+)
 from ..check.result import CheckResult
 from ..check.text import checked_json, checked_text, wrapped
 from ..facts.change_text import change_sentence, interval_text
@@ -17,7 +24,7 @@ from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange
 from ..locate_text import location_sentence
 from ..rows import Rows, shown, to_text
-from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
+from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
 
 
 def diagnosis_text(found: Diagnosis, width: int | None = None, *, verbose: bool = False) -> str:
@@ -48,6 +55,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
             calm = f"No reward or evaluation was recorded at {MIN_VALUES} or more steps"
         if broken:
             calm = f"{broken}; no collapse detected before that" if attribution.outcome else broken
+        calm += later_clause(attribution.later)
         jump = f"; {change_sentence(jumps[0])}" if jumps else ""
         if checked is None:
             valid = "no two passes to compare"
@@ -55,6 +63,8 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
             valid = "the comparison is valid"
         else:
             valid = f"the comparison is not valid: {checked.findings[0].title}"
+        if checked is not None and checked.is_valid and (wrong := _data_faults(checked)):
+            valid += f", but {wrong[0]}"
         return f"{calm}{jump}; {valid}."
     when = f"at step {fall.step}{interval_text(*fall.interval)}"
     lead = next(
@@ -72,6 +82,14 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
     return f"{f'{broken}. ' if broken else ''}{sentence} {_cause(attribution, checked)}"
 
 
+def _data_faults(checked: CheckResult | None) -> list[str]:
+    """Return the names of the faults of the run's data, each with its first step."""
+    return [
+        each.title if each.since is None else f"{each.title}, from step {each.since} on"
+        for each in (() if checked is None else data_faults(checked))
+    ]
+
+
 def _named(attribution: Attribution) -> set[str]:
     """Return the names of the series in the evidence for the most probable cause."""
     if not attribution.suspects:
@@ -87,26 +105,29 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
     first = attribution.suspects[0]
     if attribution.cause is None:
         return f"{unsure_clause(attribution)}."
-    return f"Most likely cause: {cause_title(first, checked)} ({first.probability:.0%})."
+    return f"Most likely cause: {as_cause(first, checked).titled()}."
 
 
-def cause_title(suspect: Suspect, checked: CheckResult | None) -> str:
-    """Return the name of a suspected cause. For a mismatch that grows at a step, the name omits the step, which the
-    headline already states."""
+def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
+    """Return a suspected cause as it is named. For a mismatch that grows at a step, its kind is omitted, because the
+    headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
-    return SUSPECTS[suspect.code] if has_step else suspect.title
+    return replace(suspect, detail="") if has_step else suspect
 
 
 def _answers(found: Diagnosis, width: int | None) -> str:
     """Return one or two lines per question."""
     finding, attribution = found.checked.findings[0], found.attribution
-    raised = [alarm_sentence(reading) for reading in found.alarms.raised]
     asked = [*attribution.suspects[:1], *([attribution.first_suspect] if attribution.first_suspect else [])]
     rows = [
         ("valid", f"{'yes' if found.checked.is_valid else 'NO'}: {finding.title}"),
-        ("normal", size_text(found.size, is_valid=found.checked.is_valid)),
-        ("alerts", fired(len(raised), len(found.alarms.judged)) + (f": {'; '.join(raised[:3])}" if raised else "")),
+        ("normal", normal_text(found)),
+        ("alerts", alerts_text(found, 3)),
     ]
+    if broken := broken_text(found):
+        rows.insert(1, ("broken", broken))
+    if wrong := _data_faults(found.checked):
+        rows.insert(1, ("data", "; ".join(wrong)))
     if attribution.fall is not None:
         for_it = next(([evidence_sentence(one) for one in each.for_it[:2]] for each in asked if each.for_it), [])
         how = "from one run"
@@ -161,7 +182,8 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
     result["numerics"]["sentence"] = numerics_text(found.numerics)
     return result | {
         "checked": checked_json(found.checked),
-        "normal": size_text(found.size, is_valid=found.checked.is_valid),
+        "normal": normal_text(found),
+        "broken": None if found.broken is None else asdict(found.broken) | {"sentence": broken_text(found)},
     }
 
 
@@ -179,30 +201,66 @@ def numerics_text(numerics: Numerics) -> str:
     return " ".join(parts)
 
 
-def size_text(size: SizeComparison, *, is_valid: bool) -> str:
+def alerts_text(found: Diagnosis, most: int | None = None) -> str:
+    """Say which alerts fired, at most `most` of them, and how they agree with the verdict of the check."""
+    raised, checked = found.alarms.raised, found.checked
+    count = fired(len(raised), len(found.alarms.judged))
+    of_mismatch = any(each.alarm.of_mismatch for each in raised)
+    if checked.is_valid and of_mismatch and found.unexplained_jump is None:
+        count += f", for a mismatch that the check explains ({checked.findings[0].title})"
+    if not checked.is_valid and not of_mismatch:
+        count += "; the fault does not show in the size of the mismatch"
+    named = "; ".join(alarm_sentence(reading) for reading in raised[:most])
+    return f"{count}: {named}" if named else count
+
+
+def normal_text(found: Diagnosis) -> str:
+    """Return a sentence that says whether the size of the mismatch is normal; a mismatch that jumps for no recorded
+    reason is not, whatever its size."""
+    jump, valid = found.unexplained_jump, found.checked.is_valid
+    if jump is None:
+        return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
+    return f"{_size_sentence(found.size)}, but {change_sentence(jump)}, and no recorded setting changed there: find what did."
+
+
+def broken_text(found: Diagnosis) -> str:
+    """Say what must be fixed, since which step, and which command found it; empty if nothing must be."""
+    if (broken := found.broken) is None:
+        return ""
+    since = " from the first step on" if broken.since is None else f" since step {broken.since}"
+    other = ""
+    if broken.other is not None:
+        other = (
+            f", not {broken.other}: its evidence is stronger"
+            if broken.is_stronger
+            else f"; {broken.other} as well, which did not cause the drop"
+        )
+    return f"{broken.side}{since} (found by {' and '.join(broken.by)}){other}"
+
+
+def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
     """Return a sentence that says whether the size of the mismatch is normal, or states only the size if the comparison
-    is not valid."""
+    is not valid. `explanation` is what the check found in a valid comparison."""
+    sentence = _size_sentence(size)
+    if not is_valid:
+        return f"{sentence}. Fix the comparison first; until then this number means nothing."
+    if size.code in ("equal", "unpublished"):
+        return f"{sentence}."
+    return f"{sentence}: {f'the check explains it ({explanation})' if size.code == 'above' else 'normal'}."
+
+
+def _size_sentence(size: SizeComparison) -> str:
     if size.code == "equal":
-        return "No mismatch."
+        return "No mismatch"
     if size.code == "unpublished":
         lacking = (
             f"no published value for {size.coarser}"
             if size.coarser
             else "dtype not recorded, so there is no reference value"
         )
-        sentence = f"The mismatch is {size.own:.3g} nats rms; {lacking}"
-    else:
-        sentence = (
-            f"The mismatch of {size.own:.3g} nats rms is {size.code} the published range for {size.coarser} "
-            f"({size.low:g} to {size.high:g})"
-        )
-    if not is_valid:
-        return f"{sentence}. Fix the comparison first; until then this number means nothing."
-    if size.code == "unpublished":
-        return f"{sentence}."
-    if size.code == "above":
-        return f"{sentence}: expected for small models and low-probability tokens; otherwise look for a cause."
-    return f"{sentence}: normal."
+        return f"The mismatch is {size.own:.3g} nats rms; {lacking}"
+    dtype = f"{size.coarser}, inferred from the logprobs" if size.is_inferred else size.coarser
+    return f"The mismatch of {size.own:.3g} nats rms is {size.code} the published range for {dtype} ({size.low:g} to {size.high:g})"
 
 
 def effect_text(effect: ReplayEffect) -> str:

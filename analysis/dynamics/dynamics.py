@@ -13,7 +13,17 @@ from ...schemas.errors import NothingToCompare, option
 from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..facts.changes import FEWEST, LEAST_SD, PLANNED, ChangePoint, FirstChange, onsets_of, read_changes, read_outcomes
+from ..facts.changes import (
+    FEWEST,
+    LEAST_SD,
+    PLANNED,
+    ChangePoint,
+    FirstChange,
+    known_run,
+    onsets_of,
+    read_changes,
+    read_outcomes,
+)
 from ..facts.fall import Fall
 from ..facts.read_series import read_series
 from ..facts.series import Series
@@ -38,7 +48,8 @@ def dynamics(
     Series come from `series.read_series`, on the scales of `quantities.KINDS`. Change points come from
     `changes.change_points` with 95 % intervals; if two intervals overlap, their order is undecided. The growth rate of k3 is
     reported as well. Questions that the trace cannot answer are listed. The onset of a collapse is the one found by
-    `attribute`. `steps` (3:80, :100, 2:200:2) restricts it to part of the run.
+    `attribute`. `steps` (3:80, :100, 2:200:2) asks about part of the run; its changes are found in the run, as
+    `attribute` knows it.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -54,11 +65,14 @@ def dynamics(
         raise NothingToCompare(
             f"{source.run}: contains neither sequences nor metrics; record a run with tim-trace record"
         )
-    with database.telling(progress):
-        changes_of, fall = read_changes(database, names), read_outcomes(database, names).fall
-    onsets = onsets_of(changes_of, {name: one.kind for name, one in series.items()})
     axis = next(iter(series.values())).steps
+    with database.telling(progress):
+        known, later = known_run(database, names)
+        changes_of, fall = _within(axis, read_changes(known, names)), read_outcomes(known, names).fall
+        known_series = read_series(known, pair=names)
+    onsets = onsets_of(changes_of, {name: one.kind for name, one in known_series.items()})
     growth = growths(series.get("k3"), changes_of.get("k3", ()))
+    num_known = len(next(iter(known_series.values())).steps)
     return Dynamics(
         trace=source.store.url,
         run=source.run,
@@ -66,13 +80,22 @@ def dynamics(
         first_step=int(axis[0]),
         last_step=int(axis[-1]),
         num_steps=len(axis),
-        summary_codes=tuple(summarise(changes_of, onsets, fall, growth, len(axis))),
+        summary_codes=tuple(summarise(changes_of, onsets, fall, growth, num_known, later)),
         fall=fall,
-        series=tuple(_summary(one, changes_of[name]) for name, one in series.items()),
+        later=later,
+        series=tuple(_summary(one, changes_of.get(name, ())) for name, one in series.items()),
         onsets=onsets,
         growth=growth,
-        unanswered_codes=tuple(_unanswered(series, pair)),
+        unanswered_codes=tuple(_unanswered(known_series, pair)),
     )
+
+
+def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
+    """Return the changes that may be at one of the selected steps or between them."""
+    return {
+        name: tuple(change for change in changes if change.low <= steps[-1] and change.high >= steps[0])
+        for name, changes in changes_of.items()
+    }
 
 
 def _summary(series: Series, changes_of_series: tuple[ChangePoint, ...]) -> SeriesSummary:
@@ -118,11 +141,14 @@ def summarise(
     fall: Fall | None,
     growth: Sequence[Growth],
     num_steps: int,
+    later: Fall | None = None,
 ) -> Iterator[Statement]:
     """Yield the summary: first change, collapse, planned changes, growth of k3 at the end."""
     yield _first(onsets, num_steps)
     if fall is not None:
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
+    if later is not None:
+        yield Statement(code="later", values={"outcome": later.outcome, "step": later.step, "verb": later.verb})
     for name in PLANNED:
         if changes.get(name):
             steps = ", ".join(str(change.step) for change in changes[name][:5])
@@ -233,7 +259,9 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Summary of the run, as codes in text.SUMMARY."""
     fall: Fall | None
-    """Collapse of the run's outcome as found by `attribute`; None without one, or if `steps` restricts the run."""
+    """Collapse of the run's outcome as found by `attribute`; None without one, or if it begins after `steps`."""
+    later: Fall | None = None
+    """Collapse that begins after the selected steps; None if there is none."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
     """First change of each series, earliest first."""

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from ...schemas.steps import ALL_STEPS
 from ..statistics.change_points import cut, residuals, shortest, tail
 from ..statistics.location import SHIFT, Located, locate
 from ..statistics.noise import tamed
@@ -236,6 +237,23 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
     if outcomes and outcomes[0].is_evaluation and not outcomes[-1].is_evaluation:
         fall = _agreed(fall, falls[-1])
     return RunOutcomes(all=outcomes, fall=fall)
+
+
+@cached
+def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
+    """Return the steps that are known to a question about the steps of a database, and a drop that begins after these.
+
+    The whole run is known if its drop begins by the last selected step, else the run up to that step: a drop from which
+    it recovers later counts. The selected steps alone would lack the level before them.
+    """
+    if not database.kept_steps:
+        return database, None
+    last = database.kept_steps[database.sources[0].run][-1]
+    whole = database.of_steps(ALL_STEPS)
+    fall = read_outcomes(whole, pair).fall
+    if fall is not None and fall.step <= last:
+        return whole, None
+    return database.of_steps(f":{last}"), fall
 
 
 def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome, ...]:

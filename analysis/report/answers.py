@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..alarms.text import alarm_sentence, fired
+from ..alarms.text import fired
 from ..attribution.attribution import Attribution
 from ..attribution.suspect import Suspect
 from ..attribution.text import verdict_sentence
 from ..check.faults import evidence_text
-from ..diagnosis.text import cause_title, effect_text, numerics_text, size_text
+from ..diagnosis.text import alerts_text, as_cause, effect_text, normal_text, numerics_text
 from ..facts.change_text import interval_text
 from ..objective.verdict import LARGE, SMALL, Estimate, Objective, is_opposed
 from .commands import command
@@ -37,6 +37,7 @@ _SIZES = {
     "above": "above the published range",
     "within": "normal",
     "below": "normal",
+    "changed": "changed during the run",
     "not_valid": "unknown until the comparison is valid",
 }
 """Code for the size of the mismatch -> the name shown in a report."""
@@ -123,18 +124,16 @@ def size_answer(subject: Subject) -> Answer:
     found = subject.diagnosis
     if found is None:
         return _unknown("a mismatch needs two passes")
-    code = found.size.code if found.checked.is_valid else "not_valid"
+    code = "changed" if found.unexplained_jump else found.size.code if found.checked.is_valid else "not_valid"
     is_alarming = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
-    is_high = found.size.code == "above" or is_alarming
-    alarms = [alarm_sentence(each) for each in found.alarms.raised]
+    is_high = code in ("above", "changed") or is_alarming
     return Answer(
         code=code,
         severity=NOTICE if is_high else OPEN if code in ("unpublished", "not_valid") else GOOD,
         short=_SIZES[code],
-        figure=fired(len(alarms), len(found.alarms.judged)),
+        figure=fired(len(found.alarms.raised), len(found.alarms.judged)),
         basis="" if code == "unpublished" else "compared with published values for these dtypes",
-        detail=size_text(found.size, is_valid=found.checked.is_valid)
-        + (f" Fired: {'; '.join(alarms)}." if alarms else ""),
+        detail=f"{normal_text(found)} Alerts: {alerts_text(found)}.",
     )
 
 
@@ -238,7 +237,7 @@ def fall_answer(subject: Subject) -> Answer:
     if fall is None:
         return Answer(code="none", severity=GOOD, short="no collapse", basis=steps, detail=detail)
     first = found.first_suspect or found.suspects[0]
-    title = cause_title(first, subject.diagnosis.checked if subject.diagnosis else None)
+    title = as_cause(first, subject.diagnosis.checked if subject.diagnosis else None).title
     return Answer(
         code=found.cause or "unknown_cause",
         severity=BAD,

@@ -154,6 +154,14 @@ class Database:
                 else:
                     file.define(self)
 
+    def of_steps(self, steps: str) -> Database:
+        """Return the same traces with the given steps, as parsed by parse_steps; this database if it has these."""
+        if steps == self.steps:
+            return self
+        other = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
+        other.progress = self.progress
+        return other
+
     def reopened(self, source: Source | None = None) -> Database:
         """Open the same steps of all traces, or of one of them, again, so that sums stored in the meantime are used."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)

@@ -168,7 +168,7 @@ def test_a_run_that_falls_for_one_reason_is_seen_and_the_reason_named(tmp_path, 
     assert sum(suspect.probability for suspect in found.suspects) == pytest.approx(1.0)
     assert all(suspect.evidence for suspect in found.suspects)
     assert all(suspect.next for suspect in found.suspects if suspect.code != "unknown")
-    assert found.suspects[0].title in attribution_text(found)
+    assert found.suspects[0].titled() in attribution_text(found)
 
 
 def test_an_entropy_that_falls_with_the_reward_is_no_cause(tmp_path):
@@ -439,11 +439,11 @@ def test_a_change_that_hides_a_fall_is_told_with_its_step_and_is_no_fall(tmp_pat
     assert found.silent is not None
     assert (found.silent.suspects[0].code, found.silent.low, found.silent.step) == (cause, *steps)
     assert sum(suspect.probability for suspect in found.silent.suspects) == pytest.approx(1.0)
-    assert found.silent.suspects[0].title in verdict_sentence(found)
+    assert found.silent.suspects[0].titled() in verdict_sentence(found)
     assert "No collapse detected" in verdict_sentence(found)
     assert attribution_json(found)["silent"]["suspects"][0]["evidence"][0]["sentence"] in attribution_text(found)
     title = found.silent.suspects[0].title
-    assert title in story_of_run(found, None)
+    assert found.silent.suspects[0].titled() in story_of_run(found, None)
     subject = SimpleNamespace(attribution=found, trace="run", asked_steps=ALL_STEPS, pair=("train", "rollout"))
     answer = fall_answer(subject)
     assert (answer.code, answer.severity) == ("unseen", OPEN)

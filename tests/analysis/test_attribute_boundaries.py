@@ -1417,7 +1417,7 @@ def attribution(*suspects, **given):
     return Attribution(
         **{
             "trace": "run", "control": None, "kind": "observation", "num_steps": 100, "outcome": "reward", "fall": FALL,
-            "onsets": (), "changes": (), "suspects": suspects,
+            "changes": (), "suspects": suspects,
         } | given
     )  # fmt: skip
 
@@ -1446,12 +1446,12 @@ def test_the_verdict_in_words():
     )
     open_ = attribution(suspect("mismatch", 0.4, "temperature"), suspect("length", 0.3), control="other")
     assert verdict_sentence(open_) == where + (
-        "Cause unknown. Most likely of those tested: training-inference mismatch: temperature on one "
-        "side only (40%); response length: 30%. Basis: observation of two runs."
+        "Cause unknown. Most likely of those tested: training-inference mismatch (40%): temperature on one "
+        "side only; response length (30%). Basis: observation of two runs."
     )
     unknown = attribution(suspect("unknown", 0.7), suspect("length", 0.2), suspect("reward", 0.1))
     assert verdict_sentence(unknown) == where + (
-        "Cause unknown. Most likely of those tested: response length (20%); something else: 70%. Basis: observation of one run."
+        "Cause unknown. Most likely of those tested: response length (20%); something else (70%). Basis: observation of one run."
     )
     assert (open_.cause, open_.first_suspect.code) == (None, "mismatch")
     assert (unknown.cause, unknown.first_suspect.code) == (None, "length")
@@ -1515,7 +1515,7 @@ def test_text_marks_what_speaks_for_and_against():
         "neutral",
     ]
     assert "Unlikely (<2%): a noisy or wrong reward 2.0%" in text
-    assert "response length: 2%" in text
+    assert "response length (2%)" in text
 
 
 def test_json_has_codes_numbers_and_sentences():

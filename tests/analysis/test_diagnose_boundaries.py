@@ -70,7 +70,7 @@ TEMPERATURE = RecordedChange(
 
 def attributed(*, fall=None, outcome="reward", changes=(), suspects=(), **given):
     return Attribution(
-        trace="run", control=None, kind="observation", num_steps=100, outcome=outcome, fall=fall, onsets=(),
+        trace="run", control=None, kind="observation", num_steps=100, outcome=outcome, fall=fall,
         changes=tuple(changes), suspects=tuple(suspects), **given,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def test_the_size_lies_below_within_or_above_what_was_published(coarser, end, fa
     assert (size.code, size.low, size.high) == (code, *RANGES[coarser])
     said = size_text(size, is_valid=True)
     assert f"is {code} the published range for {coarser}" in said
-    assert said.endswith("look for a cause." if code == "above" else "): normal.")
+    assert said.endswith("): the check explains it (rounding)." if code == "above" else "): normal.")
     assert size_text(size, is_valid=False).endswith("Fix the comparison first; until then this number means nothing.")
 
 
@@ -368,12 +368,12 @@ def test_a_calm_run_is_told_in_one_line():
         (
             [TEMPERATURE], [suspect("data", 0.4), suspect("reward", 0.3)],
             "temperature is set from 1 to 2 at step 57, 3 steps before reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). "
-            "Cause unknown. Most likely of those tested: a change of the prompts (40%); a noisy or wrong reward: 30%.",
+            "Cause unknown. Most likely of those tested: a change of the prompts (40%); a noisy or wrong reward (30%).",
         ),
         (
             [], [suspect("unknown", 0.9), suspect("reward", 0.1)],
             "reward drops from 0.8 to 0.3 at step 60 (95% CI 57-63). Cause unknown. Most likely of those tested: a noisy or wrong "
-            "reward (10%); something else: 90%.",
+            "reward (10%); something else (90%).",
         ),
     ],
 )  # fmt: skip
@@ -404,7 +404,7 @@ def test_a_story_says_when_a_mismatch_began_once():
     found = diagnosed(attribution=attribution)
     assert story(replace(found, checked=replace(found.checked, findings=(part,)))) == f"{told} (90%)."
     assert story(replace(found, checked=replace(found.checked, findings=(elsewhere,)))) == (
-        f"{told}: the mismatch is concentrated in part of the run (90%)."
+        f"{told} (90%): the mismatch is concentrated in part of the run."
     )
 
 
@@ -415,7 +415,13 @@ def test_a_diagnosis_fits_a_screen_and_says_why():
     lines = diagnosis_text(diagnosed(attribution=attribution), 100).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
-    assert [line.split()[0] for line in lines if line and line[0] != " "][-4:] == ["valid", "why", "normal", "alerts"]
+    assert [line.split()[0] for line in lines if line and line[0] != " "][-5:] == [
+        "valid",
+        "why",
+        "broken",
+        "normal",
+        "alerts",
+    ]
     why = " ".join(diagnosis_text(diagnosed(attribution=attribution)).split())
     assert (
         "prompt_length changes from 4 to 12 at step 60 (95% CI 60-60): a policy cannot change its prompts (from one run)"
@@ -428,6 +434,7 @@ def test_a_mismatch_that_grows_tenfold_is_a_jump(monkeypatch, after, num):
     change = RecordedChange(
         series="k3", kind="mismatch", step=40, low=39, high=41, before=1e-4, after=after, size_in_sd=50.0, shape="shift"
     )
+    monkeypatch.setattr(diagnose_module, "known_run", lambda *_: (None, None))
     monkeypatch.setattr(diagnose_module, "read_recorded", lambda *_: (change, LENGTHS, TEMPERATURE))
     assert len(diagnose_module._jumps(None, ("train", "rollout"))) == num
 

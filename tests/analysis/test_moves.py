@@ -1355,7 +1355,6 @@ def attribution(probability, *, code="truncation", **given):
     change = SilentChange(suspects=(first, second), step=30, low=30, high=30)
     usual = {
         "trace": "run", "control": None, "kind": "observation", "num_steps": 60, "outcome": "reward", "fall": None,
-        "onsets": (),
         "changes": (), "suspects": (), "supposed": change,
     }  # fmt: skip
     return Attribution(**usual | given)
