@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyarrow.parquet import read_table
+from pyarrow.parquet import ParquetFile
 
 from ..schemas.checksums import SealedFile, whole_hash
 from ..schemas.errors import DamagedTrace, QueryFailed, TimTraceError
@@ -177,7 +177,7 @@ class _Verifier:
             if record is not None and whole != record.hash:
                 raise ValueError("the content differs from what its writer wrote")
             if not is_checked:
-                read_table(pa.BufferReader(self.store.read_bytes(relative)))
+                ParquetFile(pa.BufferReader(self.store.read_bytes(relative))).read()
             if record is not None and record.steps not in (None, found := _steps(file)):
                 raise ValueError(f"the rows cover steps {found}, but the writer recorded {record.steps}")
 
@@ -291,5 +291,5 @@ class _Verifier:
 
 
 def _steps(file: VerifiedFile) -> tuple[int, int]:
-    ends = pc.min_max(read_table(pa.PythonFile(FileCursor(file), mode="r"), columns=["step"])["step"])
+    ends = pc.min_max(ParquetFile(pa.PythonFile(FileCursor(file), mode="r")).read(["step"])["step"])
     return ends["min"].as_py(), ends["max"].as_py()

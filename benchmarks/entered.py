@@ -20,8 +20,9 @@ def entered(verb):
     codes = set()
 
     def note(frame, event, _):
-        if event == "call" and frame.f_code.co_filename.startswith(ROOMS) and frame.f_code.co_name != "<module>":
-            codes.add(frame.f_code)
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(ROOMS) and code not in codes and not _is_of_import(frame):
+            codes.add(code)
 
     threading.setprofile(note)
     sys.setprofile(note)
@@ -31,6 +32,15 @@ def entered(verb):
         sys.setprofile(None)
         threading.setprofile(None)
     return codes
+
+
+def _is_of_import(frame):
+    """True if the import of a product module runs the frame, such as the body of a class or a decorator."""
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(PRODUCT):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def main():

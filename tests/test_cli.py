@@ -227,9 +227,15 @@ print("heavy:", [name for name in {heavy!r} if name in sys.modules])
     assert done.stdout.endswith("heavy: []\n")
 
 
-@pytest.mark.parametrize("command", [["info"], ["stats"], ["sql", "SELECT 1"]])
-def test_looking_at_a_summed_trace_needs_neither_torch_nor_pandas(trace, command):
+@pytest.mark.parametrize(
+    "command",
+    [["info"], ["stats"], ["verify"], ["dynamics"], ["objective"], ["compare", "control"], ["sql", "SELECT 1"]],
+    ids=lambda command: command[0],
+)
+def test_looking_at_a_summed_trace_needs_neither_torch_nor_pandas(trace, command, tmp_path):
     summarize(trace)
+    if "control" in command:
+        command = [command[0], str(shutil.copytree(trace, tmp_path / "control"))]
     program = f"""
 import sys
 from tim_trace.cli import main

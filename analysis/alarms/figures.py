@@ -18,6 +18,7 @@ from ..statistics.estimators import Array
 from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.pair_sums import BATCH_ROWS
+from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query, tokens_of_rows
 from .repeats import Repeats
@@ -62,7 +63,7 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
     num = len(tokens.lengths_N)
     sums = (np.abs(np.exp(a_T) - np.exp(b_T)), np.exp(np.minimum(np.abs(a_T - b_T), _LARGEST)))
     return (
-        rows.column("step").to_numpy(), tokens.lengths_N, counted_N - tokens.lengths_N,
+        array_of(rows.column("step")), tokens.lengths_N, counted_N - tokens.lengths_N,
         *(np.bincount(tokens.sequence_T, values_T, minlength=num) for values_T in sums),
     )  # fmt: skip
 

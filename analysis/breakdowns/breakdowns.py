@@ -16,6 +16,7 @@ from ..statistics.estimators import Array
 from ..trace.columns import passes_with
 from ..trace.database import Database
 from ..trace.macros import quoted, quoted_pair
+from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.table_views import step_condition
 from ..trace.tokens import evenly_spaced, tokens_by_step
@@ -251,7 +252,7 @@ def _sequences(
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
     query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)
     rows = database.connection.sql(query, params={"run": run}).to_arrow_table()
-    total = np.cumsum(rows["num_response_tokens"].to_numpy().astype(np.int64))
+    total = np.cumsum(array_of(rows["num_response_tokens"]).astype(np.int64))
     num = max(int(np.searchsorted(total, max_tokens, "right")), 1)
     if num >= len(total):
         return [], ""

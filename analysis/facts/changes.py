@@ -16,6 +16,7 @@ from ..statistics.change_points import cut, residuals, shortest, tail
 from ..statistics.location import SHIFT, Located, locate
 from ..statistics.noise import tamed
 from ..trace.database import Database, cached
+from ..trace.ragged import array_of
 from ..trace.source import Pair
 from .fall import Fall, Outcome, find_fall, is_evaluation, refined
 from .read_series import read_series
@@ -258,10 +259,10 @@ def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
 
 def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome, ...]:
     table = database.connection.sql(_METRICS).to_arrow_table()
-    names, steps, values = (table[name].to_numpy() for name in ("name", "step", "value"))
-    names = names.astype(str)
+    names = np.array(table["name"].to_pylist(), str)
+    steps, values = array_of(table["step"]), array_of(table["value"])
     outcomes = []
-    rewards = database.connection.sql(_REWARDS).to_arrow_table()["reward"].to_numpy()
+    rewards = array_of(database.connection.sql(_REWARDS).to_arrow_table()["reward"])
     floor = min(float(np.quantile(rewards, 0.01)), 0.0) if len(rewards) else 0.0
     for name in np.unique(names):
         if is_evaluation(str(name)):

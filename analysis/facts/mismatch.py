@@ -13,6 +13,7 @@ from ..trace.columns import OptionalColumns, sequence_columns
 from ..trace.database import Database
 from ..trace.macros import quoted_pair
 from ..trace.pair_sums import BATCH_ROWS, finite, pair_sums
+from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, step_ranges, token_query, tokens_by_step, tokens_of_rows
 from . import thresholds as t
@@ -127,7 +128,7 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
             continue
         sums |= {f"{column}_{name}": values for column, values in signed.items()}
     size_T = np.subtract(tokens.logprobs["a"], tokens.logprobs["b"], dtype=np.float64)
-    return _StepBatch(rows.column("step").to_numpy(), sums, np.abs(size_T, out=size_T), num_read)
+    return _StepBatch(array_of(rows.column("step")), sums, np.abs(size_T, out=size_T), num_read)
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:

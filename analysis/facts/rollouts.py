@@ -14,6 +14,7 @@ import numpy as np
 from ...schemas.passes import REFERENCE
 from ..trace.columns import sequence_columns
 from ..trace.database import Database, cached
+from ..trace.ragged import array_of
 from ..trace.source import Pair
 from . import thresholds as t
 
@@ -215,7 +216,7 @@ def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Roll
     with database.following("reading sequences"):
         rows = _ROWS.format(**(_OF_COUNTED if sequence_columns(database).mask else _OF_ALL))
         table = database.connection.sql(rows, params=parameters).to_arrow_table()
-    columns = {name: table[name].to_numpy() for name in table.column_names}
+    columns = {name: array_of(table[name]) for name in table.column_names}
     columns["group"] = _groups(columns["group"], columns["step"])
     return Rollouts(**columns)
 

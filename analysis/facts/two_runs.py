@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from ...tracer.arrow_arrays import number_array
 from ..trace.database import Database
 from ..trace.macros import quoted
-from ..trace.ragged import first, fitted, flat
+from ..trace.ragged import array_of, first, fitted, flat
 from ..trace.table_views import step_condition
 
 _ROWS = """
@@ -92,7 +93,7 @@ class RunRows:
 
     def at(self, places_K: np.ndarray) -> RunRows:
         """Return the rows at some indices, in that order."""
-        places = pa.array(places_K)
+        places = number_array(places_K, pa.int64())
         return RunRows(
             self.step[places_K], self.prompt[places_K], self.whole[places_K], self.response.take(places),
             {name: lists.take(places) for name, lists in self.logprobs.items()},
@@ -131,10 +132,7 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
     one, two = one.at(pairs.a), two.at(pairs.b)
     (ids_a, length_a), (ids_b, length_b) = (flat(rows.response) for rows in (one, two))
     num_K = np.minimum(length_a, length_b)
-    tokens = [
-        ids.to_numpy(zero_copy_only=False)[first(length, num_K)]
-        for ids, length in ((ids_a, length_a), (ids_b, length_b))
-    ]
+    tokens = [array_of(ids)[first(length, num_K)] for ids, length in ((ids_a, length_a), (ids_b, length_b))]
     differs = np.flatnonzero(tokens[0] != tokens[1])
     ends_K = np.cumsum(num_K)
     rows, place = np.unique(np.searchsorted(ends_K, differs, side="right"), return_index=True)
@@ -176,7 +174,7 @@ def _num_in_tool(found: Prefixes) -> int:
     flags, length_K = flat(found.a.mask)
     diverges = (found.num_K < np.minimum(*found.lengths_K)) & (length_K > found.num_K)
     places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]
-    return int((~flags.fill_null(False).to_numpy(zero_copy_only=False)[places]).sum())
+    return int((~array_of(flags.fill_null(False))[places]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +214,7 @@ def _read(database: Database, steps: range, passes: Sequence[str], columns: str)
         ),
     )
     table = database.connection.sql(query).to_arrow_table().combine_chunks()
-    arrays = {name: table[name].to_numpy() for name in ("step", "prompt", "whole")}
+    arrays = {name: array_of(table[name]) for name in ("step", "prompt", "whole")}
     lists = {wanted: table[name] for name, wanted in zip(names, passes, strict=True)}
     mask = table["response_mask"] if "response_mask" in table.column_names else None
     return RunRows(**arrays, response=table["response_ids"], logprobs=lists, mask=mask)

@@ -20,7 +20,7 @@ from ..statistics.estimators import Array
 from ..statistics.moments import centred, co_moment
 from ..trace.connection import mapped, num_threads
 from ..trace.database import Database
-from ..trace.ragged import Tokens, blocks, counted
+from ..trace.ragged import Tokens, array_of, blocks, counted
 from ..trace.spread import spread, unit_tokens
 from ..trace.tokens import CHUNK_TOKENS, step_ranges, tokens_by_step, tokens_of_rows
 from .loss_terms import SIDES, Differences, terms_of
@@ -215,8 +215,8 @@ def _of_range(database: Database, unit: tuple[PassRoles, range]) -> Iterator[_Ba
 
 
 def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
-    keys = {name: rows.column(name).to_numpy() for name in _KEYS}
-    is_whole_R = rows.column("is_whole").to_numpy(zero_copy_only=False)
+    keys = {name: array_of(rows.column(name)) for name in _KEYS}
+    is_whole_R = array_of(rows.column("is_whole"))
     whole = rows if is_whole_R.all() else rows.filter(rows.column("is_whole"))
     parts = [np.zeros((len(COLUMNS), 0))]
     tokens = tokens_of_rows(whole, names_of(sides))
@@ -231,7 +231,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
     """Return the number [R] of tokens that the loss counts according to the mask alone."""
-    lengths_R: np.ndarray = rows.column("num_response_tokens").to_numpy().astype(np.int64)
+    lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
         return lengths_R

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..trace.database import Database
 from ..trace.macros import quoted
+from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
 
@@ -150,9 +151,9 @@ def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequ
     step, seq_id, *numbers = database.connection.sql(query).to_arrow_table().columns
     names = ("lengths", "prompt_lengths", "num_compared", "sum_abs_d", "max_abs_d")
     return SequenceMismatch(
-        steps=step.to_numpy(),
+        steps=array_of(step),
         seq_ids=seq_id.to_pylist(),
-        **{name: column.to_numpy() for name, column in zip(names, numbers, strict=True)},
+        **{name: array_of(column) for name, column in zip(names, numbers, strict=True)},
     )
 
 

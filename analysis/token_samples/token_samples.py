@@ -16,6 +16,7 @@ from ...schemas.passes import CURRENT, REFERENCE
 from ..trace.columns import passes_with
 from ..trace.database import Database
 from ..trace.macros import quoted
+from ..trace.ragged import array_of
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, token_query
 from .choice import (
@@ -87,7 +88,7 @@ class _Response:
 
     def __init__(self, row: Mapping[str, Any], passes: Sequence[str]):
         self.row = row
-        self.ids_R = row["response_ids"].to_numpy(zero_copy_only=False)
+        self.ids_R = array_of(row["response_ids"])
         self.mask_R = _mask(row["response_mask"], len(self.ids_R))
         self.logprobs: dict[str, np.ndarray] = {}
         self.state: dict[str, np.ndarray] = {}
@@ -138,9 +139,9 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
     if values is None:
         return out, state
     known = min(length, len(values))
-    out[:known] = values.to_numpy(zero_copy_only=False)[:known]
+    out[:known] = array_of(values)[:known]
     valid = np.zeros(length, bool)
-    valid[:known] = values.is_valid().to_numpy(zero_copy_only=False)[:known]
+    valid[:known] = array_of(values.is_valid())[:known]
     state[valid] = np.select([np.isfinite(out), np.isnan(out)], [FINITE, NAN], INFINITE)[valid]
     return out, state
 
@@ -151,7 +152,7 @@ def _mask(values: Any, length: int) -> np.ndarray:
         return np.ones(length, bool)
     out = np.zeros(length, bool)
     known = min(length, len(values))
-    out[:known] = values.fill_null(False).to_numpy(zero_copy_only=False)[:known]
+    out[:known] = array_of(values.fill_null(False))[:known]
     return out
 
 

@@ -137,6 +137,7 @@ def array_of(values: Any) -> np.ndarray:
     if pa.types.is_boolean(whole.type):
         return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
     if whole.null_count:
+        whole = whole.cast(pa.float64()) if pa.types.is_integer(whole.type) else whole
         whole = pc.coalesce(whole, number_array(np.full(len(whole), np.nan), whole.type))
     return np.from_dlpack(whole)
 

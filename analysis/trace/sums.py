@@ -35,6 +35,7 @@ from .database import Database
 from .macros import quoted, sql_file, statistics_of_groups
 from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
+from .ragged import array_of
 from .source import Pair, Source, Traces, sums_file
 from .spread import packed, spread, unit_tokens
 from .sum_tables import SUMS_OPTIONS, sums_schema
@@ -216,7 +217,7 @@ def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
 
 def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
     """Return the rows of a run, ordered by step, that are within a range of steps."""
-    steps = rows["step"].to_numpy()
+    steps = array_of(rows["step"])
     first, end = np.searchsorted(steps, chunk.first_step), np.searchsorted(steps, chunk.last_step, side="right")
     return rows.slice(first, end - first)
 

@@ -13,6 +13,7 @@ import msgspec
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay, option
+from ...schemas.lazy import collector_paused
 from . import packing
 from .kernels import KERNELS
 
@@ -227,8 +228,9 @@ def model_class(path: str) -> Any:
 
     The name is looked up in transformers' own lists, so that no module is imported because a trace names it.
     """
-    import transformers
-    from transformers.models.auto import modeling_auto
+    with collector_paused():
+        import transformers
+        from transformers.models.auto import modeling_auto
 
     module, _, name = path.rpartition(".")
     listed = {
@@ -237,7 +239,8 @@ def model_class(path: str) -> Any:
         for names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values()
         for entry in ((names,) if isinstance(names, str) else names)
     }
-    found = getattr(transformers, name, None) if name in listed else None
+    with collector_paused():  # transformers imports the class when it is first named
+        found = getattr(transformers, name, None) if name in listed else None
     if found is None or module not in ("transformers", found.__module__, found.__module__.rpartition(".")[0]):
         raise CannotReplay(
             f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is not among the installed transformers' "

@@ -173,7 +173,7 @@ def read_table(store: Store, header: ResultHeader, relative: str) -> list[dict[s
         raise DamagedTrace(f"{where}: does not have the columns of a table of {spec.name}; {_AGAIN}")
     try:
         file = footer.verified(store, relative)
-        rows: list[dict[str, Any]] = pq.read_table(pa.PythonFile(FileCursor(file), mode="r")).to_pylist()
+        rows: list[dict[str, Any]] = pq.ParquetFile(pa.PythonFile(FileCursor(file), mode="r")).read().to_pylist()
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, (DamagedTrace, FileNotFoundError)):
             raise
