@@ -291,8 +291,8 @@ def test_sequences_that_are_off_as_a_whole_did_not_change_inside(tmp_path):
         return [b if row % 3 == 1 else a for row, (a, b) in enumerate(rows)]
 
     found = check(Recording(rollout=rollout, steps=8).write(tmp_path / "trace")).findings
-    assert found[0].code == "subset"
-    assert (found[0].numbers["column"], found[0].numbers["values"]) == ("row", "1, 4, 7, 10, 13, ...")
+    part = next(finding for finding in found[:2] if finding.code == "subset")
+    assert (part.numbers["column"], part.numbers["values"]) == ("row", "1, 4, 7, 10, 13, ...")
 
 
 # --- Chance, and what is no fault -------------------------------------------------------------------------------------------
