@@ -105,7 +105,7 @@ def test_every_command_counts_a_step_once_as_its_newest_attempt_made_it(traces):
                 document.pop(clock, None)
             checked = document.get("checked", document)
             if "notes" in checked:
-                checked["notes"] = [note for note in checked["notes"] if "attempts" not in note]
+                checked["notes"] = [note for note in checked["notes"] if "attempted" not in note]
                 if "note_codes" in checked:
                     checked["note_codes"] = [code for code in checked["note_codes"] if code != "attempts"]
         check_same(found, expected, " ".join(command))
@@ -163,7 +163,7 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     assert check(traces[0]).rms_d == pytest.approx(check(traces[1]).rms_d, rel=1e-13)
     assert check(traces[0]).rms_d < 0.1 < 3
     assert told(traces[0], "info")["attempts"][0]["superseded"] == [[5, 6]]
-    assert any("2 attempts" in note for note in told(traces[0], "check")["notes"])
+    assert any("attempted 2 times" in note for note in told(traces[0], "check")["notes"])
     assert "training attempts" not in info_text(info(str(traces[1])))
     assert not any(note.code == "attempts" for note in check(traces[1]).notes)
 
