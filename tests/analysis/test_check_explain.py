@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from bigrams import (
     BOTH_FP32,
@@ -20,10 +21,14 @@ from bigrams import (
     top_p,
 )
 from builders import ROOT
-from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
+from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING
+from tim_trace.analysis.check.features import REASONS, features
+from tim_trace.analysis.check.kinds import model
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.queries.catalogue import catalogue
+from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward
 
@@ -431,3 +436,39 @@ def test_every_query_that_a_finding_proposes_is_in_the_catalogue():
     proposed = {name for text in sources for name in re.findall(r'commands\.query\(data, "([^"]+)"\)', text)}
     assert proposed
     assert proposed <= {each.name for each in catalogue()}
+
+
+# --- The fitted model -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fitted_model_knows_the_features_and_the_runs_it_was_fitted_to(tmp_path):
+    path = Recording(rollout=in_float32).write(tmp_path / "trace")
+    measured = features(gather(open_database(path), ("train", "rollout"), trace=""))
+    assert model().features == tuple(measured)
+    runs = pq.read_table(ROOT / "benchmarks" / "kinds" / "runs.parquet").to_pylist()
+    found = [model().probabilities(run) for run in runs]
+    assert np.allclose(np.sum(found, axis=1), 1.0)
+    named = [model().kinds[int(np.argmax(each))] == run["kind"] for each, run in zip(found, runs, strict=True)]
+    assert np.mean(named) > 0.8
+    rounding = model().kinds.index("rounding")
+    healthy = [each[rounding] for each, run in zip(found, runs, strict=True) if run["kind"] == "rounding"]
+    assert np.mean(np.array(healthy) < MAX_ROUNDING) < 0.005
+
+
+def test_a_judged_kind_says_how_probable_it_is_why_and_what_else_it_may_be(tmp_path):
+    run = Recording(rollout=in_float32, train=noisy, options={"in_group": 16})
+    first = first_of(run, tmp_path / "trace")
+    assert 0.5 < first.numbers["probability"] <= 1
+    assert first.weight == first.numbers["probability"]
+    assert REASONS[first.numbers["reason_0"]]
+    assert evidence_text(first).startswith(f"{first.numbers['probability']:.0%} probable: ")
+
+
+def test_values_of_one_step_say_the_step(tmp_path):
+    def rollout(step, number):
+        values = in_float32(step, number)
+        return [np.append(row[1:], np.float32(-0.7)) for row in values] if number == 2 else values
+
+    first = first_of(Recording(rollout=rollout, contracts=BOTH_FP32), tmp_path / "trace")
+    assert (first.code, first.numbers["in_steps"]) == ("shift", "2")
+    assert evidence_text(first).endswith("all of it in step 2")
