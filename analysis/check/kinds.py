@@ -27,7 +27,7 @@ MAX_DISTANCE = 4.0
 MAX_REASONS = 3
 """Maximum number of features that a sentence names."""
 SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
-_JUDGED = "{probability:.0%} probable: HINT. The logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
+_JUDGED = "{probability:.0%} probable; typical causes: HINT. The logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def reasons(data: PairData, kind: str, num: int) -> list[tuple[str, float, bool]
 
 
 def judged(hint: str) -> str:
-    """Return the sentence for a kind of mismatch; `hint` says where to look."""
+    """Return the sentence for a kind of mismatch; `hint` lists its typical causes."""
     return _JUDGED.replace("HINT", hint)
 
 

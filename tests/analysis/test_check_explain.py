@@ -461,7 +461,7 @@ def test_a_judged_kind_says_how_probable_it_is_why_and_what_else_it_may_be(tmp_p
     assert 0.5 < first.numbers["probability"] <= 1
     assert first.weight == first.numbers["probability"]
     assert REASONS[first.numbers["reason_0"]]
-    assert evidence_text(first).startswith(f"{first.numbers['probability']:.0%} probable: ")
+    assert evidence_text(first).startswith(f"{first.numbers['probability']:.0%} probable; typical causes: ")
 
 
 def test_values_of_one_step_say_the_step(tmp_path):

@@ -36,8 +36,7 @@ COMPUTATION = Fault(
         "equal_weights": "the engine sampled with the trainer's weights (the digests of all tensors agree), yet "
         + SIZE,
         "judged": judged(
-            "its weights (quantised, converted or loaded wrongly) or its computation (rotary, norm, attention, soft cap, experts, "
-            "precision)"
+            "quantised, converted or wrongly loaded weights; rotary, norm, attention, soft cap, experts, precision"
         ),
     },
     words={"equal_weights": judged_words, "judged": judged_words},
@@ -51,10 +50,10 @@ NOT_REPEATABLE = Fault(
 )
 _HINTS = {
     "prompt": "BOS, template, truncation, a cached prefix, or another mask over the prompt",
-    "turns": "the template drops or rewrites earlier turns or tool output, or positions start again",
-    "neighbours": "rows with padding, or all but the first row of a pack, depend on what is beside them",
-    "padding": "rows with padding are off",
-    "packing": "only the first row of each pack is right",
+    "turns": "a template that drops or rewrites earlier turns or tool output, positions that start again",
+    "neighbours": "attention over padding, positions that count padding, packed rows that see each other",
+    "padding": "attention over padding, or positions that count it; rows with padding are off",
+    "packing": "attention across the rows of a pack; only the first row of each is right",
 }
 ROW_CONTEXT = Fault(
     code="row_context",
@@ -76,7 +75,7 @@ ONSET = Fault(
     broken="computation",
     evidence={
         "judged": judged(
-            "KV cache, rotary embedding, attention window or context-parallel chunk, or weights changed during sampling"
+            "the KV cache, the rotary embedding, an attention window, a context-parallel chunk, an update during sampling"
         )
     },
     words={"judged": judged_words},

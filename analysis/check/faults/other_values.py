@@ -35,7 +35,7 @@ UNRELATED = Fault(
         "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and at these tokens {side} and "
         "{other} are uncorrelated (correlation {correlation:.2f}): they belong to other tokens, in {num_sequences:,} "
         "of {of_sequences:,} sequences",
-        "judged": judged("stored, gathered or changed wrongly"),
+        "judged": judged("values stored, gathered or changed wrongly"),
     },
     words={
         "judged": judged_words,

@@ -20,7 +20,7 @@ PENALTY = Fault(
         "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",
         "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against "
         "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
-        "judged": judged("a filter, penalty, bias or temperature of sampling that one side does not apply"),
+        "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
         "sampled_elsewhere": "the passes agree, yet logprob + entropy averages to {mean:.3g} nats: the tokens were not "
         "sampled from the recorded distribution{recorded_text}",
     },
