@@ -20,7 +20,7 @@ from ..trace.database import Database, cached
 from ..trace.macros import quoted
 from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
 from ..trace.pairs import parse_pair, tell_sampled, why_nothing
-from ..trace.ragged import counted
+from ..trace.ragged import array_of, counted
 from ..trace.source import Pair
 from ..trace.spread import spread
 from ..trace.sums import ensure
@@ -160,7 +160,7 @@ def _of_tokens(rows: pa.RecordBatch) -> tuple[int, dict[str, np.ndarray]]:
     mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
     counted_N = tokens.lengths_N if mask_T is None else np.bincount(tokens.sequence_T, mask_T, len(tokens.lengths_N))
     sums["num_null"] = counted_N - sum(sums[name] for name in ("num_tokens", *LOST))
-    return int(tokens.lengths_N.sum()), {"step": rows.column("step").to_numpy(), **sums}
+    return int(tokens.lengths_N.sum()), {"step": array_of(rows.column("step")), **sums}
 
 
 _engine = cached(read_engine_verdict)

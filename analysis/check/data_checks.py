@@ -19,6 +19,7 @@ from ..facts.series import by_step
 from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
+from ..trace.ragged import array_of
 from .advantage_rule import BATCH, count_of, mean_of, rule_of
 from .sample import Sample, run_lengths
 
@@ -142,7 +143,7 @@ class _Run:
         with database.following("reading rewards and advantages"):
             table = database.connection.sql(_ROWS.format(list=f"{tokens}::DOUBLE[]")).to_arrow_table()
         self.database, self.sample, self.settings = database, sample, read_hyperparameters(database)
-        self.rows = {name: table[name].to_numpy() for name in table.column_names}
+        self.rows = {name: array_of(table[name]) for name in table.column_names}
         self.steps, self.at = np.unique(self.rows["step"], return_inverse=True)
         self.is_per_token = bool(self.rows["is_per_token"].any())
         inspected = self.steps if sample is None else np.unique(sample.steps)

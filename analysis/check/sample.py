@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.tables import SAMPLING
+from ...tracer.arrow_arrays import number_array
 from ..trace.database import Database
-from ..trace.ragged import counted, fitted, flat
+from ..trace.ragged import array_of, counted, fitted, flat
 from ..trace.source import Pair
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
@@ -196,28 +197,28 @@ def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] 
 
 def _within(table: pa.Table) -> pa.Table:
     """Return the first rows in every step, with at most MAX_SAMPLED_TOKENS tokens in total."""
-    tokens = table["num_response_tokens"].to_numpy()
+    tokens = array_of(table["num_response_tokens"])
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table
-    steps = table["step"].to_numpy()
+    steps = array_of(table["step"])
     kept = np.zeros(len(steps), bool)
     for step in np.unique(steps):
         rows = np.flatnonzero(steps == step)
         kept[rows[np.cumsum(tokens[rows]) <= MAX_SAMPLED_TOKENS // len(np.unique(steps))]] = True
-    return table.filter(pa.array(kept))
+    return table.filter(number_array(kept, pa.bool_()))
 
 
 def _of_table(table: pa.Table, pair: Pair) -> Sample:
     tokens = tokens_of_rows(table, ("a", "b"))
-    lengths = table["num_response_tokens"].to_numpy().astype(np.int64)
+    lengths = array_of(table["num_response_tokens"]).astype(np.int64)
     mask = counted(table["mask"], lengths)
     return Sample(
         a=_side(table, pair[0], "a", tokens.logprobs["a"], lengths),
         b=_side(table, pair[1], "b", tokens.logprobs["b"], lengths),
-        tokens=flat(table["response_ids"])[0].to_numpy(zero_copy_only=False),
+        tokens=array_of(flat(table["response_ids"])[0]),
         mask=np.ones(int(lengths.sum()), bool) if mask is None else mask,
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        steps=table["step"].to_numpy(),
+        steps=array_of(table["step"]),
         seq_ids=table["seq_id"].to_pylist(),
         group_ids=table["group_id"].to_pylist(),
         prompts=table["prompt_ids"].to_pylist(),
@@ -233,7 +234,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
     return PassSample(
         name=name,
         logprobs=logprobs.astype(np.float64),
-        is_null=flat(table[side])[0].is_null().to_numpy(zero_copy_only=False),
+        is_null=array_of(flat(table[side])[0].is_null()),
         entropy=None if entropy.null_count == len(entropy) else fitted(entropy, lengths).astype(np.float64),
         versions=_versions(table[f"version_{side}"]),
         contracts=table[f"contract_{side}"].to_pylist(),
@@ -245,9 +246,10 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
     """Convert a column to int64, masked where NULL."""
-    return np.ma.MaskedArray(pc.fill_null(values, 0).to_numpy(), mask=values.is_null().to_numpy())  # type: ignore[no-untyped-call]
+    known = pc.coalesce(values, number_array(np.zeros(len(values)), values.type))
+    return np.ma.MaskedArray(array_of(known), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:
     """Convert a column to float64, NaN where NULL."""
-    return np.asarray(pc.fill_null(values.cast(pa.float64()), np.nan).to_numpy(zero_copy_only=False), np.float64)
+    return array_of(values.cast(pa.float64()))
