@@ -135,7 +135,7 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
     without = np.setdiff1d(every, there)
-    by_chance = float(tokens.sum()) * len(without) / len(there)
+    by_chance = float(tokens.sum()) * len(without) / max(len(there), 1)
     if by_chance < 5 or found[0].since is not None:
         return list(found)
     when: dict[str, Number] = {}
