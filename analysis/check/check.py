@@ -104,17 +104,17 @@ def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sampl
         model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
         attempts=attempts(database),
         engine=_engine(database),
-        first=_first_step(database, pair, trace),
+        first=_first_step(database, pair),
         keep=sample.compared,
     )
 
 
-def _first_step(database: Database, pair: Pair, trace: str) -> tuple[int, float] | None:
+def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
     """Return the run's first step and the rms of d there, nats; None if that step is among the selected ones."""
     if database.steps == ALL_STEPS:
         return None
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"
-    asked, first = (each.connection.execute(query).fetchall() for each in (database, open_database(trace)))
+    asked, first = (each.connection.execute(query).fetchall() for each in (database, database.of_steps(ALL_STEPS)))
     return None if not first or not asked or first[0][0] == asked[0][0] else (int(first[0][0]), float(first[0][1]))
 
 

@@ -236,7 +236,7 @@ def _is_told(data: PairData, place: Where) -> bool:
     inside = level(data.within(place.inside))
     if place.feature in _parts(data):
         return inside > allowed / 8 and place.mean_ratio > 3
-    is_off = place.mean_ratio > 3 and float(nobodys(data)[place.inside].mean()) > 0.2
+    is_off = place.mean_ratio > 3 and float(off[place.inside].mean()) > 0.2
     if is_above(data) or is_fault(data) or is_off:
         return True
     return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5

@@ -12,12 +12,14 @@ from .likelihood import nobodys
 from .pair_data import PairData, once
 from .rounding import allowed_noise, is_mixture, levels, logit_error
 from .structure import (
+    MIN_REPEATS,
     along_movement,
     error_structure,
     exact_rows,
     fades,
     growth,
     level,
+    not_repeatable,
     repeats,
     sampled_score,
     token_effect,
@@ -93,15 +95,14 @@ def _sampling(data: PairData) -> dict[str, float]:
 
 def _tokens(data: PairData) -> dict[str, float]:
     effect, score = token_effect(data)
-    moved, ids, before = _moved(data), data.sample.tokens[data.keep].astype(np.int64), _before(data)
-    again = repeated_in_row(data)
+    sample, moved = data.sample, _moved(data)
     return {
         "token": effect,
         "token_score": _certainty(score),
-        "bigram": variance_between(moved, (before + 1) * (int(ids.max()) + 1) + ids)[0],
-        "before": variance_between(moved, before)[0],
-        "token_level": variance_between(levels(data), ids)[0],
-        "repeated": _contrast(moved, again),
+        "bigram": variance_between(moved, sample.bigrams[data.keep])[0],
+        "before": variance_between(moved, sample.previous[data.keep])[0],
+        "token_level": variance_between(levels(data), sample.tokens[data.keep])[0],
+        "repeated": _contrast(moved, repeated_in_row(data)),
         "neighbours": _neighbours(data, moved),
     }
 
@@ -138,8 +139,7 @@ def _rows(data: PairData) -> dict[str, float]:
     groups = np.unique([f"{sample.steps[row]}/{sample.group_ids[row]}" for row in rows], return_inverse=True)[1]
     structure, twins, allowed = error_structure(data), repeats(data), allowed_noise(data)
     share, score = variance_between(log, data.seq)
-    is_known, least, most = twins.num >= 20, min(twins.a, twins.b), max(twins.a, twins.b)
-    is_unsteady = is_known and most > max(3 * least, twins.d / 3, allowed / 2)
+    is_known, most, is_unsteady = twins.num >= MIN_REPEATS, max(twins.a, twins.b), not_repeatable(data) is not None
     exact, steady_rows = exact_rows(data)[0], float(np.clip(1 - share, 0.0, 1.0))
     return {
         "row": share,
@@ -165,7 +165,7 @@ def _rows(data: PairData) -> dict[str, float]:
         "twins_a": _log((twins.a + 1e-5) / (twins.d + 1e-5)) if is_known else 0.0,
         "twins_b": _log((twins.b + 1e-5) / (twins.d + 1e-5)) if is_known else 0.0,
         "twins_both": _log((twins.a + 1e-5) / (twins.b + 1e-5)) if is_known else 0.0,
-        "twins_level": _log((max(twins.a, twins.b) + 1e-5) / allowed) if is_known else 0.0,
+        "twins_level": _log((most + 1e-5) / allowed) if is_known else 0.0,
     }
 
 
@@ -213,11 +213,6 @@ def _moved(data: PairData) -> np.ndarray:
     """Return the change [K] of the logit that explains d, with the largest and smallest hundredth clipped, nats."""
     moved = data.d / data.scale
     return np.asarray(np.clip(moved, *np.quantile(moved, [0.01, 0.99])))
-
-
-def _before(data: PairData) -> np.ndarray:
-    tokens = data.sample.tokens.astype(np.int64)
-    return np.asarray(np.where(data.sample.position > 0, np.concatenate([[-1], tokens[:-1]]), -1)[data.keep])
 
 
 def _neighbours(data: PairData, values: np.ndarray) -> float:

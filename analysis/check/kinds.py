@@ -72,9 +72,9 @@ def probabilities(data: PairData) -> dict[str, float]:
     return {model().kinds[at]: float(found[at]) for at in np.argsort(-found, kind="stable")}
 
 
-def reasons(data: PairData, kind: str, num: int) -> list[tuple[str, float, bool]]:
-    """Return the features that speak most for a kind against the others, best first: name, value, and True if the value
-    is above the mean of the fitted runs.
+def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
+    """Return the features in REASONS that speak most for a kind against the others, at most MAX_REASONS, best first:
+    name, value, and True if the value is above the mean of the fitted runs.
     """
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
@@ -83,8 +83,8 @@ def reasons(data: PairData, kind: str, num: int) -> list[tuple[str, float, bool]
     against = others @ fitted.coefficients / max(float(others.sum()), 1e-12)
     away = fitted.distances(measured)
     worth = away * (fitted.coefficients[at] - against)
-    order = [int(each) for each in np.argsort(-worth) if worth[each] > 0.1]
-    return [(fitted.features[each], measured[fitted.features[each]], bool(away[each] > 0)) for each in order[:num]]
+    order = [at for at in np.argsort(-worth) if worth[at] > 0.1 and fitted.features[at] in REASONS][:MAX_REASONS]
+    return [(fitted.features[at], measured[fitted.features[at]], bool(away[at] > 0)) for at in order]
 
 
 def judged(hint: str) -> str:

@@ -103,6 +103,17 @@ class Sample:
         return np.asarray(np.arange(len(self.tokens)) - np.repeat(self.starts[:-1], self.lengths))
 
     @cached_property
+    def previous(self) -> np.ndarray:
+        """[N] int64 id of the token before each token in its response; -1 for the first."""
+        before = np.concatenate([[-1], self.tokens[:-1].astype(np.int64)])
+        return np.where(self.position > 0, before, -1)
+
+    @cached_property
+    def bigrams(self) -> np.ndarray:
+        """[N] int64: equal where a token and the one before it are."""
+        return np.asarray((self.previous + 1) * (int(self.tokens.max(initial=0)) + 1) + self.tokens)
+
+    @cached_property
     def prompt_lengths(self) -> np.ndarray:
         """[S] number of prompt tokens in each sequence; 0 where unknown."""
         return np.array([0 if prompt is None else len(prompt) for prompt in self.prompts])

@@ -214,11 +214,8 @@ def token_effect(data: PairData) -> tuple[float, float]:
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
     tokens = data.sample.tokens[data.keep][known]
-    # Repeats of the same three tokens, in a loop, within a group or at different steps, are not independent evidence.
     # A token that follows the same token again, in a loop, in its group or at another step, is not independent evidence.
-    ids = data.sample.tokens.astype(np.int64)
-    before = np.where(data.sample.position > 0, np.concatenate([[-1], ids[:-1]]), -1)
-    _, first = np.unique(((before + 1) * (int(ids.max(initial=0)) + 1) + ids)[data.keep][known], return_index=True)
+    _, first = np.unique(data.sample.bigrams[data.keep][known], return_index=True)
     tokens, signed = tokens[first], signed[first]
     num, groups = len(signed), len(np.unique(tokens))
     if num < max(400, groups + 10):
@@ -247,6 +244,7 @@ def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, floa
     return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
 
 
+@once
 def along_movement(data: PairData) -> float:
     """Return the alignment between d and the change in pass a over the steps, in standard errors; 0 for fewer than
     three steps.
@@ -259,10 +257,7 @@ def along_movement(data: PairData) -> float:
     steps = sample.steps[data.seq].astype(float)
     if len(np.unique(steps)) < 3 or not data.num_kept:
         return 0.0
-    tokens = sample.tokens.astype(np.int64)
-    before = np.concatenate([[-1], tokens[:-1]])
-    before[sample.starts[:-1][sample.lengths > 0]] = -1
-    _, place = np.unique((tokens * (tokens.max() + 2) + before)[data.keep], return_inverse=True)
+    _, place = np.unique(sample.bigrams[data.keep], return_inverse=True)
     count = np.bincount(place)
     d = np.clip(data.d, *np.array([-3.0, 3.0]) * data.rms())
     bins = np.digitize(data.a, np.quantile(data.a, np.linspace(0, 1, 11)[1:-1]))

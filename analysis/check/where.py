@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .pair_data import PairData
+from .pair_data import PairData, once
 from .rounding import levels, logit_error
 from .sample import Sample
 
@@ -123,6 +123,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     return f"all where {phrase} {relation} {values}"
 
 
+@once
 def places(data: PairData) -> list[Where]:
     """Return the supported descriptions of where the mismatch is large, best first."""
     noise, level = logit_error(data), levels(data)
@@ -260,7 +261,6 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
     total = position + sample.prompt_lengths[data.seq]
     from_end = sample.lengths[data.seq] - 1 - position
     ids = sample.tokens[data.keep]
-    before = np.concatenate([[-1], sample.tokens[:-1]])[data.keep]
     counted = np.concatenate([[True], sample.mask[:-1]])[data.keep]
     columns: dict[str, np.ndarray] = {
         "first_token": position == 0,
@@ -269,7 +269,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "total_position": total.astype(float),
         "from_end": from_end.astype(float),
         "token_id": ids.astype(float),
-        "token_before": np.where(position > 0, before, np.nan),
+        "token_before": np.where(position > 0, sample.previous[data.keep], np.nan),
         "token_repeated": repeated_in_row(data),
         "before_repeated": np.concatenate([[False], repeated_in_row(data)[:-1]]) & (position > 0),
         "later_turn": later_turn(sample)[data.keep],

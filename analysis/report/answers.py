@@ -126,7 +126,7 @@ def size_answer(subject: Subject) -> Answer:
         return _unknown("a mismatch needs two passes")
     code = "changed" if found.unexplained_jump else found.size.code if found.checked.is_valid else "not_valid"
     is_alarming = any(each.alarm.of_mismatch for each in found.alarms.raised) and found.size.code != "unpublished"
-    is_high = "above" in (code, found.size.code) or code == "changed" or is_alarming
+    is_high = found.size.code == "above" or code == "changed" or is_alarming
     return Answer(
         code=code,
         severity=NOTICE if is_high else OPEN if code in ("unpublished", "not_valid") else GOOD,

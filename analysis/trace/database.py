@@ -158,7 +158,10 @@ class Database:
         """Return the same traces with the given steps, as parsed by parse_steps; this database if it has these."""
         if steps == self.steps:
             return self
-        other = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
+        key = ("of_steps", steps)
+        if key not in self.memory:  # what is read from them is shared, too
+            self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
+        other: Database = self.memory[key]
         other.progress = self.progress
         return other
 

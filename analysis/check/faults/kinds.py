@@ -8,13 +8,12 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..features import REASONS, features
 from ..finding import Broken, Fault, Finding, Number
-from ..kinds import MAX_REASONS, ROUNDING, SIZE, judged, judged_words, probabilities, reasons
+from ..kinds import ROUNDING, SIZE, judged, judged_words, probabilities, reasons
 from ..likelihood import MAX_FLIP_NATS, Hypothesis, located
 from ..pair_data import PairData
 from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, precisions
-from ..structure import growth, level
+from ..structure import MIN_REPEATS, growth, level, repeats
 from ..where import Where
 from .other_values import UNRELATED
 from .penalty import PENALTY
@@ -97,7 +96,7 @@ ROUTER_FLIPS = Fault(
     },
 )
 
-_KINDS: Mapping[str, tuple[Fault, str]] = {
+KINDS: Mapping[str, tuple[Fault, str]] = {
     "weights": (WEIGHTS, ""),
     "model": (COMPUTATION, ""),
     "noise": (NOT_REPEATABLE, ""),
@@ -109,7 +108,7 @@ _KINDS: Mapping[str, tuple[Fault, str]] = {
     "values": (UNRELATED, "values"),
 }
 """Fitted kind -> the fault, and the cause, that it is reported as."""
-TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in _KINDS.items()}
+TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in KINDS.items()}
 
 
 _RECORDED = {
@@ -136,54 +135,58 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     """Return the most probable kind of the mismatch, and the next one if it is nearly as probable. `place` is where the
     mismatch is, if it is confined to it.
     """
-    recorded = _recorded(data, place)
-    known = {kind: value for kind, value in probabilities(data).items() if kind in _KINDS}
+    if (recorded := None if place is None else _recorded(data, place)) is not None:
+        return [_finding(data, *recorded, 1.0, place)]
+    known = among_faults(probabilities(data))
+    first, second, *_ = known
+    if known[second] < MIN_SECOND:
+        return [_finding(data, first, KINDS[first][1], known[first], place)]
+    rival: dict[str, Number] = {"rival": second, "rival_probability": known[second]}
+    return [
+        _finding(data, first, KINDS[first][1], known[first], place, rival),
+        _finding(data, second, KINDS[second][1], known[second], place),
+    ]
+
+
+def among_faults(found: Mapping[str, float]) -> dict[str, float]:
+    """Return the probabilities of the kinds that are reported, given that it is one of them, in the same order."""
+    known = {kind: value for kind, value in found.items() if kind in KINDS}
     total = max(sum(known.values()), 1e-12)
-    known = {kind: value / total for kind, value in known.items()}
-    if recorded is not None:
-        known = {recorded[0]: 1.0} | {kind: 0.0 for kind in known if kind != recorded[0]}
-    first, second, *_ = sorted(known, key=lambda kind: -known[kind])
-    has_second = known[second] >= MIN_SECOND
-    found = [_finding(data, first, known[first], place, (second, known[second]) if has_second else None)]
-    return [*found, _finding(data, second, known[second], place, None)] if has_second else found
+    return {kind: value / total for kind, value in known.items()}
 
 
-def _recorded(data: PairData, place: Where | None) -> tuple[str, str] | None:
+def _recorded(data: PairData, place: Where) -> tuple[str, str] | None:
     """Return the kind and the cause that a place shows because its feature is recorded."""
-    if place is None:
-        return None
     is_packed = bool(np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any())
     feature = "forward_row" if place.feature.startswith("not_first_of") and is_packed else place.feature
     return next((shown for name, shown in _RECORDED.items() if feature.startswith(name)), None)
 
 
 def _finding(
-    data: PairData, kind: str, probability: float, place: Where | None, rival: tuple[str, float] | None
+    data: PairData,
+    kind: str,
+    cause: str,
+    probability: float,
+    place: Where | None,
+    rival: Mapping[str, Number] | None = None,
 ) -> Finding:
-    fault, cause = _KINDS[kind]
-    if (recorded := _recorded(data, place)) is not None and recorded[0] == kind:
-        cause = recorded[1]
-    grown = growth(data)
-    numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability}
+    grown, twins, inside = growth(data), repeats(data), None if place is None else place.inside
+    numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
     if kind == "weights" and grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data):
         numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
-    for at, (name, value, is_above) in enumerate(each for each in reasons(data, kind, 12) if each[0] in REASONS):
-        if at < MAX_REASONS:
-            numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
-    inside = np.ones(data.num_kept, bool) if place is None else place.inside
+    for at, (name, value, is_above) in enumerate(reasons(data, kind)):
+        numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
     if place is not None:
         numbers |= {
-            **place.numbers, "ratio": place.ratio, "num_sequences": len(np.unique(data.seq[inside])),
-            "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~inside),
+            **place.numbers, "ratio": place.ratio, "num_sequences": len(np.unique(data.seq[place.inside])),
+            "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside),
         }  # fmt: skip
-    if rival is not None:
-        numbers |= {"rival": rival[0], "rival_probability": rival[1]}
     broken: Broken | None = None
-    if kind == "noise" and features(data)["twins"]:
-        unsteady = "a" if features(data)["twins_both"] > 0 else "b"
+    if kind == "noise" and twins.num >= MIN_REPEATS:
+        unsteady = "a" if twins.a > twins.b else "b"
         broken = "trainer" if (unsteady == "a") == (data.names["b"] == "rollout") else "engine"
         numbers["side"] = data.names[unsteady]
-    return fault.finding(
+    return KINDS[kind][0].finding(
         data, "judged", inside, weight=probability, next=_next(data, kind), broken=broken, numbers=numbers
     )
 
