@@ -27,7 +27,7 @@ MAX_DISTANCE = 4.0
 MAX_REASONS = 3
 """Maximum number of features that a sentence names."""
 SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
-_JUDGED = "{probability:.0%} probable; typical causes: HINT. The logits differ by {level:.2g} nats rms, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
+_JUDGED = "{probability:.0%} probable; typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
     where = ""
     if numbers.get("feature"):
         rows = f"{numbers['num_sequences']:,} of {numbers['of_sequences']:,} sequences"
-        where = f"; {numbers['ratio']:.3g} times as large as elsewhere in {rows}, {where_text(numbers)}"
+        where = f"; it is {numbers['ratio']:.3g} times as large as elsewhere in {rows}, {where_text(numbers)}"
     since = numbers.get("since")
     return {
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),

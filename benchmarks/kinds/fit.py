@@ -5,14 +5,15 @@ python benchmarks/kinds/fit.py fit               # write analysis/check/kinds.js
 python benchmarks/kinds/fit.py measure TRACE...  # features of traces as JSON lines, to add to runs.parquet
 
 `runs.parquet` has one row per trace: its author, the fault planted by the author, the kind that it counts as (`rounding`
-for a healthy run), and its features. Faults that an explanation predicts token by token are left out, as `check` never asks
-the model about them. The traces are two real executions of tiny models by authors
-who had not read `check` (0, 1 and 4, and the public reports of 5), pairs of executions on an H100 (2, healthy), and an n-gram
-model in numpy whose engine has bfloat16 weights (3, healthy).
+for a healthy run), and its features. Faults of recording and sampling that an explanation predicts token by token are left
+out, because `check` does not ask the model about them.
+
+Authors 0, 1 and 4 wrote generators of tiny models without having read `check`; 5 rebuilt public reports. Further seeds of
+0 and 1 were made with their programs. The healthy runs of 2 (pairs of executions on an H100) and 3 (an n-gram model in numpy
+whose engine has bfloat16 weights) are this project's own. Features and thresholds were chosen with 0 and 1 in view.
 """
 
 import argparse
-import itertools
 import json
 from pathlib import Path
 
@@ -23,8 +24,8 @@ RUNS = Path(__file__).with_name("runs.parquet")
 MODEL = Path(__file__).parents[2] / "analysis" / "check" / "kinds.json"
 LABELS = ("author", "fault", "kind")
 STRENGTH = 0.05
-"""Inverse of the L2 penalty: of 0.02 to 0.2, the best on authors left out."""
-BANDS = (0.0, 0.4, 0.6, 0.8, 1.0)
+"""Inverse of the L2 penalty, the one of 0.02, 0.05 and 0.2 that named most faults of authors 0 and 1, each left out."""
+BANDS = (0.4, 0.6, 0.8)
 
 
 def read():
@@ -56,37 +57,35 @@ def fit():
 
 
 def score():
-    from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING, MIN_SECOND
+    from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING, MIN_SECOND, among_faults
     from tim_trace.analysis.check.kinds import ROUNDING
 
     names, features, authors, _, kinds = read()
-    said = []
+    printed = []
     for author in np.unique(authors):
         model = fitted(names, features[authors != author], kinds[authors != author])
-        rounding = model.kinds.index(ROUNDING)
-        own = authors == author
-        found = np.array([model.probabilities(dict(zip(names, row, strict=True))) for row in features[own]])
-        alarmed = found[:, rounding] < MAX_ROUNDING
-        healthy = kinds[own] == ROUNDING
-        found[:, rounding] = 0.0
-        found /= found.sum(1, keepdims=True)
-        order = np.argsort(-found, axis=1)
-        is_first = np.array(model.kinds)[order[:, 0]] == kinds[own]
-        is_second = np.array(model.kinds)[order[:, 1]] == kinds[own]
-        is_named = is_first | (is_second & (np.sort(found, axis=1)[:, -2] >= MIN_SECOND))
-        print(f"author {author}: {healthy.sum()} healthy, {alarmed[healthy].mean():.2%} alarmed", end="")
-        if (~healthy).any():
+        alarms, firsts, named = {True: [], False: []}, [], []
+        for row, kind in zip(features[authors == author], kinds[authors == author], strict=True):
+            found = dict(zip(model.kinds, model.probabilities(dict(zip(names, row, strict=True))), strict=True))
+            alarms[kind == ROUNDING].append(found[ROUNDING] < MAX_ROUNDING)
+            if kind == ROUNDING:
+                continue
+            first, second = sorted(among_faults(found).items(), key=lambda each: -each[1])[:2]
+            firsts.append(first[0] == kind)
+            named.append(kind in (first[0], second[0] if second[1] >= MIN_SECOND else None))
+            printed.append((first[1], first[0] == kind))
+        print(f"author {author}: {len(alarms[True])} healthy, {sum(alarms[True])} alarmed", end="")
+        if firsts:
             print(
-                f"; {(~healthy).sum()} faults, {alarmed[~healthy].mean():.0%} alarmed, kind right in {is_first[~healthy].mean():.0%}, among those said in {is_named[~healthy].mean():.0%}",
+                f"; {len(firsts)} faults, {np.mean(alarms[False]):.0%} alarmed, kind right {np.mean(firsts):.0%}, ",
                 end="",
             )
-            said += zip(found.max(1)[~healthy], is_first[~healthy], strict=True)
+            print(f"right or named second {np.mean(named):.0%}", end="")
         print()
-    for low, high in itertools.pairwise(BANDS):
-        band = [(p, right) for p, right in said if low <= p < high or p == high == 1.0]
-        if band:
-            p, right = np.mean(band, axis=0)
-            print(f"said {low:.0%} to {high:.0%}: {len(band)} faults, {p:.0%} on average, right in {right:.0%}")
+    bands = np.digitize([probability for probability, _ in printed], BANDS)
+    for band in np.unique(bands):
+        said, right = np.mean(np.array(printed)[bands == band], axis=0)
+        print(f"printed {said:.0%} on average: {np.sum(bands == band)} faults, right {right:.0%}")
 
 
 def measure(traces):
@@ -104,7 +103,12 @@ def main():
     parser.add_argument("what", choices=("score", "fit", "measure"))
     parser.add_argument("traces", nargs="*", metavar="TRACE")
     args = parser.parse_args()
-    measure(args.traces) if args.what == "measure" else {"score": score, "fit": fit}[args.what]()
+    if args.what == "measure":
+        measure(args.traces)
+    elif args.what == "fit":
+        fit()
+    else:
+        score()
 
 
 if __name__ == "__main__":
