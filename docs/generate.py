@@ -195,7 +195,9 @@ def pages():
         "reference/python.md": {"names": "\n\n".join(public_names())},
         "reference/arms.md": {"options": arms()},
         "reference/check.md": {
-            "thresholds": thresholds("check/explain.py", "check/likelihood.py", "check/rounding.py")
+            "thresholds": thresholds(
+                "check/explain.py", "check/faults/kinds.py", "check/likelihood.py", "check/rounding.py"
+            )
         },
         "reference/trace-format.md": {
             "tables": "\n\n".join(
