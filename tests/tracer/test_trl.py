@@ -591,7 +591,7 @@ def test_a_part_that_fails_ends_alone_and_is_named_once():
     )
     found = info(str(run.trace))
     assert (found.state, found.exit_code) == ("finished", 0)
-    assert {f"not recorded: {part} after an error {reason}" for part in parts} <= set(found.missing)
+    assert {f"not recorded: {part}, after an error {reason}" for part in parts} <= set(found.missing)
     whole = train(capture="topk:3")
     for table in ("sequences", "scores"):
         query = f"SELECT count(*) FROM {table}"
