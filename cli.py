@@ -609,7 +609,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     --sql.
     """
     from .analysis.queries.catalogue import listed, named_query
-    from .analysis.trace.pairs import parse_pair
+    from .analysis.trace.macros import parse_pair
 
     if name is None:
         form.table(listed())

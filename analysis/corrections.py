@@ -17,8 +17,7 @@ from .correction import MACROS, Correction, define, published, token_bounds
 from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows
 from .rows import Rows
 from .trace.database import Database
-from .trace.macros import quoted, quoted_pair
-from .trace.pairs import parse_pair, tell_sampled, why_nothing
+from .trace.macros import parse_pair, quoted, quoted_pair, tell_sampled, why_nothing
 from .trace.source import Pair, Traces
 from .trace.spread import spread
 from .trace.sums import Chunk, run_chunks

@@ -17,7 +17,7 @@ from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from ..tracer.located.result_files import result_ids
 from .trace.columns import scored_passes
 from .trace.database import Database
-from .trace.pairs import sample_sentence, sampled_passes
+from .trace.macros import sample_sentence, sampled_passes
 from .trace.source import Source, open_source
 from .trace.tokens import step_ranges
 from .views import open_database

@@ -12,7 +12,7 @@ from typing import Any
 import duckdb
 
 from ..schemas.errors import InvalidQuery, TimTraceError, option
-from ..tracer.trace_files import PROTOCOL
+from ..tracer.parquet_file import PROTOCOL
 from .rows import Rows, printable_lines
 from .trace.connection import NOT_OF_FILES, ended_by_ctrl_c
 from .trace.macros import words_of
@@ -73,7 +73,7 @@ class Session:
                     _check_reads(connection, statement)
             result: Any = None
             for statement in statements:
-                self._database.views.large.choose(statement.query)
+                self._database.views.choose_files(statement.query, None)
                 result = connection.execute(statement)
             columns = tuple(column[0] for column in result.description or ())
             return Rows(columns, result.fetchall() if columns else [])

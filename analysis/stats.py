@@ -14,8 +14,7 @@ from .frameworks.registry import framework_of, refuse_options
 from .rows import Rows
 from .trace.columns import passes_with
 from .trace.database import Database
-from .trace.macros import quoted_pair
-from .trace.pairs import parse_pair, tell_sampled, why_nothing
+from .trace.macros import parse_pair, quoted_pair, tell_sampled, why_nothing
 from .trace.source import Pair, Traces, find_sums
 from .trace.spread import packed
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
@@ -94,11 +93,13 @@ def stats(
                 "choices; record an MoE model with --routing and replay it with hf, which stores them for every pass"
             )
         return database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(names)})")
-    with connected(database.ray):
-        if ensure(database, names, of_run=by == "run", progress=progress):
-            keep(database, names)
-        if exact and by == "run":
-            make_exact(database, names, progress)
+    of_run = by == "run"
+    if (exact and of_run) or not all(database.sums.covers(names, runs=runs) for runs in {False, of_run}):
+        with connected(database.ray):
+            if ensure(database, names, of_run=of_run, progress=progress):
+                keep(database, names)
+            if exact and of_run:
+                make_exact(database, names, progress)
     query = f"SELECT * FROM {BY[by]}({quoted_pair(names)})"
     if routed:
         query = f"""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from comparison import Comparison, in_turn, ratios
 from tim_trace.schemas.capture import Capture
-from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.engine_weights import EngineWeights
 from tim_trace.tracer.hooks.session import Order, Session

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..schemas.arguments import check_arguments
 from ..schemas.contract import differences
 from ..schemas.errors import CannotReplay, InvalidOption, option
+from ..schemas.lazy import check_arguments
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected, run_units

@@ -22,12 +22,11 @@ from ..schemas.layout import PASSES, SCORES, SEQUENCES
 from ..schemas.modules import has_experts
 from ..schemas.passes import ROLLOUT, TRAIN
 from ..schemas.tables import TABLES
-from ..tracer.contracts import read_contract
+from ..tracer.parquet_file import PROTOCOL, TraceFiles
 from ..tracer.routing import Routing, read_routing
 from ..tracer.seal import adopt
-from ..tracer.snapshot import newest_attempts, take_snapshot
+from ..tracer.snapshot import newest_attempts, read_contract, take_snapshot
 from ..tracer.store import Store, first_line
-from ..tracer.trace_files import PROTOCOL, TraceFiles
 from ..tracer.weights.checkpoints import CheckpointReader, open_weights
 from ..tracer.weights.reader import WeightReader
 from .backends.trusted import KERNELS_VARIABLE, check_contract

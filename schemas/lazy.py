@@ -1,14 +1,20 @@
-"""Packages that import their public names on first use."""
+"""Packages that import their public names on first use, and check the arguments of public functions."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, wraps
 from importlib import import_module
+from numbers import Integral, Real
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from .errors import WrongType
 
 
 class LazyPackage(ModuleType):
@@ -23,8 +29,6 @@ class LazyPackage(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name not in self._sources:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        from .arguments import checked  # deferred import: it takes milliseconds in every recorded process
-
         with collector_paused():
             value = checked(getattr(import_module(self._sources[name], self.__name__), name))
         setattr(self, name, value)
@@ -57,3 +61,81 @@ def make_lazy(package: str, sources: Mapping[str, str]) -> None:
     module = sys.modules[package]
     vars(module)["_sources"] = sources
     module.__class__ = LazyPackage
+
+
+_Public = TypeVar("_Public", bound=Callable[..., Any])
+
+_NAMES = {str: "a str", os.PathLike: "a path", bool: "True or False", int: "an int", float: "a number"}
+_NAMES |= {type(None): "None", Mapping: "a dict", dict: "a dict"}
+
+
+def checked(public: _Public) -> _Public:
+    """Wrap a function to raise WrongType if an argument does not match its annotation; return a class unchanged."""
+    if not isinstance(public, types.FunctionType):
+        return public
+    from inspect import signature as signature_of  # takes milliseconds in every recorded process
+
+    signature = signature_of(public)
+
+    @wraps(public)
+    def call(*args: Any, **options: Any) -> Any:
+        try:
+            given = signature.bind(*args, **options).arguments
+        except TypeError:  # missing or unknown argument: the call below raises the usual TypeError
+            given = {}
+        check_arguments(public, given)
+        return public(*args, **options)
+
+    return cast(_Public, call)
+
+
+def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
+    """Raise WrongType if a value does not match the annotation of the parameter or field with its name."""
+    hints = _hints(owner)
+    for option, value in values.items():
+        if option in hints and not fits(value, hints[option]):
+            raise WrongType(
+                f"{name or owner.__qualname__.removesuffix('.__init__')}: {option}: got {_shown(value)}; give {' or '.join(_wanted(hints[option]))}"
+            )
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Return True if a value matches an annotation; every value matches an unsupported annotation."""
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, choice) for choice in arguments)
+    if origin in (Sequence, tuple, list) or origin is Mapping:
+        return _holds(value, origin, arguments)
+    if origin in (int, float):
+        return isinstance(value, Integral if origin is int else Real) and not isinstance(value, bool)
+    if origin is Any or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
+        return True
+    return isinstance(value, origin)
+
+
+def _holds(value: Any, origin: Any, arguments: tuple[Any, ...]) -> bool:
+    if origin is Mapping:
+        return isinstance(value, Mapping)
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        return False
+    return not arguments or all(fits(element, arguments[0]) for element in value)
+
+
+_hints = cache(get_type_hints)
+
+
+def _wanted(hint: Any) -> list[str]:
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin in (Union, types.UnionType):
+        return list(dict.fromkeys(word for choice in arguments for word in _wanted(choice)))
+    if origin in (Sequence, tuple, list):
+        return [f"a list ({' or '.join(_wanted(arguments[0]))})" if arguments else "a list"]
+    return [_NAMES.get(origin, getattr(origin, "__name__", str(origin)))]
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 40 else value[:37] + "...")
+    return f"a value of type {type(value).__name__}"

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from ..schemas.documents import Manifest
 from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TraceExists, option
 from ..schemas.layout import BUILT_PREFIX, MANIFEST, TEMPORARY_PREFIX, is_own
-from ..schemas.manifest import Manifest
 from .liveness import liveness
 from .replaced import (
     entries,

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from .. import __version__
 from ..schemas.capture import Capture
-from ..schemas.documents import now
+from ..schemas.documents import Manifest, now
 from ..schemas.errors import InvalidOption, StorageStalled, TimTraceError, TraceExists, option
 from ..schemas.layout import MANIFEST, WRITERS
-from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, LAUNCHER, OPEN, WriterState
 from .child import Child

@@ -19,14 +19,13 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..schemas.arguments import checked
 from ..schemas.capture import Capture
 from ..schemas.contract import Contract
-from ..schemas.documents import now
+from ..schemas.documents import Manifest, now
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
 from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
+from ..schemas.lazy import checked
 from ..schemas.loss import Loss
-from ..schemas.manifest import Manifest
 from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
 from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, Column
 from ..schemas.writer_state import CLOSED

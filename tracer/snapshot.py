@@ -14,6 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..schemas.checksums import SealedFile
+from ..schemas.contract import contract_hash
+from ..schemas.documents import Manifest, read_object
 from ..schemas.errors import DamagedTrace, QueryFailed
 from ..schemas.layout import (
     DENSE,
@@ -30,16 +32,14 @@ from ..schemas.layout import (
     WRITERS,
     Segment,
 )  # fmt: skip
-from ..schemas.manifest import Manifest
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
 from ..schemas.writer_state import FAILED, WriterState
-from .contracts import read_contract
 from .index import Index, read_index
 from .journal import journal_of, journaled_segments, read_journal
 from .liveness import Liveness, liveness
 from .parquet_file import ParquetFooter, read_footer
-from .store import Store
+from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _LOOKS = 100
@@ -516,3 +516,20 @@ def _newest_in(entry: TableFile) -> dict[int, int]:
 def _newest_of(rows: pa.Table) -> dict[int, int]:
     known = rows.filter(pc.is_valid(rows["attempt"])).group_by("step").aggregate([("attempt", "max")])
     return dict(zip(known["step"].to_pylist(), known["attempt_max"].to_pylist(), strict=True))
+
+
+def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
+    """Return the contract with a hash; `content` is its file's if read. Raises DamagedTrace if it does not match."""
+    relative = f"{PASSES}/{pass_name}/{digest}.json"
+    where = store.shown(relative)
+    try:
+        found_there = read_object(store.read_json(relative) if content is None else content, where, "a contract")
+        name, contract = found_there["pass"], dict(found_there["contract"])
+        found = contract_hash(contract)
+    except DamagedTrace:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedTrace(f"{where}: not a contract ({first_line(error)}); restore it from a copy") from error
+    if (name, found) != (pass_name, digest):
+        raise DamagedTrace(f"{where}: its content does not match the hash in its name; restore it from a copy")
+    return contract

@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from ..schemas.documents import MAX_BYTES
+from ..schemas.documents import MAX_BYTES, Manifest, parse_manifest
 from ..schemas.errors import DamagedTrace, StorageError, TraceNotFound, of_system
 from ..schemas.layout import (
     BUILT_PREFIX,
@@ -30,7 +30,6 @@ from ..schemas.layout import (
     TOKENIZER,
     WRITERS,
 )  # fmt: skip
-from ..schemas.manifest import Manifest, parse_manifest
 from ..schemas.writer_state import WriterState, parse_writer_state
 
 _DEEP = (PASSES, TOKENIZER)

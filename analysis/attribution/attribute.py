@@ -10,7 +10,7 @@ from ...tracer.progress import Progress, no_progress
 from ..check.result import CheckResult
 from ..statement import Statement
 from ..trace.database import Database
-from ..trace.pairs import parse_pair
+from ..trace.macros import parse_pair
 from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t

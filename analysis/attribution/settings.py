@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
 
 _OPTIMIZER = {
     "learning_rate": ("learning_rate", "lr"),

@@ -17,9 +17,8 @@ from ..engine_weights import read_engine_verdict
 from ..info import attempts
 from ..trace.columns import sequence_columns
 from ..trace.database import Database, cached
-from ..trace.macros import quoted
+from ..trace.macros import parse_pair, quoted, tell_sampled, why_nothing
 from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
-from ..trace.pairs import parse_pair, tell_sampled, why_nothing
 from ..trace.ragged import array_of, counted
 from ..trace.source import Pair
 from ..trace.spread import spread

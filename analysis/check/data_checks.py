@@ -16,9 +16,8 @@ import numpy as np
 from ...schemas.loss import read_loss
 from ..advice import Advice
 from ..facts.series import by_step
-from ..trace.columns import sequence_columns
+from ..trace.columns import read_hyperparameters, sequence_columns
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
 from ..trace.ragged import array_of
 from .advantage_rule import BATCH, count_of, mean_of, rule_of
 from .sample import Sample, run_lengths

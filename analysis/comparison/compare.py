@@ -16,7 +16,7 @@ from ..facts.rollouts import read_rollouts
 from ..statement import Statement
 from ..trace.columns import passes_with
 from ..trace.database import Database
-from ..trace.pairs import parse_pair, tell_sampled
+from ..trace.macros import parse_pair, tell_sampled
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .comparison import (

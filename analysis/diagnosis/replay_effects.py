@@ -14,8 +14,7 @@ from ...schemas.passes import REPLAY_PREFIX
 from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
 from ..trace.database import Database
-from ..trace.macros import quoted
-from ..trace.pairs import tell_sampled
+from ..trace.macros import quoted, tell_sampled
 from ..trace.source import Pair
 from .diagnosis import ReplayEffect
 

@@ -32,7 +32,7 @@ from ..statistics.intervals import student_quantile
 from ..statistics.location import SHIFT
 from ..statistics.noise import highest_long_run_variance
 from ..trace.database import Database
-from ..trace.pairs import parse_pair, tell_sampled
+from ..trace.macros import parse_pair, tell_sampled
 from ..views import open_database
 
 

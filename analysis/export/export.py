@@ -17,10 +17,9 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
 from ..report.targets import explained, local, refuse
+from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
-from ..trace.macros import quoted_pair
-from ..trace.pairs import parse_pair
+from ..trace.macros import parse_pair, quoted_pair
 from ..trace.source import Pair
 from ..trace.sums import ensure
 from ..views import open_database

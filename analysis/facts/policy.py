@@ -9,9 +9,8 @@ import numpy as np
 from ...schemas import loss as losses
 from ...schemas.loss import read_loss
 from ..statistics.loss import sql_options
-from ..trace.columns import passes_with, sequence_columns
+from ..trace.columns import passes_with, read_hyperparameters, sequence_columns
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
 from ..trace.macros import quoted
 from ..trace.source import Pair
 from .series import Column, by_step, columns_of

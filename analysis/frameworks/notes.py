@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import options
-from ..trace.hyperparameters import read_hyperparameters
+from ..trace.columns import read_hyperparameters
 from ..trace.macros import quoted
 
 if TYPE_CHECKING:

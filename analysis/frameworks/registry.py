@@ -18,8 +18,8 @@ from pathlib import Path
 from types import ModuleType, NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from ...schemas.arguments import check_arguments
 from ...schemas.errors import InvalidOption, option
+from ...schemas.lazy import check_arguments
 from ..trace.macros import MacroFile
 from .framework import literal
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
-from ..trace.macros import quoted, quoted_pair
-from ..trace.pairs import num_scored, why_nothing
+from ..trace.macros import num_scored, quoted, quoted_pair, why_nothing
 from .framework import Framework, literals, option_field, options_of
 from .notes import masked_out, null_without, set_otherwise
 

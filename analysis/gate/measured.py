@@ -32,8 +32,7 @@ from ..statistics.intervals import (
 )
 from ..stats import stats
 from ..trace.database import Database
-from ..trace.macros import quoted_pair
-from ..trace.pairs import parse_pair, tell_sampled, why_nothing
+from ..trace.macros import parse_pair, quoted_pair, tell_sampled, why_nothing
 from ..trace.ragged import array_of
 from .condition import COUNTS, LARGEST, OWN, QUANTILES, Condition, SequenceColumns, is_count, left_out, metric_named
 

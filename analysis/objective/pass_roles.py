@@ -29,9 +29,8 @@ from ...schemas.loss import (
 )
 from ..statement import Statement
 from ..statistics.intervals import unit
-from ..trace.columns import passes_with, sequence_columns
+from ..trace.columns import passes_with, read_hyperparameters, sequence_columns
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"

@@ -27,9 +27,8 @@ from ..objective.objective import objective
 from ..objective.verdict import Objective
 from ..rows import Rows
 from ..token_samples.token_samples import TokenSamples, read_token_samples
-from ..trace.columns import scored_passes
+from ..trace.columns import read_hyperparameters, scored_passes
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair
 from ..trace.tokens import evenly_spaced, tokens_by_step
 from ..views import open_database

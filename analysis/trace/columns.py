@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...schemas.layout import HYPERPARAMETER
 from .database import Database, cached
 from .macros import quoted
 
@@ -72,3 +73,17 @@ def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
 
 def field_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+_ROWS = """
+SELECT name, value, text FROM metrics
+WHERE step = 0 AND starts_with(name, $prefix) AND ($run IS NULL OR run = $run)
+ORDER BY logged_at
+"""
+
+
+def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
+    """Return hyperparameter name, without its prefix -> number or text; if a name was recorded repeatedly, the last
+    value. If `run` is None, all open runs are read."""
+    rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
+    return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}

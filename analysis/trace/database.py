@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from ...schemas.errors import DamagedTrace, QueryFailed, TimTraceError, option, tell_damage
 from ...schemas.steps import ALL_STEPS
+from ...tracer.parquet_file import TraceFiles
 from ...tracer.progress import Progress, no_progress
 from ...tracer.store import first_line
-from ...tracer.trace_files import TraceFiles
 from ...tracer.verified_file import FileCursor
 from ..rows import Rows
 from . import pair_sums

@@ -19,8 +19,8 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ...tracer.parquet_file import TraceFiles
 from ...tracer.snapshot import TableFile
-from ...tracer.trace_files import TraceFiles
 from .connection import Parameters
 
 MANY_FILES = 256
@@ -106,8 +106,6 @@ class LargeTables:
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
         """Select the files that the next query needs, and return them; None if it reads no file of a large table."""
-        if not self._tables:
-            return None
         if _DEFINES.match(query):
             for table in self._tables:
                 self._probe(table)

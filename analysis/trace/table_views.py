@@ -12,8 +12,8 @@ from ...schemas.steps import named_range, parse_steps, select_steps
 from ...schemas.tables import TABLES as TABLE_SPECS
 from ...schemas.tables import Table
 from ...tracer.arrow_arrays import text_array
+from ...tracer.parquet_file import TraceFiles
 from ...tracer.snapshot import TableFile
-from ...tracer.trace_files import TraceFiles
 from ...tracer.verified_file import VerifiedFile
 from . import large_tables
 from .connection import Connection, Parameters
@@ -23,7 +23,7 @@ from .source import RUN_OF_FOLDER, Source, run_folder
 
 RunFile = tuple[str, str]
 
-_PASSES = pa.schema([(name, pa.string()) for name in ("run", "pass", "contract", "engine", "device", "contract_json")])
+_PASSES = ("run", "pass", "contract", "engine", "device", "contract_json")
 
 _SEQUENCE = pa.schema([("run", pa.string()), ("step", pa.int64()), ("seq_id", pa.string())])
 
@@ -48,7 +48,8 @@ class TableViews:
 
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
         self._connection, self._sources, self._files = connection, sources, files
-        self.large = LargeTables(connection.raw, files)
+        self.large: LargeTables | None = None
+        """Tables of so many files that a query is planned first; None if there are none."""
         self.is_whole = True
         """True if the views contain every sequence."""
         self._leaves_out = False
@@ -56,8 +57,9 @@ class TableViews:
         for table in TABLES:
             self._define(TABLE_SPECS[table])
         rows = [contract for source in sources for contract in source.passes]
-        columns = [text_array([row[name] for row in rows]) for name in _PASSES.names]
-        connection.register("contracts", pa.Table.from_arrays(columns, schema=_PASSES))
+        columns = ", ".join(f'unnest(${name}::VARCHAR[]) AS "{name}"' for name in _PASSES)
+        texts = {name: [row[name] for row in rows] for name in _PASSES}
+        connection.execute(f"CREATE TABLE contracts AS SELECT {columns}", texts)
         connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
     def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
@@ -66,8 +68,9 @@ class TableViews:
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
         """Select the files that a query needs of large tables; return a function that selects them again."""
-        choice = self.large.choose(query, parameters)
-        return lambda: None if choice is None else self.large.take(choice)
+        large = self.large
+        choice = None if large is None else large.choose(query, parameters)
+        return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
         """Limit sequences, scores, logged values and contracts to the requested steps. Return the selected steps per
@@ -146,6 +149,7 @@ class TableViews:
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
+        self.large = self.large or LargeTables(self._connection.raw, self._files)
         self.large.add(view, schema, columns, run_folder(source.run), entries)
         return view
 

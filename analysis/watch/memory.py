@@ -24,8 +24,8 @@ from ..facts.mismatch import read_step_mismatch
 from ..facts.policy import Given, read_clipping, read_entropy, read_given, read_lags
 from ..facts.read_series import on_steps, read_logged, read_sampled
 from ..facts.series import KINDS, Column, Series
+from ..trace.columns import read_hyperparameters
 from ..trace.database import Database
-from ..trace.hyperparameters import read_hyperparameters
 from ..trace.source import Pair, Source
 from ..views import open_database
 

@@ -22,9 +22,8 @@ from pathlib import Path
 import numpy as np
 from tim_trace import __version__
 from tim_trace.schemas.capture import Capture
-from tim_trace.schemas.documents import now
+from tim_trace.schemas.documents import Manifest, now
 from tim_trace.schemas.layout import SCORES, SEQUENCES
-from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.liveness import Attempt
 from tim_trace.tracer.ragged import Ragged

@@ -13,7 +13,7 @@ from tim_trace import attribute, check, corrections, diagnose, dynamics, objecti
 from tim_trace.analysis.diagnosis.text import diagnosis_text
 from tim_trace.analysis.report.page.page import page
 from tim_trace.analysis.stats import likeness
-from tim_trace.analysis.trace.hyperparameters import read_hyperparameters
+from tim_trace.analysis.trace.columns import read_hyperparameters
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.schemas.loss import Loss

@@ -3,9 +3,8 @@ import json
 import pytest
 from tim_trace.schemas.checksums import whole_hash
 from tim_trace.schemas.contract import canonical_json
-from tim_trace.schemas.documents import to_document
+from tim_trace.schemas.documents import FORMAT_VERSION, Manifest, parse_manifest, to_document
 from tim_trace.schemas.errors import DamagedTrace, NewerTrace
-from tim_trace.schemas.manifest import FORMAT_VERSION, Manifest, parse_manifest
 
 MANIFEST = Manifest(
     run_id="r", created_at="2026-01-01T00:00:00+00:00", created_by="0.1.0", source="record", command=("python", "x.py")

@@ -18,7 +18,7 @@ from tim_trace.analysis.report.report import report
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
 from tim_trace.cli import main
-from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.liveness import next_attempt
 from tim_trace.tracer.recorder import Recorder

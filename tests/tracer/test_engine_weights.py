@@ -10,7 +10,7 @@ from temporaries import MOST_BYTES, most_beside
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import connect
-from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.engine_weights import EngineWeights, values_a_row
 from tim_trace.tracer.hooks.session import Order, Session

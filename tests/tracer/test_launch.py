@@ -8,7 +8,7 @@ import time
 import pytest
 from builders import PROGRAMS, TIM_TRACE, run, tim_trace
 from tim_trace.analysis.info import info
-from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.store import Store

@@ -7,8 +7,8 @@ import stat
 import threading
 
 import pytest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.schemas.errors import TimTraceWarning
-from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.whole_file import alone, is_held
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from builders import PROGRAMS, tim_trace
 from tim_trace.analysis.info import info
-from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks import ray as hook
 from tim_trace.tracer.hooks.session import BOOTSTRAP, Order, Session

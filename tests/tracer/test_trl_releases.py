@@ -10,7 +10,7 @@ import pytest
 from runs import train
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import connect
-from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.patches import Patches
 from tim_trace.tracer.hooks.session import Order, Session

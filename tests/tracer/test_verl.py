@@ -14,7 +14,7 @@ import pytest
 import torch
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import connect
-from tim_trace.schemas.manifest import Manifest
+from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks import verl, vllm_async
 from tim_trace.tracer.hooks.patches import Patches

@@ -10,8 +10,8 @@ from builders import PROGRAMS, ROOT, run
 from peft import LoraConfig, get_peft_model
 from tim_trace.analysis.info import info
 from tim_trace.analysis.query import sql
+from tim_trace.schemas.documents import Manifest
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord, WeightsMissing
-from tim_trace.schemas.manifest import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.model_contract import dtypes
 from tim_trace.tracer.recorder import Recorder

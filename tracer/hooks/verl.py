@@ -16,7 +16,7 @@ import numpy as np
 from ...schemas.contract import Contract
 from ...schemas.layout import PASSES
 from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
-from ..contracts import read_contract
+from ..snapshot import read_contract
 from ..store import Store
 from ..writer import Part
 from .model_contract import tokenizer_identity

@@ -18,9 +18,8 @@ import pyarrow as pa
 
 from ... import __version__
 from ...schemas.capture import Capture
-from ...schemas.documents import now
+from ...schemas.documents import Manifest, now
 from ...schemas.errors import ImportFailed, InvalidRecord, TimTraceError
-from ...schemas.manifest import Manifest
 from ...schemas.passes import CURRENT, LOGPROBS, ROLLOUT, STANDARD, TRAIN
 from ...schemas.tables import GIVEN, TOKEN_SCORES, Column
 from ..batch import Batch
