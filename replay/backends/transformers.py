@@ -78,16 +78,15 @@ class TransformersScorer(BatchScorer):
         return hidden_BWH.flatten(0, 1), ids_BW.flatten()
 
     def _packed(self, batch: PackedBatch) -> tuple[Any, Any]:
-        ids_W = torch.from_numpy(batch.ids_W).to(self._device)
-        positions_W = torch.from_numpy(batch.positions_W).to(self._device)
-        inputs = {"input_ids": ids_W[None], "position_ids": positions_W[None]}
+        ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
+        inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
             # As in the recorded pass, transformers' own attention finds the rows from positions that restart at 0.
-            return self._backbone(**inputs).last_hidden_state[0], ids_W
+            return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
         packing.check_all(rows, self._model.config)
-        return output.last_hidden_state[0], ids_W
+        return output.last_hidden_state[0], ids_1W[0]
 
     def _backbone(self, **inputs: Any) -> Any:
         inputs.setdefault("use_cache", False)
