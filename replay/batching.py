@@ -26,7 +26,7 @@ UNLABELLED = -100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBatch:
+class _PlacedRows:
     """The rows in one forward pass, and the place of each of their tokens in the flattened forward."""
 
     rows: tuple[RecordedRow, ...]
@@ -66,7 +66,7 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedBatch(ForwardBatch):
+class PaddedBatch(_PlacedRows):
     """One forward pass over rows padded to the same width."""
 
     mask_BW: np.ndarray
@@ -91,7 +91,7 @@ class PaddedBatch(ForwardBatch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedBatch(ForwardBatch):
+class PackedBatch(_PlacedRows):
     """One forward pass over rows without padding between them: placed end to end, or as a tree of shared prefixes."""
 
     positions_W: np.ndarray
@@ -113,6 +113,9 @@ class PackedBatch(ForwardBatch):
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
+
+
+ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:

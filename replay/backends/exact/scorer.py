@@ -16,7 +16,7 @@ from ....schemas.contract import Contract
 from ....schemas.errors import CannotReplay, option
 from ....tracer.weights.reader import Tensor
 from ...arms import Arm
-from ...batching import ForwardBatch, PackedBatch, PaddedBatch, cached_ends
+from ...batching import ForwardBatch, PackedBatch, cached_ends
 from ...hf_scorer import HfScorer, LoadKey
 from ...recorded import RecordedRun
 from .. import model as models
@@ -57,7 +57,6 @@ def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if isinstance(batch, PackedBatch):
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, [row.num_tokens for row in batch.rows])
         return batch.ids_BW, batch.positions_W[None], rows_W[None]
-    assert isinstance(batch, PaddedBatch)
     return batch.ids_BW, np.maximum(batch.mask_BW.cumsum(axis=1) - 1, 0), batch.mask_BW
 
 
