@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from math import inf
 from typing import Any
 
@@ -215,8 +214,7 @@ class Arm:
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
 
 
-@cache
-def options_of(kind: type[Arm]) -> dict[str, ArmOption]:
+def options_of(kind: type) -> dict[str, ArmOption]:
     """Return option name -> description, for every option of a kind of arm."""
     return {field.name: field.metadata["option"] for field in fields(kind)}
 
