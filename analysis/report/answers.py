@@ -12,7 +12,7 @@ from ..attribution.text import verdict_sentence
 from ..check.faults import evidence_text
 from ..diagnosis.text import alerts_text, as_cause, effect_text, normal_text, numerics_text
 from ..facts.change_text import interval_text
-from ..objective.verdict import LARGE, SMALL, Estimate, Objective
+from ..objective.verdict import LARGE, SMALL, Estimate, Objective, is_opposed
 from .commands import command
 from .subject import Subject
 
@@ -157,16 +157,19 @@ def objective_answer(subject: Subject) -> Answer:
             basis=subject.part,
             detail=detail,
         )
-    size = abs(found.value("relative_abs_bias") or 0.0)
-    code = _effect(found.verdict_codes[0].code, size)
+    size, push = abs(found.value("relative_abs_bias") or 0.0), abs(relative.value)
     unclipped = found.figures.get("unclipped_relative_bias")
+    pushes = not _straddles(relative) and push >= SMALL
+    code = _effect(relative, push, size) if pushes or size >= SMALL else "negligible"
+    if code in ("small_push", "small_push_large_noise", "large_push") and is_opposed(relative, unclipped):
+        code = "opposed"
     free = ""
     if unclipped is not None and unclipped.value is not None:
         interval = _interval(unclipped, found)
         free = f", {_percent(unclipped.value, '+')} without the clip{f' ({interval})' if interval else ''}"
     return Answer(
         code=code,
-        severity=BAD if size >= LARGE else NOTICE if code == "opposed" or "push" in code else GOOD,
+        severity=BAD if size >= LARGE else NOTICE if pushes else GOOD,
         short=_EFFECTS[code],
         figure=f"{_percent(relative.value, '+')} of sum |f|, {_percent(size)} as sum of absolute biases{free}",
         basis=f"{_interval(relative, found) or f'no interval: {relative.no_interval}'}, {subject.part}",
@@ -174,18 +177,21 @@ def objective_answer(subject: Subject) -> Answer:
     )
 
 
-def _effect(way: str, size: float) -> str:
-    """Return the code of the net bias, from the verdict's code of its direction and from the sum of absolute biases."""
-    amount, _, kind = way.partition("_")
-    if way == "undecided":
-        return "undecided" if size >= SMALL else "negligible"
-    if kind == "noise":
-        return {"negligible": "negligible", "moderate": "noise", "large": "large_noise"}[amount]
-    if amount not in ("small", "large"):
+def _effect(relative: Estimate, push: float, size: float) -> str:
+    """Return the code for the net bias: its direction and size if the direction is certain, else the size of the noise."""
+    if relative.low is None or relative.high is None:
+        return "undecided"
+    if _straddles(relative):
+        return "large_noise" if size >= LARGE else "noise"
+    if push < SMALL:
         return "large_noise" if size >= LARGE else "negligible"
-    if kind == "opposed":
-        return "opposed"
-    return "large_push" if amount == "large" else "small_push_large_noise" if size >= LARGE else "small_push"
+    if push >= LARGE:
+        return "large_push"
+    return "small_push_large_noise" if size >= LARGE else "small_push"
+
+
+def _straddles(estimate: Estimate) -> bool:
+    return estimate.low is None or estimate.high is None or estimate.low <= 0 <= estimate.high
 
 
 def _interval(estimate: Estimate, found: Objective) -> str:
