@@ -14,7 +14,7 @@ from ..schemas.results import Result
 from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState, command_exit_code
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
-from ..tracer.located.result_files import result_ids
+from ..tracer.located import result_ids
 from .trace.columns import scored_passes
 from .trace.database import Database
 from .trace.macros import sample_sentence, sampled_passes

@@ -11,8 +11,7 @@ from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
 from ..schemas.checksums import short_hash
 from ..schemas.contract import canonical_json
-from ..tracer.located.result_files import write_result
-from ..tracer.located.results import LocateQuestion
+from ..tracer.located import LocateQuestion, write_result
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store, first_line
 from .location import Location, location

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..tracer.located.results import ROUTES, Divergence, WeightDifference
+from ..tracer.located import ROUTES, Divergence, WeightDifference
 from .location import Location, PatchShare, location_rows
 from .main_columns import MAIN_COLUMNS
 from .rows import Rows, shown, to_text

@@ -7,18 +7,15 @@ Shapes: S sequences in the selected step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from ..schemas.errors import tell_damage
-from ..schemas.located import OPERATORS, PATCHES
 from ..schemas.results import Result
-from ..schemas.tables import Table
-from ..tracer.located.result_files import KeptResult, read_results
-from ..tracer.located.results import Divergence, Located, OperatorError, Router, WeightDifference
+from ..tracer.located import Divergence, KeptResult, Located, OperatorError, Router, WeightDifference, read_results
 from .rows import Rows, table
 from .statistics.estimators import Array
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends
@@ -198,7 +195,7 @@ def read_located(database: Database) -> tuple[LocatedResult, ...]:
         results, damaged = read_results(source.store)
         tell_damage(f"{sentence}; this locate result is left out" for sentence in damaged)
         steps = database.kept_steps.get(source.run)
-        found += [_result(source.run, each) for each in results if steps is None or each.header.question.step in steps]
+        found += [_result(source.run, each) for each in results if steps is None or each.found.step in steps]
     return tuple(found)
 
 
@@ -208,29 +205,31 @@ def newest(database: Database) -> LocatedResult | None:
 
 
 def _result(run: str, kept: KeptResult) -> LocatedResult:
-    total = sum(each.sum_square for each in kept.header.sequences)
+    total = sum(each.sum_square for each in kept.found.sequences)
     shares = {key: sum(own.values()) / total for key, own in kept.found.products.items()} if total else {}
-    return LocatedResult(run=run, id=kept.header.id, location=location(kept.found, kept=kept.relative), shares=shares)
+    return LocatedResult(run=run, id=kept.id, location=location(kept.found, kept=kept.relative), shares=shares)
 
 
 def view_rows(database: Database) -> dict[str, pa.Table]:
     """Return the rows for both views: one row per result and operator, and one row per result and patch."""
     results = read_located(database)
     return {
-        name: pa.Table.from_pylist(list(rows(results)), _schema(spec, more))
-        for name, rows, spec, more in (
-            (OPERATORS.name, _operator_rows, OPERATORS, ("carried",)),
-            (PATCHES.name, _patch_rows, PATCHES, ("removed", "removed_low", "removed_high")),
+        name: pa.Table.from_pylist(list(rows(results)), _schema(kind, carried))
+        for name, rows, kind, carried in (
+            ("operators", _operator_rows, OperatorError, ("carried",)), ("patches", _patch_rows, PatchShare, ()),
         )
-    }
+    }  # fmt: skip
 
 
-def _schema(spec: Table, shares: Iterable[str]) -> pa.Schema:
-    """Return the columns that identify the result, the table's columns other than lists, and the shares."""
-    texts = [pa.field(name, pa.string()) for name in ("run", "result")]
-    named = [*texts, pa.field("step", pa.int64()), pa.field("a", pa.string()), pa.field("b", pa.string())]
-    kept = [pa.field(each.name, each.type) for each in spec.schema if not pa.types.is_list(each.type)]
-    return pa.schema([*named, *kept, *(pa.field(name, pa.float64()) for name in shares)])
+_ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
+
+
+def _schema(kind: type, shares: Iterable[str]) -> pa.Schema:
+    """Return the columns that identify the result, then the fields of its rows, and further shares."""
+    named = {"run": "str", "result": "str", "step": "int", "a": "str", "b": "str"}
+    own = {"forward_order" if each.name == "order" else each.name: str(each.type) for each in fields(kind)}
+    columns = named | own | dict.fromkeys(shares, "float")
+    return pa.schema([pa.field(name, _ARROW[type.partition(" ")[0]]) for name, type in columns.items()])
 
 
 def _operator_rows(results: Iterable[LocatedResult]) -> Iterator[dict[str, Any]]:

@@ -19,8 +19,7 @@ from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
 from ..tracer.index import passed_over
 from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
-from ..tracer.located import result_files
-from ..tracer.located.results import ResultHeader
+from ..tracer.located import read_result, result_ids, result_path
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record
 from ..tracer.store import first_line
@@ -124,10 +123,9 @@ class _Verifier:
             else:
                 yield self._read(entry)
         self._ask_for_groups()
-        yield from map(self._read, self._results())
 
     def parts(self) -> Iterator[_Part | str]:
-        """Yield the parts to read, except the results of `locate`; for an unreadable part, a sentence on the damage."""
+        """Yield the parts to read; for an unreadable part, a sentence on the damage."""
         for table in TABLES:
             for entry in self.source.files[table]:
                 yield self._file(table, entry.relative, entry.file)
@@ -150,6 +148,7 @@ class _Verifier:
                 yield self._document(folder, relative, record)
         yield from self._groups()
         yield from self._weights()
+        yield from self._results()
 
     def _read(self, part: _Part) -> int:
         """Read a part, note its damage, and return its bytes."""
@@ -266,25 +265,15 @@ class _Verifier:
                 )  # fmt: skip
 
     def _results(self) -> Iterator[_Part]:
-        """Yield the results of `locate`; a result's tables are known after its header is read."""
-        seen: set[str] = set()
-        for result in result_files.result_ids(self.store):
-            relative = result_files.header_path(result)
-            seen.add(relative)
-            headers: list[ResultHeader] = []
-
-            def read_into(result: str = result, headers: list[ResultHeader] = headers) -> None:
-                headers.append(result_files.read_header(self.store, result))
-
-            num_bytes = self.store.file_size(relative)
-            yield _Part(folder=LOCATE, name=relative, num_bytes=num_bytes, is_checked=True, read=read_into)
-            for header in headers:
-                for name, record in header.files.items():
-                    seen.add(name)
-                    read = partial(result_files.read_whole_table, self.store, header, name)
-                    yield _Part(folder=LOCATE, name=name, num_bytes=record.num_bytes, is_checked=True, read=read)
+        """Yield the results of `locate`."""
+        seen = {result_path(result): result for result in result_ids(self.store)}
+        for relative, result in seen.items():
+            yield _Part(
+                folder=LOCATE, name=relative, num_bytes=self.store.file_size(relative), is_checked=True,
+                read=partial(read_result, self.store, result),
+            )  # fmt: skip
         self.ignored += [
-            f"{self.store.shown(f'{LOCATE}/{name}')}: belongs to no readable result of `locate`; remove it"
+            f"{self.store.shown(f'{LOCATE}/{name}')}: not a result of `locate`; remove it"
             for name in self.store.files(LOCATE)
             if f"{LOCATE}/{name}" not in seen
         ]

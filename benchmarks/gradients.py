@@ -28,9 +28,8 @@ def compare():
             ROUNDS,
             taken=lambda: gradient(several),
             bare=lambda: _loop(model, steps, ROWS),
-            alone=lambda: gradient(one, micro_batches=0),
+            alone=lambda: gradient(one),
             bare_one=lambda: _loop(model, steps[:1], ROWS * MICRO_BATCHES),
-            dealt=lambda: gradient(one),
         )
     yield Comparison(
         what="time over that of the bare loop, bias and variance over the recorded micro-batches",
@@ -41,10 +40,6 @@ def compare():
         what="the same of a step of one forward, without micro-batches",
         values=ratios(taken["alone"], taken["bare_one"]),
         at_most=1.1,
-    )
-    yield Comparison(
-        what="the same of a step of one forward that is dealt out to four, which is a second forward and backward",
-        values=ratios(taken["dealt"], taken["bare_one"]),
     )
 
 

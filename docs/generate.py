@@ -19,12 +19,12 @@ from tim_trace import cli
 from tim_trace.analysis.attribution.text import EVIDENCE_OF, UNITS
 from tim_trace.replay.arm_option import ENGINES, GRADIENT
 from tim_trace.replay.arms import OPTIONS
-from tim_trace.schemas.located import LOCATED_TABLES
 from tim_trace.schemas.sums import KINDS
 from tim_trace.schemas.tables import TABLES
 from tim_trace.tracer.importers.formats import FORMATS
 from tim_trace.tracer.importers.row_import import KINDS as IMPORTED
 from tim_trace.tracer.importers.row_import import OF_TOKENS, PASSES, REQUIRED
+from tim_trace.tracer.located import OperatorError, Patch
 
 DOCS = Path(__file__).parent
 
@@ -135,17 +135,17 @@ def first_line(public):
     return inspect.getdoc(public).splitlines()[0]
 
 
-def fields_of(public):
-    """The fields of a dataclass as a Markdown table, with the docstring under each."""
+def fields_of(public, column="default"):
+    """The fields of a dataclass as a Markdown table: each with its default or type, and the docstring under it."""
     body = ast.parse(textwrap.dedent(inspect.getsource(public))).body[0].body
-    lines = ["| field | default | meaning |", "|---|---|---|"]
+    lines = [f"| field | {column} | meaning |", "|---|---|---|"]
     for assigned, said in itertools.pairwise(body):
         if isinstance(assigned, ast.AnnAssign):
+            name = assigned.target.id
             told = said.value.value if isinstance(said, ast.Expr) else ""
-            default = getattr(public(), assigned.target.id)
-            lines.append(
-                f"| `{assigned.target.id}` | `{default!r}` | {' '.join(told.split()).replace('|', chr(92) + '|')} |"
-            )
+            cell = ast.unparse(assigned.annotation) if column == "type" else repr(getattr(public(), name))
+            cells = (f"`{name}`", f"`{cell}`", " ".join(told.split()))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
@@ -206,7 +206,10 @@ def pages():
             ),
             "sums": "\n\n".join(table(spec) for spec in KINDS.values()),
             "importable": importable(),
-            "located": "\n\n".join(table(spec) for spec in LOCATED_TABLES.values()),
+            "located": "\n\n".join(
+                f"### {title}\n\n{first_line(kind)}\n\n{fields_of(kind, 'type')}"
+                for title, kind in (("operators", OperatorError), ("patches", Patch))
+            ),
         },
     }
 

@@ -87,7 +87,7 @@ class ArmOption:
     def made_name(self, name: str, value: Any) -> str:
         """Return the part of a generated arm name that represents this value."""
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label
-        return label + ("" if value is True else str(value).replace(":", "-"))
+        return label + ("" if value is True else str(value).replace(":", "-").replace("/", "-"))
 
 
 def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:

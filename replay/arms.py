@@ -145,17 +145,18 @@ class Arm:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        for name, described in OPTIONS.items():
+        options = options_of(type(self))
+        for name, described in options.items():
             described.check(name, getattr(self, name))
         self._check_engine()
-        check_clashes(OPTIONS, {name: getattr(self, name) for name in OPTIONS})
+        check_clashes(options, {name: getattr(self, name) for name in options})
         if not self.name:
-            words = [OPTIONS[name].made_name(name, value) for name, value in self.changes.items()]
+            words = [options[name].made_name(name, value) for name, value in self.changes.items()]
             object.__setattr__(self, "name", "+".join(words) or AS_RECORDED)
 
     def _check_engine(self) -> None:
         for name in self.lacking(self.engine):
-            described, value = OPTIONS[name], getattr(self, name)
+            described, value = options_of(type(self))[name], getattr(self, name)
             whose = "vLLM" if self.engine == VLLM else f"engine {self.engine}"
             if self.engine in described.users:
                 left = ", ".join(described.values_of(self.engine))
@@ -170,12 +171,13 @@ class Arm:
 
     def lacking(self, user: str) -> list[str]:
         """Return the options whose changed value an engine, or another user of arms, does not support."""
-        return [name for name, value in self.changes.items() if not OPTIONS[name].works(user, value)]
+        options = options_of(type(self))
+        return [name for name, value in self.changes.items() if not options[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
         """Changes relative to the recording: field -> value."""
-        default = Arm.__dataclass_fields__
+        default = type(self).__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
     @property
@@ -212,7 +214,12 @@ class Arm:
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
 
 
-OPTIONS: dict[str, ArmOption] = {field.name: field.metadata["option"] for field in fields(Arm)}
+def options_of(kind: type) -> dict[str, ArmOption]:
+    """Return option name -> description, for every option of a kind of arm."""
+    return {field.name: field.metadata["option"] for field in fields(kind)}
+
+
+OPTIONS = options_of(Arm)
 """Option name -> description, for every option of an arm."""
 
 
@@ -225,14 +232,14 @@ def names_for(user: str) -> list[str]:
     ]
 
 
-def parse_arm(text: str) -> Arm:
+def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
     """Parse `dtype=fp16,attention=eager`; keys are option names, and `name=...` names the arm. Raises InvalidOption.
 
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'
     """
     words = [part.partition("=") for part in filter(None, (part.strip() for part in text.split(",")))]
-    kinds = {field.name: str(field.type) for field in fields(Arm)}
+    kinds = {field.name: str(field.type) for field in fields(kind)}
     values: dict[str, Any] = {}
     for word, equals, given in words:
         key, value = word.strip(), given.strip() if equals else None
@@ -245,7 +252,7 @@ def parse_arm(text: str) -> Arm:
                 option="arm",
             )
         values[name] = _typed(name, value, kinds[name])
-    return Arm(**values)
+    return kind(**values)
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:

@@ -21,15 +21,54 @@ LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Device -> maximum number of tokens in a packed forward pass, if the arm limits neither rows nor tokens. A longer row
 runs alone."""
+UNLABELLED = -100
+"""Label of a position whose next token has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaddedBatch:
-    """One forward pass over rows padded to the same width."""
+class _PlacedRows:
+    """The rows in one forward pass, and the place of each of their tokens in the flattened forward."""
 
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
-    """int64: token ids, with `pad_id` as padding."""
+    """int64: token ids; [1, W] if rows are packed."""
+    places_B: tuple[np.ndarray, ...]
+    """[B] arrays: for each row, the index of each prompt and response token in the flattened forward."""
+
+    @property
+    def width(self) -> int:
+        """W: number of columns, including padding."""
+        return int(self.ids_BW.shape[1])
+
+    @property
+    def before_N(self) -> np.ndarray:
+        """Indices of the hidden states that predict the response tokens."""
+        pairs = zip(self.rows, self.places_B, strict=True)
+        return np.concatenate([places[len(row.prompt_ids) - 1 : -1] for row, places in pairs])
+
+    @property
+    def scored_N(self) -> np.ndarray:
+        """Indices of the response tokens, row by row."""
+        pairs = zip(self.rows, self.places_B, strict=True)
+        return np.concatenate([places[len(row.prompt_ids) :] for row, places in pairs])
+
+    @property
+    def places_N(self) -> np.ndarray:
+        """Indices of prompt and response tokens, row by row."""
+        return np.concatenate(self.places_B)
+
+    @property
+    def tokens_BW(self) -> np.ndarray:
+        """bool: true for prompt and response tokens."""
+        tokens = np.zeros(self.ids_BW.size, bool)
+        tokens[self.places_N] = True
+        return tokens.reshape(self.ids_BW.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedBatch(_PlacedRows):
+    """One forward pass over rows padded to the same width."""
+
     mask_BW: np.ndarray
     """int64: attention mask, 1 for tokens that attention sees."""
     first_B: np.ndarray
@@ -38,40 +77,12 @@ class PaddedBatch:
     @property
     def num_kept(self) -> int:
         """K: number of columns at the end of each row that together contain every response token."""
-        return int(self.ids_BW.shape[1] - self.first_B.min())
-
-    @property
-    def before_N(self) -> np.ndarray:
-        """Indices, in the flattened forward, of the hidden states that predict the response tokens."""
-        return self.scored_N - 1
-
-    @property
-    def places_N(self) -> np.ndarray:
-        """Indices of prompt and response tokens, row by row, in the flattened forward."""
-        return np.flatnonzero(self.tokens_BW)
-
-    @property
-    def width(self) -> int:
-        """W: number of tokens per row, including padding."""
-        return int(self.ids_BW.shape[1])
-
-    @property
-    def scored_N(self) -> np.ndarray:
-        """Indices of the response tokens, row by row, in the flattened forward."""
-        starts = self.first_B + np.arange(len(self.rows)) * self.width
-        return _spans(starts, self.rows)
+        return int(self.width - self.first_B.min())
 
     def last(self, values_BK: Any) -> Any:
         """Return the values [N] for the response tokens, row by row, from the values in the last K columns."""
         rows_N, columns_N = np.divmod(self.scored_N, self.width)
         return values_BK[rows_N, columns_N - self.width]
-
-    @property
-    def tokens_BW(self) -> np.ndarray:
-        """bool: true for prompt and response tokens."""
-        left_B, right_B = self.padding()
-        place_W = np.arange(self.width)
-        return np.asarray((place_W >= left_B[:, None]) & (place_W < (self.width - right_B)[:, None]))
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of padding tokens before each row's prompt [B], and after each row's response [B]."""
@@ -80,55 +91,27 @@ class PaddedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedBatch:
-    """One forward pass over rows placed end to end, without padding between them. Attention does not cross rows."""
+class PackedBatch(_PlacedRows):
+    """One forward pass over rows without padding between them: placed end to end, or as a tree of shared prefixes."""
 
-    rows: tuple[RecordedRow, ...]
-    ids_W: np.ndarray
-    """int64: prompt and response ids of each row."""
     positions_W: np.ndarray
     """int64: each token's position in its row."""
-    ends_B: np.ndarray
-    """int64: end position of each row, exclusive."""
-    num_pads: int = 0
-    """Number of padding tokens after the last row; they are treated as a separate row."""
+    spans: tuple[Span, ...]
+    """Tokens that attend to each other and to a prefix: a row, a branch of the tree, or padding after the last row."""
 
     @property
-    def width(self) -> int:
-        """W: number of tokens in the whole forward pass, including padding."""
-        return len(self.ids_W)
-
-    @property
-    def spans(self) -> list[Span]:
-        """Spans of tokens that attend to each other: one per row."""
-        ends = [0, *self.ends_B.tolist(), *([self.width] if self.num_pads else [])]
-        return [Span(start=start, end=end) for start, end in pairwise(ends)]
-
-    @property
-    def before_N(self) -> np.ndarray:
-        """Indices, in the flattened forward, of the hidden states that predict the response tokens."""
-        return self.scored_N - 1
-
-    @property
-    def places_N(self) -> np.ndarray:
-        """Indices of prompt and response tokens, row by row."""
-        return np.arange(self.width - self.num_pads)
-
-    @property
-    def scored_N(self) -> np.ndarray:
-        """Indices of the response tokens, row by row."""
-        return _spans(self.ends_B - [len(row.response_ids) for row in self.rows], self.rows)
-
-    @property
-    def tokens_BW(self) -> np.ndarray:
-        """[1, W] bool: true for prompt and response tokens."""
-        return np.arange(self.width)[None] < self.width - self.num_pads
+    def labels_W(self) -> np.ndarray:
+        """int64: the token that follows each position if that token is scored, else UNLABELLED."""
+        labels_W = np.full(self.width, UNLABELLED, np.int64)
+        scored_N = np.concatenate([row.scored for row in self.rows])
+        labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
+        return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the number of padding tokens before each row [B], and after each row [B]; only the last row is
         followed by padding."""
         after_B = np.zeros(len(self.rows), np.int64)
-        after_B[-1] = self.num_pads
+        after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
 
 
@@ -226,11 +209,6 @@ def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 
-def _spans(starts_B: np.ndarray, rows: Sequence[RecordedRow]) -> np.ndarray:
-    lengths = [len(row.response_ids) for row in rows]
-    return np.concatenate([np.arange(start, start + n) for start, n in zip(starts_B, lengths, strict=True)])
-
-
 def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
     """Pad rows to the recorded width, or with `is_tight` to the smallest possible one."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
@@ -251,7 +229,12 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
         ids_BW[index, first_B[index] : stop] = row.response_ids
         # Attention did not see a response that the trainer masked out completely.
         mask_BW[index, start : stop if row.scored.any() or not len(row.scored) else first_B[index]] = 1
-    return PaddedBatch(rows=tuple(rows), ids_BW=ids_BW, mask_BW=mask_BW, first_B=first_B)
+    starts = first_B + np.arange(len(rows)) * width
+    places_B = tuple(
+        np.arange(start - len(row.prompt_ids), start + len(row.response_ids))
+        for start, row in zip(starts.tolist(), rows, strict=True)
+    )
+    return PaddedBatch(rows=tuple(rows), ids_BW=ids_BW, places_B=places_B, mask_BW=mask_BW, first_B=first_B)
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
@@ -276,12 +259,14 @@ def _width(rows: Sequence[RecordedRow], padding: str) -> int:
 def packed_batch(rows: Sequence[RecordedRow], *, num_pads: int = 0) -> PackedBatch:
     """Put rows end to end, in this order, followed by `num_pads` padding tokens."""
     ids = [ids for row in rows for ids in (row.prompt_ids, row.response_ids)]
+    ids_W = np.concatenate([*ids, np.zeros(num_pads, np.int64)]).astype(np.int64)
+    ends = np.cumsum([row.num_tokens for row in rows]).tolist()
     return PackedBatch(
         rows=tuple(rows),
-        ids_W=np.concatenate([*ids, np.zeros(num_pads, np.int64)]).astype(np.int64),
+        ids_BW=ids_W[None],
         positions_W=np.concatenate([*(np.arange(row.num_tokens) for row in rows), np.arange(num_pads)]),
-        ends_B=np.cumsum([row.num_tokens for row in rows]),
-        num_pads=num_pads,
+        places_B=tuple(np.arange(start, end) for start, end in pairwise([0, *ends])),
+        spans=tuple(Span(start=start, end=end) for start, end in pairwise([0, *ends, *[len(ids_W)] * bool(num_pads)])),
     )
 
 

@@ -25,8 +25,7 @@ from .arms import Arm
 from .backends import kernels, packing, routing, trl, trusted
 from .backends import model as models
 from .backends.head import Head
-from .backends.module import ModuleScorer, gives_hidden
-from .backends.transformers import TransformersScorer
+from .backends.transformers import ModuleScorer, TransformersScorer, gives_hidden
 from .batching import LEFT, PACKED, RIGHT, ForwardBatch, Scored, forwards, packed_batch, recorded_forwards, responses
 from .numerics import Numerics
 from .prefix_tree import tree_batch

@@ -92,7 +92,7 @@ _OWN = re.compile(
         rf"{WRITERS}/{_WRITER}\.json",
         rf"{JOURNAL}/{_SEGMENT_NAME}\.[a-z_]+\.arrows",
         rf"{INDEX}/{_HEX32}\.(?:msgpack\.zst|json\.gz)",
-        rf"{LOCATE}/{_HEX16}(?:\.json|-(?:operators|patches)-{_HEX16}\.parquet)",
+        rf"{LOCATE}/{_HEX16}\.json",
         rf"{TOKENIZER}/(?:{'|'.join(map(re.escape, _TOKENIZER_NAMES))})",
     ))
 )  # fmt: skip

@@ -30,7 +30,7 @@ def reseal(trace):
             root.write_text(json.dumps(group))
     for path in trace.glob("weights/*.json"):
         change_document(path, lambda values, path=path: _with_layout(trace, values))
-    for path in (*trace.glob("writers/*.json"), *trace.glob("locate/*.json")):
+    for path in trace.glob("writers/*.json"):
         change_document(path, lambda values: _with_accounts(trace, values))
 
 

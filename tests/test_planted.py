@@ -4,8 +4,6 @@ import json
 import math
 from dataclasses import replace
 
-import blind
-import blind_faults
 import make
 import numpy as np
 import pytest
@@ -182,16 +180,3 @@ def test_a_judge_reads_a_folder_of_traces(models, tmp_path):
     assert verdict.is_detectable
     assert verdict.found
     assert (ROOT / "benchmarks" / "planted" / "score.py").exists()
-
-
-def test_the_blind_generator_s_traces_are_judged_by_their_labels(tmp_path):
-    everything = {name: rest for name, *rest in blind_faults.everything(1)}
-    for number, name in enumerate(("healthy-fp32-both-0", "fault-shift-right", "fault-nan-one", "fault-shuffled")):
-        blind_faults.make_one(tmp_path / name, 7 + number, *everything[name])
-    verdicts = {verdict.name: verdict for verdict in blind.judge(tmp_path)}
-    assert len(verdicts) == 4
-    assert all(verdict.is_right for verdict in verdicts.values())
-    assert [name for name, verdict in verdicts.items() if verdict.is_healthy] == ["healthy-fp32-both-0"]
-    assert "false alarms on healthy traces            0 of 1" in blind.report(
-        "seed", list(verdicts.values()), with_errors=True
-    )

@@ -91,8 +91,12 @@ class DistributionPairs:
         self._contracts: dict[tuple[str, str], dict[str, Any]] | None = None
         self._open: OrderedDict[Place, _Opened] = OrderedDict()
         self._lock = threading.Lock()
-        self.error: tuple[type[TimTraceError], str] | None = None
-        """Type and text of the error in the last call; DuckDB passes on only the text."""
+        self._error: tuple[type[TimTraceError], str] | None = None
+
+    @property
+    def error(self) -> TimTraceError | None:
+        """The error raised by the last call; DuckDB passes on only its text."""
+        return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return a list of measures per row.
@@ -106,7 +110,7 @@ class DistributionPairs:
             except TimTraceError as error:
                 # Keep the text rather than the error, whose traceback references the connection and would keep it
                 # alive.
-                self.error = type(error), str(error)
+                self._error = type(error), str(error)
                 raise
 
     def _compare(self, columns: list[list[Any]]) -> pa.Array:

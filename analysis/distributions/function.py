@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import duckdb
-
-from ...schemas.errors import TimTraceError
 from ..rows import Rows
 from ..trace.database import Database
 from ..trace.macros import MacroFile, quoted_pair, sql_file, struct_sql
-from ..trace.source import Pair, Source
+from ..trace.source import Pair
 from .divergence import DIVERGENCES, MEASURES
+
+if TYPE_CHECKING:
+    from .captured import DistributionPairs
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
@@ -21,53 +20,29 @@ _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 
 
-class ComparedDistributions:
-    """Compares captured distributions for SQL queries; NumPy and Zarr are imported at the first call."""
-
-    def __init__(self, sources: Sequence[Source]):
-        self._sources = sources
-        self._pairs: Any = None
-
-    @property
-    def error(self) -> TimTraceError | None:
-        """The error raised by the last comparison; DuckDB passes on only its text."""
-        if self._pairs is None or self._pairs.error is None:
-            return None
-        kind, message = self._pairs.error
-        error: TimTraceError = kind(message)
-        return error
-
-    def define(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Register the SQL function `compare_distributions`, which returns a list of measures per row."""
-
-        def compare(
-            run: Any, count: Any,
-            group_a: Any, start_a: Any, contract_a: Any, version_a: Any, attempt_a: Any,
-            group_b: Any, start_b: Any, contract_b: Any, version_b: Any, attempt_b: Any,
-        ) -> Any:  # fmt: skip
-            if self._pairs is None:
-                from .captured import DistributionPairs
-
-                self._pairs = DistributionPairs(self._sources)
-            return self._pairs(
-                run, count, group_a, start_a, contract_a, version_a, attempt_a,
-                group_b, start_b, contract_b, version_b, attempt_b,
-            )  # fmt: skip
-
-        connection.create_function(
-            COMPARE,
-            compare,
-            ["VARCHAR", "BIGINT", *_PLACE, *_PLACE],
-            f"{struct_sql(MEASURES)}[]",
-            type="arrow",
-            null_handling="special",
-        )
-
-
 def _register(database: Database) -> None:
-    compared = ComparedDistributions(database.sources)
-    compared.define(database.connection.raw)
-    database.function_errors.append(lambda: compared.error)
+    """Register the SQL function `compare_distributions`, which returns a list of measures per row."""
+    made: list[DistributionPairs] = []
+
+    def compare(
+        run: Any, count: Any,
+        group_a: Any, start_a: Any, contract_a: Any, version_a: Any, attempt_a: Any,
+        group_b: Any, start_b: Any, contract_b: Any, version_b: Any, attempt_b: Any,
+    ) -> Any:  # fmt: skip
+        if not made:
+            from .captured import DistributionPairs  # NumPy and Zarr are imported at the first call
+
+            made.append(DistributionPairs(database.sources))
+        return made[0](
+            run, count, group_a, start_a, contract_a, version_a, attempt_a,
+            group_b, start_b, contract_b, version_b, attempt_b,
+        )  # fmt: skip
+
+    database.connection.raw.create_function(
+        COMPARE, compare, ["VARCHAR", "BIGINT", *_PLACE, *_PLACE], f"{struct_sql(MEASURES)}[]", type="arrow",
+        null_handling="special",
+    )  # fmt: skip
+    database.function_errors.append(lambda: made[0].error if made else None)
 
 
 _MEASURES = ", ".join(f"measured.{measure}" for measure in MEASURES)

@@ -34,25 +34,17 @@ class WatchedView:
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
         """Create a view; `is_screen` limits it to the height of the screen."""
-        self._seen, self._is_screen = seen, is_screen
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        page = _Page(self._seen, console, options, console.height if self._is_screen else None)
-        yield from page.drawn(page.fitted())
-
-
-class _Page:
-    """A view laid out for a terminal's size and encoding."""
-
-    def __init__(self, seen: Watched, console: Console, options: ConsoleOptions, height: int | None):
-        self.seen, self._console, self._options = seen, console, options
-        self._width, self._height = options.max_width, height
-        self._is_airy = self._height is None or self._height >= _HIGH
+        self.seen, self._is_screen = seen, is_screen
         order = {name: place for place, name in enumerate(COLUMNS)}
         self._series = sorted(
             (one for one in seen.series.values() if one.known.any() or len(one.not_finite)),
             key=lambda one: order.get(one.name, len(order)),
         )
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self._console, self._options, self._width = console, options, options.max_width
+        self._height = console.height if self._is_screen else None
+        yield from self.drawn(self.fitted())
 
     @property
     def rows(self) -> dict[str, int]:
@@ -88,7 +80,7 @@ class _Page:
             self._courses(rows["courses"]), self._next(),
         ]  # fmt: skip
         for place, section in enumerate(section for section in sections if section is not None):
-            if place and self._is_airy:
+            if place and (self._height is None or self._height >= _HIGH):
                 yield Text()
             yield section
 

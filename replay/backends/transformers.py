@@ -1,6 +1,7 @@
-"""Scoring with a transformers model and our own head: prefill, packed, or through the KV cache.
+"""Scoring with our own head: a transformers model in a prefill, packed, or through the KV cache; or a user's own model.
 
-Shapes: B rows in a forward pass, W padded row length, K scored positions per row, N scored tokens, H hidden width.
+Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 
 from ...schemas.errors import CannotReplay
 from ...tracer.store import first_line
+from ..arm_option import FACTORY, phrase
+from ..arms import Arm
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch, cached_ends
 from ..settings import autocast
 from . import packing
@@ -78,16 +81,15 @@ class TransformersScorer(BatchScorer):
         return hidden_BWH.flatten(0, 1), ids_BW.flatten()
 
     def _packed(self, batch: PackedBatch) -> tuple[Any, Any]:
-        ids_W = torch.from_numpy(batch.ids_W).to(self._device)
-        positions_W = torch.from_numpy(batch.positions_W).to(self._device)
-        inputs = {"input_ids": ids_W[None], "position_ids": positions_W[None]}
+        ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
+        inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
             # As in the recorded pass, transformers' own attention finds the rows from positions that restart at 0.
-            return self._backbone(**inputs).last_hidden_state[0], ids_W
+            return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
         packing.check_all(rows, self._model.config)
-        return output.last_hidden_state[0], ids_W
+        return output.last_hidden_state[0], ids_1W[0]
 
     def _backbone(self, **inputs: Any) -> Any:
         inputs.setdefault("use_cache", False)
@@ -125,3 +127,37 @@ def kv_cache(config: Any, kv_dtype: str | None) -> Any:
             return super().update(rounded(key_states), rounded(value_states), *args, **kwargs)
 
     return Fp8Cache(config=config)
+
+
+def gives_hidden(model: Any) -> bool:
+    """Return True if the model has a backbone and a head that can be called separately, as in transformers."""
+    return hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
+
+
+class ModuleScorer(BatchScorer):
+    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or has them in `.logits`."""
+
+    name = "tim_trace.replay.backends.transformers.ModuleScorer"
+
+    def __init__(self, model: Any, head: Head, arm: Arm):
+        """Raise CannotReplay if the arm has changes that a model returning only logits does not support."""
+        for name in arm.lacking(FACTORY):
+            raise CannotReplay(
+                f"{phrase(name, getattr(arm, name))}: cannot be changed, because the model factory's model returns only logits; give it "
+                "base_model, get_output_embeddings and config, like transformers' models"
+            )
+        self._model = model.eval()
+        self._head = head
+
+    def logprobs(self, batch: PaddedBatch) -> Any:
+        device = next(self._model.parameters()).device
+        ids_BW, mask_BW = torch.from_numpy(batch.ids_BW).to(device), torch.from_numpy(batch.mask_BW).to(device)
+        logits_BWV = self._model(input_ids=ids_BW, attention_mask=mask_BW)
+        logits_BWV = getattr(logits_BWV, "logits", logits_BWV)
+        parts = []
+        for first, row, logits_WV, ids_W in zip(batch.first_B.tolist(), batch.rows, logits_BWV, ids_BW, strict=True):
+            end = first + len(row.response_ids)
+            logits_TV = logits_WV[first - 1 : end - 1]
+            result = self._head.logits_dtype or torch.promote_types(logits_TV.dtype, torch.float32)
+            parts.append(self._head.taken(logits_TV.to(result, copy=True), ids_W[first:end]))
+        return torch.cat(parts)

@@ -12,8 +12,7 @@ import torch
 
 from ...schemas.contract import Contract
 from ...schemas.errors import CannotReplay
-from ..batching import ForwardBatch, PaddedBatch
-from ..prefix_tree import TreeBatch
+from ..batching import ForwardBatch, PackedBatch, PaddedBatch
 from ..settings import autocast
 from . import packing, trusted
 from .head import BatchScorer
@@ -54,11 +53,11 @@ class TrlScorer(BatchScorer):
 
     def logprobs(self, batch: ForwardBatch) -> Any:
         device = next(self._model.parameters()).device
-        if isinstance(batch, TreeBatch):  # as in the loss of AsyncGRPOTrainer
+        if isinstance(batch, PackedBatch):  # a prefix tree, as in the loss of AsyncGRPOTrainer
             rows = packing.RowSpans(batch.spans)
             ids_1W, positions_1W, labels_1W = (
-                torch.from_numpy(values_W).to(device)[None]
-                for values_W in (batch.ids_W, batch.positions_W, batch.labels_W)
+                torch.from_numpy(values_W).to(device).view(1, -1)
+                for values_W in (batch.ids_BW, batch.positions_W, batch.labels_W)
             )
             outputs = self._model(
                 input_ids=ids_1W, position_ids=positions_1W, shift_labels=labels_1W, fused_lm_head=True, packed=rows

@@ -4,62 +4,55 @@ correction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ...schemas.errors import InvalidOption
 from ...schemas.loss import CORRECTIONS, SEQUENCE_MEAN, SEQUENCE_SUM, Loss
 from ...schemas.passes import CURRENT, REPLAY_PREFIX, ROLLOUT, TRAIN
-from ..arm_option import GRADIENT, HF
-from ..arms import Arm, names_for, parse_arm
+from ..arm_option import GRADIENT, HF, arm_option
+from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
 """Untruncated importance weights train / rollout, at the level of the loss's correction or ratio (`exact`), per token,
 or per sequence.
 """
-_OWN = ("logprobs", "correction", "name")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientArm:
-    """Changes to a gradient relative to the recording; none by default."""
+class GradientArm(Arm):
+    """Changes to a gradient relative to the recording: to forward and backward, and to the loss; none by default."""
 
-    forward: Arm = field(default_factory=Arm)
-    """Changes to forward and backward."""
-    logprobs: str | None = None
-    """Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train,
-    rollout (bypass), current (ratio 1), or replay/<arm>; None for the recorded one."""
-    correction: str | None = None
-    """none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, sequence_mask:C,
-    where C is the largest ratio, or LOW_HIGH; None for the recorded one."""
-    name: str = ""
+    logprobs: str | None = arm_option(
+        "Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train, "
+        "rollout (bypass), current (ratio 1), or replay/<arm>.",
+        users=(HF, GRADIENT), metavar="PASS",
+    )  # fmt: skip
+    correction: str | None = arm_option(
+        "none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, "
+        "sequence_mask:C, where C is the largest ratio, or LOW_HIGH.",
+        users=(HF, GRADIENT), metavar="RULE",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if self.forward.engine != HF:
+        if self.engine != HF:
             raise InvalidOption(
-                f"arm engine={self.forward.engine}: has no backward; run tim-trace replay RUN --engine "
-                f"{self.forward.engine} first, then use its logprobs: --arm logprobs=replay/{self.forward.name}"
+                f"arm engine={self.engine}: has no backward; run tim-trace replay RUN --engine {self.engine} first, then "
+                f"use its logprobs: --arm logprobs=replay/{self._replayed}"
             )
-        for name in self.forward.lacking(GRADIENT):
+        Arm.__post_init__(self)  # dataclass(slots=True) creates a new class, which breaks zero-argument super()
+        for name in self.lacking(GRADIENT):
             raise InvalidOption(
                 f"arm {name.replace('_', '-')}: not supported by gradient, which takes {', '.join(names_for(GRADIENT))}, logprobs and "
-                f"correction; or replay this arm and use its logprobs: --arm logprobs=replay/{self.forward.name}"
+                f"correction; or replay this arm and use its logprobs: --arm logprobs=replay/{self._replayed}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
             raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
         corrected(Loss(), self.correction)
-        if not self.name:
-            own = [
-                f"{key}-{value}".replace(":", "-").replace("/", "-")
-                for key, value in (("logprobs", self.logprobs), ("correction", self.correction))
-                if value is not None
-            ]
-            words = own if own and self.forward.is_identity else [self.forward.name, *own]
-            object.__setattr__(self, "name", "+".join(words))
 
     @property
-    def is_identity(self) -> bool:
-        """True if nothing differs from the recording."""
-        return self.forward.is_identity and self.logprobs is None and self.correction is None
+    def _replayed(self) -> str:
+        """Name of the arm of a replay with these changes to the forward."""
+        return Arm(**{name: value for name, value in self.changes.items() if name in OPTIONS}).name
 
 
 def parse_gradient_arm(text: str) -> GradientArm:
@@ -70,17 +63,10 @@ def parse_gradient_arm(text: str) -> GradientArm:
     >>> parse_gradient_arm("dtype=bf16,correction=none").name
     'bf16+correction-none'
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    own = {
-        key.strip(): value.strip()
-        for key, equals, value in (part.partition("=") for part in parts)
-        if equals and key.strip() in _OWN
-    }
-    arm = GradientArm(
-        forward=parse_arm(",".join(part for part in parts if part.partition("=")[0].strip() not in _OWN)), **own
-    )
+    arm = parse_arm(text, GradientArm)
     if arm.is_identity:
         raise InvalidOption(f"{text!r} changes nothing; the gradient as recorded is always computed", option="arm")
+    assert isinstance(arm, GradientArm)
     return arm
 
 

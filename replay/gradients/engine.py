@@ -153,7 +153,7 @@ class _StepTaker:
             accumulated=self._accumulated,
         )
         for arm, scorer in zip(self._arms, self._scorers_of(update), strict=True):
-            stale = arm.forward.weights_version
+            stale = arm.weights_version
             version = update.policy_version if stale is None else stale
             self._loaded.ready(scorer, version, update.rows[0].row.attempt)
             loss = corrected(self._loss, arm.correction)
@@ -167,7 +167,7 @@ class _StepTaker:
             contract = self.trace.train_contract(update.contract, update.loss_pass)
             self._loaded.close()
             self._scorers[update.contract] = [
-                GradientScorer(self.trace, arm.forward, contract, device_here()) for arm in self._arms
+                GradientScorer(self.trace, arm, contract, device_here()) for arm in self._arms
             ]
         return self._scorers[update.contract]
 

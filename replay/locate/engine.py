@@ -12,7 +12,7 @@ import torch
 
 from ...schemas.errors import CannotReplay, InvalidOption, TimTraceError
 from ...schemas.steps import parse_steps
-from ...tracer.located.results import A, B, Located, LocatedSequence, WeightDifference, limits
+from ...tracer.located import A, B, Located, LocatedSequence, WeightDifference, limits
 from ...tracer.progress import Progress, no_progress
 from ...tracer.store import first_line
 from ..arm_option import EXACT, VLLM

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...tracer.located.results import ROUTES, A, B, Patch
+from ...tracer.located import ROUTES, A, B, Patch
 from ...tracer.progress import Progress
 from ...tracer.routing import NOT_ROUTED, Routing, routers
 from ...tracer.store import first_line

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ...tracer.located.results import A, B, Divergence, OperatorError, Router, WeightDifference
+from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDifference
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6

@@ -18,7 +18,7 @@ import torch
 from ...schemas.errors import CannotReplay, InvalidOption
 from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.passes import ROLLOUT
-from ...tracer.located.results import A, B, Router
+from ...tracer.located import A, B, Router
 from ...tracer.logits import scaled
 from ...tracer.store import first_line
 from ..recorded import RecordedRow, RecordedRun

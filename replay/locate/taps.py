@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...tracer.hooks.patches import replaced
@@ -64,8 +63,7 @@ class RowTaps:
 
 def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
     """Return row index -> [T] the indices of a row's prompt and response tokens in the concatenated rows of a forward."""
-    places_B = np.split(batch.places_N, np.cumsum([row.num_tokens for row in batch.rows])[:-1])
-    return {index: torch.from_numpy(places_B[index]).to(device) for index in chosen}
+    return {index: torch.from_numpy(batch.places_B[index]).to(device) for index in chosen}
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:

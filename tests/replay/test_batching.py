@@ -48,7 +48,7 @@ def test_no_forward_exceeds_its_tokens_and_no_row_is_lost(rows, most, padding):
 @given(row_lists, st.integers(1, 60), st.sampled_from(["left", "right", "packed"]))
 def test_every_token_lies_where_the_batch_says(rows, most, padding):
     for batch in forwards(rows, 0, batch_tokens=most, padding=padding):
-        ids = batch.ids_BW.ravel() if hasattr(batch, "ids_BW") else batch.ids_W
+        ids = batch.ids_BW.ravel()
         whole = np.concatenate([part for row in batch.rows for part in (row.prompt_ids, row.response_ids)])
         before = np.concatenate(
             [np.r_[row.prompt_ids, row.response_ids][len(row.prompt_ids) - 1 : -1] for row in batch.rows]

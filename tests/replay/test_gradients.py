@@ -422,7 +422,7 @@ def test_arms_go_by_their_changes():
     from tim_trace.replay.gradients.arm import parse_gradient_arm
 
     arm = parse_gradient_arm("dtype=bf16,batch-size=2,logprobs=replay/x,correction=token_mask:0.5_5")
-    assert arm.forward == Arm(dtype="bf16", batch_size=2)
+    assert (arm.dtype, arm.batch_size, arm.keeps_batches) == ("bf16", 2, Arm(batch_size=2).keeps_batches)
     assert (arm.logprobs, arm.correction) == ("replay/x", "token_mask:0.5_5")
     assert arm.name == "bf16+batch-size-2+logprobs-replay-x+correction-token_mask-0.5_5"
     assert parse_gradient_arm("logprobs=rollout,name=bypass").name == "bypass"

@@ -18,7 +18,7 @@ from tim_trace.replay.locate import bounds
 from tim_trace.replay.locate.bounds import Rounding
 from tim_trace.replay.locate.engine import locate as locate_operators
 from tim_trace.schemas.errors import CannotReplay, InvalidOption
-from tim_trace.tracer.located.result_files import read_results
+from tim_trace.tracer.located import read_results
 from tim_trace.tracer.store import Store
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 

@@ -1,14 +1,11 @@
 """Results of `locate` in the trace: what is read back is what was found, and damage is named."""
 
 import shutil
-from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from builders import tim_trace
 from click.testing import CliRunner
-from forged import change_document, reseal, rewrite_table
+from forged import change_document
 from located import make_run
 from tim_trace import cli
 from tim_trace.analysis.compact import compact
@@ -22,9 +19,7 @@ from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import open_database
 from tim_trace.replay.engine import replay
 from tim_trace.schemas.errors import DamageWarning
-from tim_trace.schemas.located import LOCATED_TABLES
-from tim_trace.tracer.located.result_files import read_results
-from tim_trace.tracer.located.results import LocateQuestion
+from tim_trace.tracer.located import LocateQuestion, read_results
 from tim_trace.tracer.store import Store
 
 
@@ -49,9 +44,8 @@ def test_what_is_read_back_is_what_was_found(made):
     ((kept,), damaged) = read_results(Store(run))
     assert damaged == []
     assert location(kept.found, kept=kept.relative) == found
-    assert (kept.header.device, kept.header.policy_version) == ("cpu", 0)
-    assert "torch" in kept.header.versions
-    assert [each.seq_id for each in kept.header.sequences] == [each.seq_id for each in kept.found.sequences]
+    assert (kept.found.device, kept.found.policy_version) == ("cpu", 0)
+    assert "torch" in kept.versions
 
 
 def test_the_views_have_the_rows_that_the_verb_prints(made):
@@ -134,11 +128,9 @@ def test_the_command_says_where_the_result_lies(run):
     assert tim_trace("sql", run, "SELECT count(*) AS n FROM operators WHERE step = 2", "--json").json()[0]["n"]
 
 
-@pytest.mark.parametrize("part", ["operators", "patches", "header"])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone", "other"])
-def test_a_damaged_result_is_named_by_verify_and_in_no_answer(run, part, damage):
-    end = ".json" if part == "header" else f"-{part}-*.parquet"
-    (path,) = (run / "locate").glob(f"*{end}")
+def test_a_damaged_result_is_named_by_verify_and_in_no_answer(run, damage):
+    (path,) = (run / "locate").iterdir()
     content = bytearray(path.read_bytes())
     if damage == "flipped":
         content[len(content) // 3] ^= 0x20
@@ -147,14 +139,20 @@ def test_a_damaged_result_is_named_by_verify_and_in_no_answer(run, part, damage)
     if damage == "gone":
         path.unlink()
     found = verify(run)
-    if (part, damage) == ("header", "gone"):  # who knows of no result misses none
+    if damage == "gone":  # who knows of no result misses none
         assert found.is_whole
-        assert len(found.ignored) == 2
         assert sql(run, "FROM operators").rows == []
         return
     assert any(f"/locate/{path.name}: " in sentence for sentence in found.damaged), found.damaged
     with pytest.warns(DamageWarning, match=path.name):
         assert sql(run, "FROM operators").rows == []
+
+
+def test_a_file_that_is_no_result_is_ignored(run):
+    (run / "locate" / "notes.txt").write_text("not a result")
+    found = verify(run)
+    assert found.is_whole
+    assert [sentence for sentence in found.ignored if "locate/notes.txt: not a result" in sentence]
 
 
 def test_a_result_of_another_run_or_of_a_later_release_is_in_no_answer(run):
@@ -169,12 +167,22 @@ def test_a_result_of_another_run_or_of_a_later_release_is_in_no_answer(run):
         assert not verify(run).is_whole
 
 
-def test_rows_that_locate_never_writes_are_damage(run):
-    (path,) = (run / "locate").glob("*-patches-*.parquet")
-    left = pa.array([[0.0]] * pq.read_metadata(path).num_rows, pa.list_(pa.float64()))
-    rewrite_table(path, lambda rows: rows.set_column(3, rows.schema.field("squares_left"), left))
-    reseal(run)
-    with pytest.warns(DamageWarning, match="rows that locate does not write"):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda found: found["patches"][0].update(squares_left=[0.0]), "values that locate does not write"),
+        (lambda found: found["operators"][0].update(side="c"), "values that locate does not write"),
+        (lambda found: found["products"][0].__setitem__(2, {"no such sequence": 0.0}), "values that locate does not"),
+        (lambda found: found["operators"][0].update(ratio="large"), "not a locate result"),
+        (lambda found: found.update(products=[["a"]]), "not a locate result"),
+        (lambda found: found.pop("products"), "not a locate result"),
+    ],
+    ids=["a patch of other sequences", "another side", "a product of no sequence", "a text", "a short row", "nothing"],
+)
+def test_values_that_locate_never_writes_are_damage(run, change, said):
+    (path,) = (run / "locate").iterdir()
+    change_document(path, lambda values: change(values["found"]) and None)
+    with pytest.warns(DamageWarning, match=said):
         assert sql(run, "FROM patches").rows == []
 
 
@@ -192,12 +200,6 @@ def test_compaction_keeps_results(run, tmp_path):
     compact(run, output=tmp_path / "other" / "run")
     assert read_located(open_database(tmp_path / "other" / "run")) == before
     assert verify(tmp_path / "other" / "run").is_whole
-
-
-def test_files_are_plain_parquet_with_the_documented_columns(made):
-    for name, spec in LOCATED_TABLES.items():
-        (path,) = Path(made[0], "locate").glob(f"*-{name}-*.parquet")
-        assert pq.read_schema(path).remove_metadata() == spec.schema
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.replay.prefix_tree import UNLABELLED, tree_batch
+from tim_trace.replay.batching import UNLABELLED
+from tim_trace.replay.prefix_tree import tree_batch
 from tim_trace.replay.recorded import RecordedRow
 
 
@@ -42,10 +43,10 @@ def test_every_token_lies_on_its_row_s_path_and_sees_what_its_row_has_before_it(
     assert sorted(seen) == list(range(batch.width))
     for one, places in zip(rows, batch.places_B, strict=True):
         ids = [*one.prompt_ids.tolist(), *one.response_ids.tolist()]
-        assert batch.ids_W[places].tolist() == ids
+        assert batch.ids_BW[0][places].tolist() == ids
         assert batch.positions_W[places].tolist() == list(range(len(ids)))
         assert seen[places[-1]] == places.tolist()
-    assert batch.ids_W[batch.scored_N].tolist() == [token for one in rows for token in one.response_ids.tolist()]
+    assert batch.ids_BW[0][batch.scored_N].tolist() == [token for one in rows for token in one.response_ids.tolist()]
     labelled = {
         place for place, scored in zip(batch.before_N, np.concatenate([r.scored for r in rows]), strict=True) if scored
     }
@@ -54,7 +55,7 @@ def test_every_token_lies_on_its_row_s_path_and_sees_what_its_row_has_before_it(
 
 def test_a_token_is_shared_where_rows_agree_on_the_one_behind_it():
     batch = tree_batch([row([5, 6], [7, 8], [True, True]), row([5, 6], [7, 9], [True, True]), row([4], [4], [True])])
-    assert batch.ids_W.tolist() == [5, 6, 7, 8, 7, 9, 4, 4]
+    assert batch.ids_BW[0].tolist() == [5, 6, 7, 8, 7, 9, 4, 4]
     assert [(span.start, span.end, span.prefix) for span in batch.spans] == [
         (0, 2, ()), (2, 4, ((0, 2),)), (4, 6, ((0, 2),)), (6, 8, ()),
     ]  # fmt: skip
@@ -83,7 +84,7 @@ def test_rows_are_packed_as_trl_packs_them():
                 {"input_ids": ids, "completion_mask": mask, "old_log_probs": ids * 0.0, "advantage": 0.0, "group_id": 0}
             )
         theirs, ours = packed.pack(), tree_batch(rows)
-        assert ours.ids_W.tolist() == theirs["input_ids"].tolist()
+        assert ours.ids_BW[0].tolist() == theirs["input_ids"].tolist()
         assert ours.positions_W.tolist() == theirs["position_ids"].tolist()
         assert ours.labels_W.tolist() == theirs["shift_labels"].tolist()
         assert [span.end for span in ours.spans] == theirs["tree_cu_seqlens_q"].tolist()[1:]

@@ -55,8 +55,8 @@ class ExactScorer(BatchScorer):
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return [B, W] ids, positions within the row, and row numbers (0 for padding) of a forward."""
     if isinstance(batch, PackedBatch):
-        rows_W = np.repeat(np.arange(len(batch.rows)) + 1, np.diff(batch.ends_B, prepend=0))
-        return batch.ids_W[None], batch.positions_W[None], rows_W[None]
+        rows_W = np.repeat(np.arange(len(batch.rows)) + 1, [row.num_tokens for row in batch.rows])
+        return batch.ids_BW, batch.positions_W[None], rows_W[None]
     return batch.ids_BW, np.maximum(batch.mask_BW.cumsum(axis=1) - 1, 0), batch.mask_BW
 
 

@@ -1,16 +1,22 @@
-"""Results of `locate`: the question, the findings, and the header of a result stored in a trace."""
+"""Results of `locate`: the question, the findings, and their files in a trace's locate/ folder, one document each."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ...schemas.checksums import SealedFile
-from ...schemas.documents import read_document, to_document
-from ...schemas.errors import DamagedTrace, NewerTrace
+from .. import __version__
+from ..schemas.documents import MAX_BYTES, now, read_document, to_document
+from ..schemas.errors import DamagedTrace, NewerTrace, StorageError, TimTraceError
+from ..schemas.layout import LOCATE
+from .environment import numeric_versions
+from .store import Store
+from .whole_file import write_part
 
 A, B = "a", "b"
 """Names of the two executions: `a` is the one under examination, and `b` the one it is compared with."""
@@ -19,8 +25,10 @@ ROUTES = "routes"
 BEYOND = 1.0
 """Maximum error, in units of the rounding bound, that rounding explains; above it an operator diverges."""
 FORMAT = 1
-"""Format version of the header and its tables."""
+"""Format version of a stored result."""
 _WHAT = "a locate result"
+_AGAIN = "run locate again, or delete the file"
+_NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +63,19 @@ class OperatorError:
     operator: str
     """Name of the module, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
+    """Last part of the name."""
     layer: int | None
     """Layer index, counted from 0; None for an operator outside the layers."""
     dtype: str
     """torch's name for the output's dtype."""
     num_values: int
+    """Number of output values."""
     introduced: float
     """Root mean square of the error that the operator itself introduces, relative to the RMS of the exact result."""
     ratio: float
     """Largest error that the operator introduces, divided by the rounding bound; rounding explains up to 1."""
     seq_id: str
+    """Sequence with the largest `ratio`."""
     token: int
     """Token with the largest error, counted from 0 over the prompt and response of the sequence `seq_id`."""
     inherited: float | None
@@ -153,9 +164,11 @@ class Divergence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocatedFacts:
-    """Findings stored in the header of a result; errors per operator and patches are stored in tables instead."""
+class Located:
+    """Where two executions diverge, on the chosen sequences in one step."""
 
+    run: str
+    step: int
     policy_version: int
     """Policy version of the recorded weights."""
     device: str
@@ -163,6 +176,8 @@ class LocatedFacts:
     a: str
     """Name of the replay arm that defines execution a."""
     b: str
+    only: str = ""
+    """Limits of the question, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
     chosen: str
     """Description of how the compared sequences were chosen."""
     sequences: tuple[LocatedSequence, ...]
@@ -171,6 +186,13 @@ class LocatedFacts:
     mean_abs_d: float
     """Mean of |d| over the compared tokens, where d = logprob(b) - logprob(a), nats."""
     max_abs_d: float
+    operators: tuple[OperatorError, ...]
+    products: Mapping[tuple[str, str], Mapping[str, float]]
+    """(execution, operator) -> sequence -> sum over its tokens of d times the part of d that the operator's own error
+    causes, nats^2. If the model is linear in the errors, these sums over all operators in both executions add up to the
+    sum of d^2.
+    """
+    patches: tuple[Patch, ...]
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
     """One entry per router, in the order of the forward pass; empty if the model has no mixture of experts."""
@@ -183,35 +205,14 @@ class LocatedFacts:
     unjudged: dict[str, str] = field(default_factory=dict)
     """Each check that could not be made -> the reason. All other findings are made without these checks."""
 
-    def facts(self) -> dict[str, Any]:
-        """Return the fields of LocatedFacts by name."""
-        return {each.name: getattr(self, each.name) for each in fields(LocatedFacts)}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located(LocatedFacts):
-    """Where two executions diverge, on the chosen sequences in one step."""
-
-    run: str
-    step: int
-    operators: tuple[OperatorError, ...]
-    products: Mapping[tuple[str, str], Mapping[str, float]]
-    """(execution, operator) -> sequence -> sum over its tokens of d times the part of d that the operator's own error
-    causes, nats^2. If the model is linear in the errors, these sums over all operators in both executions add up to the
-    sum of d^2.
-    """
-    patches: tuple[Patch, ...]
-    only: str = ""
-    """Limits of the question, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultHeader(LocatedFacts):
-    """Contents of locate/<id>.json: one stored result, except for its tables."""
+class KeptResult:
+    """A result stored in a trace: the contents of locate/<id>.json."""
 
     format: int
     id: str
-    """Id of the question that the result answers. The names of the result's files contain it."""
+    """Id of the question that the result answers."""
     run_id: str
     question: LocateQuestion
     made_at: str
@@ -220,20 +221,80 @@ class ResultHeader(LocatedFacts):
     """Version of tim-trace that made the result."""
     versions: dict[str, str]
     """Library that can affect logprobs -> its version."""
-    files: dict[str, SealedFile]
-    """Path in the trace -> file record, for the result's two tables: operators and patches."""
+    found: Located
 
-    def to_json(self) -> str:
-        return to_document(asdict(self))
+    @property
+    def relative(self) -> str:
+        """Path of the result's file, relative to the trace."""
+        return result_path(self.id)
 
 
-def parse_header(content: bytes, where: str) -> ResultHeader:
-    """Parse locate/<id>.json; unknown fields are ignored. Raises DamagedTrace and NewerTrace."""
-    values = read_document(content, where, _WHAT, needs_checksum=True)
+def result_path(result: str) -> str:
+    """Return the path of a result's file, relative to the trace."""
+    return f"{LOCATE}/{result}.json"
+
+
+def result_ids(store: Store) -> list[str]:
+    """Return the ids of all `locate` results stored in a trace."""
+    return [name.removesuffix(".json") for name in store.files(LOCATE) if _NAME.fullmatch(name)]
+
+
+def write_result(store: Store, result: str, question: LocateQuestion, found: Located) -> str:
+    """Store a result under its question's id and return its path. Raises OSError and StorageError."""
+    kept = KeptResult(
+        format=FORMAT, id=result, run_id=store.manifest().run_id, question=question, made_at=now(), made_by=__version__,
+        versions=numeric_versions(), found=found,
+    )  # fmt: skip
+    values = asdict(kept)
+    values["found"]["products"] = [[*operator, own] for operator, own in found.products.items()]
+    content = to_document(values).encode()
+    if len(content) > MAX_BYTES:
+        raise StorageError(f"the result has {len(content):,} bytes, more than {MAX_BYTES:,}; locate fewer sequences")
+    write_part(Path(store.root), kept.relative, content)
+    return kept.relative
+
+
+def read_result(store: Store, result: str) -> KeptResult:
+    """Read a stored result; unknown fields are ignored. Raises DamagedTrace, NewerTrace and FileNotFoundError."""
+    where = store.shown(result_path(result))
+    values = read_document(store.read_json(result_path(result)), where, _WHAT, needs_checksum=True)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
         raise NewerTrace(f"{where}: has format {made} of a later release; this release reads up to {FORMAT}")
     try:
+        found: dict[str, Any] = values["found"]
+        found["products"] = {(side, operator): own for side, operator, own in found["products"]}
         # JSON has no NaN or infinities; they are stored as strings.
-        return msgspec.convert(values, ResultHeader, strict=False)
-    except (msgspec.ValidationError, RecursionError) as error:
+        kept = msgspec.convert(values, KeptResult, strict=False)
+    except (msgspec.ValidationError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}); run locate again") from error
+    if kept.id != result:
+        raise DamagedTrace(f"{where}: belongs to result {kept.id}; {_AGAIN}")
+    if kept.run_id != store.manifest().run_id:
+        raise DamagedTrace(f"{where}: belongs to run {kept.run_id}, not to this one; delete it")
+    if not _is_possible(kept.found):
+        raise DamagedTrace(f"{where}: has values that locate does not write; {_AGAIN}")
+    return kept
+
+
+def _is_possible(found: Located) -> bool:
+    """Return True if operators and patches are those of a or b, and refer to the result's sequences."""
+    names = {each.seq_id for each in found.sequences}
+    sides = {each.side for each in found.operators} | {each.taker for each in found.patches}
+    return (
+        sides <= {A, B}
+        and all(len(each.squares_left) == len(found.sequences) for each in found.patches)
+        and all(own.keys() <= names for own in found.products.values())
+    )
+
+
+def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
+    """Return every `locate` result in a trace, newest last, and one sentence for each result that cannot be read."""
+    found, damaged = [], []
+    for result in result_ids(store):
+        try:
+            found.append(read_result(store, result))
+        except FileNotFoundError:  # The result was deleted after it was listed.
+            continue
+        except (TimTraceError, OSError) as error:
+            damaged.append(str(error))
+    return sorted(found, key=lambda each: (each.made_at, each.id)), damaged
