@@ -27,7 +27,6 @@ from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
 from .nodes import SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .patience import MAX_WAIT_S, Patience
-from .sender import Sender
 from .store import Store
 from .whole_file import alone, write_part
 from .worker import Worker
@@ -147,6 +146,8 @@ def record(
                 f"{output}: traces on object storage cannot be replaced or extended; use another URL",
                 option="resume" if resume else "force",
             )
+        from .upload import Sender  # imported here, so that a command starts before Arrow is loaded
+
         sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
     # Only the worker touches the folder, so that this thread serves the command even if the file system hangs.

@@ -31,11 +31,10 @@ from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
 from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, Column
 from ..schemas.writer_state import CLOSED
 from . import environment
-from .batch import Batch, SequenceNames
+from .batch import Batch, SequenceNames, padding_of
 from .create import join_trace, new_trace
 from .dense import Distribution, Hidden, bits, check_num_rows
 from .liveness import PROCESS, is_of_this_start, is_this_process, liveness, next_attempt, states_of_rank
-from .masks import padding_of
 from .optimizer import optimizer_statistics
 from .patience import MAX_WAIT_S, Patience
 from .ragged import Padding, Ragged, flatten, is_padded, num_rows, shown

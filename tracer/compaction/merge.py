@@ -25,10 +25,9 @@ from ..liveness import this_process
 from ..parquet_file import write_checked
 from ..progress import Progress
 from ..seal import adopt, parquet_options
-from ..sender import forget
 from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
-from ..upload import Upload
+from ..upload import Upload, forget
 from ..whole_file import alone, trace_file, write_part
 from .buckets import Part, read_parts, sorted_groups, step_tokens
 

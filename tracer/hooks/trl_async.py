@@ -21,9 +21,8 @@ from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..batch import Batch
 from ..rows import Forward
 from ..writer import Part
-from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
 from .session import Session
-from .trl_batches import ROW_KEY, right_padded, why_ended
+from .trl_batches import ROW_KEY, PackedRow, PackedSample, of_bytes, right_padded, to_bytes, why_ended
 from .trl_contract import packed_contract, sampling_columns, uses_server, worker_contract
 from .trl_release import end_tokens, name_of
 from .trl_state import TrainerState

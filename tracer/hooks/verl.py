@@ -24,6 +24,7 @@ from .patches import Patches, Points, arguments, version_sentence
 from .session import Session
 from .verl_batches import (
     ESTIMATED,
+    FORWARD_KEYS,
     SCORED,
     UPDATE_KEY,
     Row,
@@ -31,6 +32,7 @@ from .verl_batches import (
     fetch,
     finish_reasons,
     flat,
+    forward_of,
     get_off,
     one_a_row,
     padded_column,
@@ -41,7 +43,6 @@ from .verl_batches import (
     sums,
 )
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
-from .verl_forwards import FORWARD_KEYS, forward_of
 
 _POINTS = {
     "fit": ("fit", "steps of a second training in the same process, as a separate attempt"),

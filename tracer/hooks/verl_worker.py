@@ -18,14 +18,13 @@ from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from ..writer import Part
-from .model_weights import KeptWeights
 from .patches import Patches, arguments
 from .session import Session
+from .trainer_tensors import KeptWeights
 from .trl_batches import right_padded
-from .verl_batches import UPDATE_KEY
+from .verl_batches import FORWARD_KEYS, ROW_KEY, UPDATE_KEY, Forwards, attended_tokens
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
-from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards, attended_tokens
 
 _COMPOSITION = "which rows of verl's passes shared a forward"
 

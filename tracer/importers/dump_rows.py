@@ -15,8 +15,8 @@ from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
 from ..ragged import Padding
 from ..routing import NOT_ROUTED
+from .columns import RowBatch
 from .fields import Values
-from .rowbatch import RowBatch
 
 _MOST_EXPERTS = np.iinfo(np.int16).max
 

@@ -14,10 +14,10 @@ import xxhash
 
 from ...schemas.checksums import SealedFile, sealed
 from ...schemas.errors import ImportFailed
+from .columns import ROWS_AT_ONCE, RowBatch
 from .dump_rows import DumpRows
 from .fields import Fields
 from .pickles import Budget
-from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import opened, read_lines, whole_content
 
 

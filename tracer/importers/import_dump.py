@@ -13,11 +13,11 @@ from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store
+from .columns import Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
 from .row_import import Imported, RowImport, open_import
-from .rowbatch import Selection, check_sample, listed_names
 
 AUTO, PARQUET = "auto", "parquet"
 

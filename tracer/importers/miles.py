@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from ...schemas.errors import ImportFailed
+from .columns import RowBatch
 from .fields import Fields, Values
 from .format import Format, Reading
 from .pickles import Budget
-from .rowbatch import RowBatch
-from .samples import (
+from .slime import (
     COLUMNS,
     PER_TOKEN,
     StepSamples,

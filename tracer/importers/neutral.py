@@ -13,9 +13,18 @@ from ...schemas.errors import ImportFailed
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import file_system
-from .columns import METRIC_KINDS, Columns
+from .columns import (
+    METRIC_KINDS,
+    ROWS_AT_ONCE,
+    Columns,
+    RowBatch,
+    Selection,
+    check_sample,
+    explained,
+    listed_names,
+    shown_name,
+)
 from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, open_import
-from .rowbatch import ROWS_AT_ONCE, RowBatch, Selection, check_sample, explained, listed_names, shown_name
 from .textfiles import json_names, json_rows
 
 

@@ -29,11 +29,10 @@ from ..ragged import Ragged
 from ..recorder import Recorder
 from ..routing import Routing
 from ..rows import aligned
-from .columns import Columns, read_metrics
+from .columns import EVERYTHING, Columns, RowBatch, Selection, read_metrics
 from .import_writer import ImportWriter
 from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
-from .rowbatch import EVERYTHING, RowBatch, Selection
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""

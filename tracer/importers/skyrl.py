@@ -13,10 +13,10 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor
+from .columns import RowBatch
 from .dump_rows import padded_columns
 from .format import Format, Reading
 from .pickles import BYTES, Budget, Known, NotPlain
-from .rowbatch import RowBatch
 from .torch_files import read_bytes, unpickled
 
 _MODULES = (

@@ -13,7 +13,7 @@ import msgspec
 
 from ...schemas.errors import ImportFailed
 from ..store import first_line, too_large
-from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
+from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20

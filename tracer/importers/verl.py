@@ -16,11 +16,11 @@ import pyarrow as pa
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
+from .columns import RowBatch
 from .dump_rows import padded_columns, routed
 from .fields import Fields
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
 from .pickles import BYTES, Budget, Known, NotPlain
-from .rowbatch import RowBatch
 from .textfiles import opened
 from .torch_files import read_bytes, tensors_in, unpickled
 
