@@ -42,13 +42,11 @@ from .routing import Routing, check_routing
 from .rows import (
     ALIGN,
     Forward,
-    ScoreRows,
-    SequenceRows,
     aligned,
     check_logprobs,
     check_whole,
     is_per_token,
-    metric_rows,
+    metric_columns,
     of_rows,
     reward_array,
     rounding_tolerance,
@@ -315,8 +313,8 @@ class Recorder:
         try:
             self._submit(
                 staged,
-                lambda: self._sequence_rows(batch, staged.values(), reward_names),
-                lambda prepared: self._append_sequences(prepared, split),
+                lambda: self._sequence_columns(batch, staged.values(), reward_names),
+                lambda columns: self._append_sequences(batch, columns),
                 refused,
             )
         except BaseException:
@@ -406,10 +404,10 @@ class Recorder:
         arrays = [] if distribution is None else list(distribution.arrays)
         routed = [] if routing is None else list(routing.arrays)
 
-        def prepare() -> tuple[ScoreRows, _Arrays, np.ndarray, _Arrays]:
+        def prepare() -> tuple[dict[str, Any], _Arrays, np.ndarray, _Arrays]:
             values = staged.values()
-            scores = self._score_rows(pass_name, batch, chosen, values, tolerance)
-            scores.contract, scores.iteration, scores.forward = contract, iteration, forward
+            scores = self._score_columns(pass_name, batch, chosen, values, tolerance)
+            scores |= {"contract": contract, "iteration": iteration} | ({} if forward is None else forward.columns)
             dense = {name: bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
             check_num_rows(dense, int(batch.lengths(captured).sum()), what)
             chosen_experts = dict(zip(routed, values["routing"] or [], strict=True))
@@ -499,9 +497,9 @@ class Recorder:
 
         def prepare() -> Any:
             given = dict(zip(keys, staged.values()["values"], strict=True))
-            return metric_rows(step, given, logged_at, self.writer.state.attempt, self.writer.name)
+            return metric_columns(step, given, logged_at)
 
-        self._submit(staged, prepare, lambda rows: self.writer.append(METRICS, rows))
+        self._submit(staged, prepare, lambda columns: self.writer.append(METRICS, columns, len(keys)))
 
     def _sequence_names(self, split: str, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
         known = self._names[split]
@@ -513,7 +511,7 @@ class Recorder:
             raise InvalidRecord(f"step {step}: {len(seq_ids)} seq_ids for {rows} responses")
         return [str(seq_id) for seq_id in seq_ids]
 
-    def _sequence_rows(self, batch: Batch, values: dict[str, Any], reward_names: list[str]) -> SequenceRows:
+    def _sequence_columns(self, batch: Batch, values: dict[str, Any], reward_names: list[str]) -> dict[str, Any]:
         rows, where = len(batch), f"step {batch.step}"
         masks = {side: (values[f"{side}_attention_mask"], values[f"{side}_ids"]) for side in ("response", "prompt")}
         warn = self._warn_once if self._checks_logprobs else None
@@ -546,19 +544,14 @@ class Recorder:
             return per_row(value, rows, column.type, what, flags=column.takes_flags)
 
         ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
-        found = SequenceRows(
-            step=batch.step,
-            seq_ids=batch.seq_ids,
-            attempt=batch.attempt,
-            writer=self.writer.name,
-            columns={name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()},
-        )
+        columns = {name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()}
+        columns |= {f"num_{name.replace('ids', 'tokens')}": of.lengths for name, of in ids.items() if of is not None}
         batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
-        return found
+        return columns
 
-    def _score_rows(
+    def _score_columns(
         self, pass_name: str, batch: Batch, chosen: np.ndarray, values: dict[str, Any], tolerance: float
-    ) -> ScoreRows:
+    ) -> dict[str, Any]:
         step, seq_ids, lengths = batch.step, [batch.seq_ids[row] for row in chosen], batch.lengths(chosen)
         own = values["attention_mask"]
         if own is not None and not is_padded(values["logprobs"]):
@@ -584,16 +577,8 @@ class Recorder:
                 check_logprobs(logprobs, tolerance, seq_ids, step, pass_name)
             self._warn_rounded(pass_name, values["logprobs"])
         what = f"step {step}, policy_version"
-        return ScoreRows(
-            pass_name=pass_name,
-            step=step,
-            seq_ids=seq_ids,
-            attempt=batch.attempt,
-            writer=self.writer.name,
-            contract=None,
-            policy_version=per_row(values["policy_version"], len(chosen), _STAGED["policy_version"].type, what),
-            scores=scores,
-        )
+        version = per_row(values["policy_version"], len(chosen), _STAGED["policy_version"].type, what)
+        return {"pass": pass_name, "policy_version": version, **scores}
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
         """Return router choices as they are stored; shape and dtypes must be the same in every batch of a pass."""
@@ -617,19 +602,23 @@ class Recorder:
             )
         return arrays
 
-    def _append_sequences(self, rows: SequenceRows, split: str) -> None:
-        self.writer.append(SPLITS[split][0], rows.to_batch())
-        if split == EVAL_SPLIT:
-            self.writer.state.num_eval_sequences += len(rows.seq_ids)
+    def _append(self, table: str, batch: Batch, seq_ids: list[str], columns: dict[str, Any]) -> None:
+        known = {"step": batch.step, "seq_id": seq_ids, "attempt": batch.attempt}
+        self.writer.append(table, columns | known, len(seq_ids))
+
+    def _append_sequences(self, batch: Batch, columns: dict[str, Any]) -> None:
+        self._append(SPLITS[batch.split][0], batch, batch.seq_ids, columns)
+        if batch.split == EVAL_SPLIT:
+            self.writer.state.num_eval_sequences += len(batch)
             return
-        self.writer.state.num_sequences += len(rows.seq_ids)
-        self.writer.state.num_tokens += int(rows.columns["response_ids"].lengths.sum())
+        self.writer.state.num_sequences += len(batch)
+        self.writer.state.num_tokens += int(columns["response_ids"].lengths.sum())
 
     def _append_scores(
         self,
         batch: Batch,
         chosen: np.ndarray,
-        scores: ScoreRows,
+        scores: dict[str, Any],
         dense: _Arrays,
         captured: np.ndarray,
         experts: _Arrays,
@@ -637,15 +626,15 @@ class Recorder:
         if experts:
             lengths = batch.whole_lengths(chosen)
             assert lengths is not None
-            group, start = self.writer.segments.append_dense(f"{ROUTING}/{scores.pass_name}", experts)
-            scores.routing = [(group, int(first)) for first in start + np.cumsum(lengths) - lengths]
+            group, start = self.writer.segments.append_dense(f"{ROUTING}/{scores['pass']}", experts)
+            scores |= {"routing": group, "routing_start": start + np.cumsum(lengths) - lengths}
         if dense:
             tokens = batch.lengths(captured)
-            group, start = self.writer.segments.append_dense(scores.pass_name, dense)
-            starts = start + np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64)
-            places = {int(row): (group, int(first)) for row, first in zip(captured, starts, strict=True)}
-            scores.dense = [places.get(int(row)) for row in chosen]
-        self.writer.append(SPLITS[batch.split][1], scores.to_batch())
+            group, start = self.writer.segments.append_dense(scores["pass"], dense)
+            starts = dict(zip(captured.tolist(), (start + np.cumsum(tokens) - tokens).tolist(), strict=True))
+            scores["dense"] = [group if row in starts else None for row in chosen.tolist()]
+            scores["dense_start"] = [starts.get(row) for row in chosen.tolist()]
+        self._append(SPLITS[batch.split][1], batch, [batch.seq_ids[row] for row in chosen], scores)
 
     def _submit(
         self,

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow as pa
-
 from ..schemas.checksums import SealedFile, sealed
 from ..schemas.contract import Contract, canonical_json, contract_hash
 from ..schemas.documents import now
@@ -25,6 +23,7 @@ from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .liveness import HEARTBEAT_S, Attempt, this_process, writer_prefix
 from .patience import Patience
+from .rows import BUILDERS
 from .segments import SegmentWriter
 from .store import Store
 from .weights.writer import WeightWriter
@@ -171,9 +170,10 @@ class TraceWriter:
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
-    def append(self, table: str, batch: pa.RecordBatch) -> None:
-        """Append rows; called on the writing thread."""
-        self.segments.append(table, batch)
+    def append(self, table: str, columns: Mapping[str, Any], rows: int) -> None:
+        """Append rows, given as columns (see RowBuilder), on the writing thread."""
+        known = {"attempt": self.state.attempt, "writer": self.name}
+        self.segments.append(table, BUILDERS[table].batch(known | dict(columns), rows))
 
     def contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract, if it is new, and return the contract's hash."""

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..weights.layout import flat_parameter, is_sharded, model_parameters, model_tensors, num_elements
-from .session import Session
 
 _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -134,7 +133,7 @@ _REMEDY = "replaying needs them; record with --weights delta, or pass the run's 
 class KeptWeights:
     """Records the weights of one trained model, each policy version once."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: Any):
         self._session = session
         self._is_kept: bool | None = None
         self._version: int | None = None
@@ -150,7 +149,7 @@ class KeptWeights:
             self._session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
 
 
-def keeps_weights(session: Session, model: Any) -> bool:
+def keeps_weights(session: Any, model: Any) -> bool:
     """Return True if this run's weights are recorded; otherwise note the reason."""
     order = session.order
     if order.weights == "none":
