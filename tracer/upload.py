@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..schemas.writer_state import parse_writer_state
 from .index import write_index
 from .journal import journal_of
 from .liveness import HEARTBEAT_S
-from .patience import MAX_WAIT_S, Patience
+from .patience import MAX_WAIT_S, Patience, say
 from .progress import Progress, no_progress
 from .store import Store, first_line
 from .worker import Worker
@@ -219,7 +218,7 @@ class Sender:
     def _end(self, worker: Worker) -> None:
         """Wait for the upload thread to end, for at most `max_wait` seconds without progress."""
         text = f"uploading the rest of the trace to {self.url}; stops after {self._max_wait:.0f} s without progress"
-        note = Timer(_QUIET_S, self._print, [text])
+        note = Timer(_QUIET_S, say, [text])
         note.daemon = True
         note.start()
         try:
@@ -237,7 +236,7 @@ class Sender:
                 self._upload.send_index()
         except (StorageError, OSError) as error:
             if not self._has_failed:
-                self._print(f"{error}; recording continues in {self.folder} and is uploaded later")
+                say(f"{error}; recording continues in {self.folder} and is uploaded later")
             self._has_failed = True
 
     def finish(self) -> None:
@@ -261,6 +260,3 @@ class Sender:
         if error is not None:
             raise error
         shutil.rmtree(self.folder.parent, ignore_errors=True)
-
-    def _print(self, message: str) -> None:
-        print(f"tim-trace: {message}", file=sys.stderr, flush=True)

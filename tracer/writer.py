@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,7 +21,7 @@ from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, T
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .liveness import HEARTBEAT_S, Attempt, this_process, writer_prefix
-from .patience import Patience
+from .patience import Patience, say
 from .rows import BUILDERS
 from .segments import SegmentWriter
 from .store import Store
@@ -161,8 +160,7 @@ class TraceWriter:
             return
         self._ended.add(part)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        sentence = f"tim-trace: not recorded from here on: {part} ({reason}); everything else continues"
-        print(sentence, file=sys.stderr, flush=True)
+        say(f"not recorded from here on: {part} ({reason}); everything else continues")
         self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
@@ -300,7 +298,7 @@ class TraceWriter:
     def _is_whole(self) -> bool:
         if self.state.state != FAILED:
             return True
-        _say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
+        say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
         return False
 
     @property
@@ -342,7 +340,7 @@ class TraceWriter:
         self._say_stopped(error)
         there = self._state_path.parent.exists()
         readable = f"earlier records are readable: tim-trace info {self.folder}"
-        _say(readable if there else f"{self.folder} was removed, with all records of this process")
+        say(readable if there else f"{self.folder} was removed, with all records of this process")
         self.segments.abandon()
         if there:
             self._end()
@@ -364,7 +362,7 @@ class TraceWriter:
 
     def _say_stopped(self, error: BaseException) -> None:
         self.state.state, self.state.error = FAILED, f"{type(error).__name__}: {error}"
-        _say(f"RECORDING STOPPED in process {self.state.pid}, training continues: {self.state.error}")
+        say(f"RECORDING STOPPED in process {self.state.pid}, training continues: {self.state.error}")
 
     def _save_beside(self) -> None:
         """Save the state on a separate thread, which may wait indefinitely."""
@@ -402,12 +400,8 @@ class TraceWriter:
         try:
             self.save_state()
         except OSError as error:
-            _say(f"the trace could not be marked ({error})")
+            say(f"the trace could not be marked ({error})")
 
     def _give_sign(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self._state_path)
-
-
-def _say(sentence: str) -> None:
-    print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)

@@ -147,22 +147,18 @@ class _Waiting:
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return the files to merge for a table. The list is empty if merging would only rewrite a single file."""
-    kept = replays(snapshot)
-    found = []
-    for entry in snapshot.files[table]:
-        is_large = entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
-        if not is_large and entry.writer not in kept:
-            found.append(entry)
-    return found if len(found) > 1 else []
-
-
-def replays(snapshot: Snapshot) -> set[str]:
-    """Return the writers of replays, whose files are not merged, so that a replay is removed by deleting its files."""
-    return {
+    # A replay keeps its own files, so that it is removed by deleting them.
+    replays = {
         state.writer
         for state in snapshot.writers
         if any(name.startswith(f"{PASSES}/{REPLAY_PREFIX}") for name in state.files or ())
     }
+    found = []
+    for entry in snapshot.files[table]:
+        is_large = entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
+        if not is_large and entry.writer not in replays:
+            found.append(entry)
+    return found if len(found) > 1 else []
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:

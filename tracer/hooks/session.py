@@ -22,7 +22,7 @@ import wrapt
 
 from ...schemas.capture import Capture
 from ...schemas.errors import InvalidRecord, StorageStalled
-from ..patience import MAX_WAIT_S, Patience
+from ..patience import MAX_WAIT_S, Patience, say
 
 if TYPE_CHECKING:
     from ..writer import Part
@@ -233,7 +233,7 @@ class Session:
         """Print a sentence on stderr, unless it has been printed before."""
         if sentence not in self._told:
             self._told.add(sentence)
-            print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
+            say(sentence)
 
     def close(self) -> None:
         """Seal this process's records."""

@@ -41,7 +41,6 @@ class Row:
     key: str
     oldest_weights: int | None
     """Global step of the weights that sampled the row, or of the oldest ones if several did; None if unknown."""
-    newest_weights: int | None
 
     @property
     def group_id(self) -> str:
@@ -53,9 +52,7 @@ class Row:
 def rows_of(batch: Any) -> list[Row]:
     """Return the rows of a KVBatchMeta, without verl's padding rows."""
     return [
-        Row(
-            index=index, key=key, oldest_weights=tag.get("min_global_steps"), newest_weights=tag.get("max_global_steps")
-        )
+        Row(index=index, key=key, oldest_weights=tag.get("min_global_steps"))
         for index, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True))
         if not tag.get("is_padding", False)
     ]
@@ -115,14 +112,13 @@ def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
     """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the transfer behind all of them."""
     seen: Counter[str] = Counter()
     rows = []
-    oldest, newest = (batch.non_tensor_batch.get(f"{which}_global_steps") for which in ("min", "max"))
+    oldest = batch.non_tensor_batch.get("min_global_steps")
     for index, uid in enumerate(map(str, batch.non_tensor_batch["uid"])):
         rows.append(
             Row(
                 index=index,
                 key=f"{uid}_{seen[uid]}_0",
                 oldest_weights=sampled_by if sampled_by is not None or oldest is None else oldest[index],
-                newest_weights=sampled_by if sampled_by is not None or newest is None else newest[index],
             )
         )
         seen[uid] += 1

@@ -16,7 +16,7 @@ from .. import environment
 from ..writer import Part
 from .engine_call import EngineCall, Requested, asking, cut_down, room_for
 from .model_contract import tokenizer_identity
-from .patches import Patches, arguments, version_sentence
+from .patches import Patches, Points, arguments, version_sentence
 from .session import Session
 from .vllm_contract import Conditions, engine_contract, sampling_settings
 
@@ -44,15 +44,21 @@ EMBEDDED = (
 
 def install(session: Session, module: Any) -> Patches:
     """Hook vLLM's offline engine."""
-    import vllm
-
-    session.hooks["vllm"] = vllm.__version__
-    hooks, patches = OfflineHooks(session), Patches()
-    missing = patches.wrap_points(module.LLM, hooks, _POINTS)
+    hooks = OfflineHooks(session)
+    patches = hooked(session, module.LLM, hooks, _POINTS, session.note)
     for name in UNRECORDED:
         patches.wrap(module.LLM, name, partial(hooks.tell_of, name))
+    return patches
+
+
+def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, told: Callable[[str], None]) -> Patches:
+    """Hook an engine's functions; `told` is called with a sentence if this version of vLLM was not tested."""
+    import vllm
+
+    session.hooks["vllm"], patches = vllm.__version__, Patches()
+    missing = patches.wrap_points(engine, hooks, points)
     if sentence := version_sentence("vllm", vllm.__version__, missing):
-        session.note(sentence)
+        told(sentence)
     return patches
 
 

@@ -20,9 +20,9 @@ from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
 from .engine_call import DELTA, EngineCall, Requested, asking, cut_down, room_for
-from .patches import Patches, arguments, version_sentence
+from .patches import Patches, arguments
 from .session import Session
-from .vllm import EMBEDDED, EngineHooks, has_embeddings
+from .vllm import EMBEDDED, EngineHooks, has_embeddings, hooked
 from .vllm_contract import Conditions, async_contract, sampling_settings
 
 ABORT, ERROR = "abort", "error"
@@ -53,14 +53,7 @@ _LOST = (
 
 def install(session: Session, module: Any) -> Patches:
     """Hook vLLM's serving engine."""
-    import vllm
-
-    session.hooks["vllm"] = vllm.__version__
-    hooks, patches = AsyncEngineHooks(session), Patches()
-    missing = patches.wrap_points(module.AsyncLLM, hooks, _POINTS)
-    if sentence := version_sentence("vllm", vllm.__version__, missing):
-        session.tell(sentence)
-    return patches
+    return hooked(session, module.AsyncLLM, AsyncEngineHooks(session), _POINTS, session.tell)
 
 
 class AsyncEngineHooks(EngineHooks):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.checksums import Bytes
-from .pickles import BYTES, Budget, Known, NotPlain, Stateful
+from .pickles import BYTES, Budget, Known, NotPlain
 
 TORCH_DTYPES = {
     "float64": "<f8", "double": "<f8", "float32": "<f4", "float": "<f4", "float16": "<f2", "half": "<f2", "bfloat16": "bfloat16",
@@ -36,7 +36,7 @@ class Held:
         raise NotImplementedError
 
 
-class NumpyDtype(Stateful):
+class NumpyDtype:
     """Stand-in for a NumPy dtype: type string and byte order."""
 
     __slots__ = ("order", "text")
@@ -59,7 +59,7 @@ class NumpyDtype(Stateful):
         return np.dtype(("" if self.order in "|=" else self.order) + self.text)
 
 
-class NumpyArray(Stateful, Held):
+class NumpyArray(Held):
     """Stand-in for a NumPy array, created empty and filled by `give_state`."""
 
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
@@ -141,7 +141,7 @@ class Tensor(Held):
         return from_bfloat16(view) if name == "bfloat16" else view
 
 
-class Shell(Stateful):
+class Shell:
     """Stand-in for a framework's object: constructor arguments and pickled state."""
 
     __slots__ = ("arguments", "state")

@@ -254,9 +254,6 @@ class Selection:
         return kept
 
 
-EVERYTHING = Selection()
-
-
 def check_sample(share: float) -> float:
     """Return the share if it is in (0, 1]. Raises InvalidOption."""
     if not 0.0 < share <= 1.0:

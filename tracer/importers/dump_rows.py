@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.errors import ImportFailed
-from ...schemas.passes import LOGPROBS
 from ..ragged import Padding
 from ..routing import NOT_ROUTED
 from .columns import RowBatch
@@ -35,19 +34,11 @@ class DumpRows:
     def add(self, number: int, **cells: Any) -> None:
         """Add a row. A cell of None means not recorded; a row without `response_ids` has no tokens.
 
-        The cell `routing` is stored in RowBatch.routing, not in a column. Raises ImportFailed if a row has
-        `response_ids` and a pass has another number of logprobs than tokens.
+        The cell `routing` is stored in RowBatch.routing, not in a column.
         """
         cells.setdefault("prompt_ids", None)
-        response = cells.get("response_ids")
-        if response is None:
+        if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
-        else:
-            for name, cell in cells.items():
-                if name.endswith(LOGPROBS) and cell is not None and len(cell) != len(response):
-                    where = f"{self._file}, {self._unit} {number}"
-                    named = name.removesuffix(LOGPROBS)
-                    raise ImportFailed(f"{where}: pass {named} has {len(cell)} logprobs for {len(response)} tokens")
         self._numbers.append(number)
         self._rows.append(cells)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...schemas.errors import ImportFailed
 from .columns import RowBatch
-from .fields import Fields, Values
+from .fields import Values
 from .format import Format, Reading
 from .pickles import Budget
 from .slime import (
@@ -29,6 +29,7 @@ from .slime import (
     response_of,
     sample_cells,
     top_level,
+    values_of,
 )
 from .torch_files import unpickled
 
@@ -162,12 +163,7 @@ def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], wher
         prompt, response = response_of(each)
         chunk = -(-widths[place] // (2 * size)) if widths is not None and type(widths[place]) is int else None
         cells = sample_cells(each.without(PER_TOKEN), shards.step)
-        shards.add(name, cells, _parts(each), len(prompt) + len(response), rank, size, chunk)
-
-
-def _parts(fields: Fields) -> dict[str, Values]:
-    found = {column: fields.values(column) for column in PER_TOKEN if not isinstance(fields.get(column), (int, float))}
-    return {column: values for column, values in found.items() if values is not None}
+        shards.add(name, cells, values_of(each), len(prompt) + len(response), rank, size, chunk)
 
 
 def _number(record: Mapping[str, Any], name: str, default: int, where: str) -> int:

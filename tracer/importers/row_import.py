@@ -29,7 +29,7 @@ from ..ragged import Ragged
 from ..recorder import Recorder
 from ..routing import Routing
 from ..rows import aligned
-from .columns import EVERYTHING, Columns, RowBatch, Selection, read_metrics
+from .columns import Columns, RowBatch, Selection, read_metrics
 from .import_writer import ImportWriter
 from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
@@ -83,9 +83,9 @@ class RowImport:
         folder: Path,
         source: str,
         path: str,
+        selection: Selection,
         *,
-        selection: Selection = EVERYTHING,
-        ordered: bool = False,
+        ordered: bool,
     ):
         """`source` is the format, `path` the location of the files. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
@@ -166,12 +166,8 @@ class RowImport:
         for step, name, value in read_metrics(rows):
             by_step.setdefault(step, {})[name] = value
         for step, values in by_step.items():
-            self.log(step, values)
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record metrics for a step."""
-        self._recorder.add_metrics(step, values)
-        self.result.num_metrics += len(values)
+            self._recorder.add_metrics(step, values)
+            self.result.num_metrics += len(values)
 
     def _finish(self) -> None:
         """Judge the lists of zeros that were left open until all rows were read, and note the missing passes."""
@@ -278,7 +274,7 @@ def open_import(
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
     try:
-        with place as folder, RowImport(folder, format, url, selection=selection, ordered=ordered) as rows:
+        with place as folder, RowImport(folder, format, url, selection, ordered=ordered) as rows:
             yield rows
     except TimTraceError:
         raise

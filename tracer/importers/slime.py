@@ -116,23 +116,13 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
         "reward": None if isinstance(fields.get("reward"), Mapping) else fields.number("reward"),
         "rewards": _reward_parts(fields.get("reward")),
     }
-    for column in PER_TOKEN:
-        found = _of_tokens(fields, column, len(response))
-        if found is not None:
-            cells[column] = found
-    if mask is not None and len(mask) != len(response):
-        raise ImportFailed(f"{fields.where}: loss mask has {len(mask)} values for {len(response)} response tokens")
-    return cells
+    return cells | values_of(fields)
 
 
-def _of_tokens(fields: Fields, column: str, length: int) -> Values | None:
-    value = fields.get(column)
-    if column == "advantage" and value is not None and isinstance(value, (int, float)):
-        return None
-    found = fields.values(column)
-    if found is not None and len(found) != length:
-        raise ImportFailed(f"{fields.where}: {column} has {len(found)} values for {length} response tokens")
-    return found
+def values_of(fields: Fields) -> dict[str, Values]:
+    """Return the sample's values per token, by column; one number for the whole sample is left out."""
+    given = (column for column in PER_TOKEN if not isinstance(fields.get(column), (int, float)))
+    return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
