@@ -142,24 +142,18 @@ class SequenceNames:
     count: int = 0
     """Number of sequences recorded so far."""
 
-    def refuse_repeated(self, step: int, names: list[str]) -> None:
-        """Raise InvalidRecord if a name is repeated or already used in this step."""
-        known, seen = self.known.get(step, set[str]()), set[str]()
-        if len(set(names)) == len(names) and known.isdisjoint(names):
-            return
-        for name in names:
-            if name in known or name in seen:
-                raise InvalidRecord(f"step {step}, sequence {name!r}: occurs twice; (step, seq_id) must be unique")
-            seen.add(name)
-
     def add(self, step: int, names: list[str], *, ordered: bool) -> set[str]:
-        """Add names to a step and return all names in it; with `ordered`, names in earlier steps are forgotten."""
-        if ordered and step != self.step:
-            self.known = {}
-        self.refuse_repeated(step, names)
-        known = self.known.setdefault(step, set())
+        """Add names to a step and return all names in it; with `ordered`, names in earlier steps are forgotten.
+
+        Raises InvalidRecord if a name is repeated or already used in this step.
+        """
+        by_step = {} if ordered and step != self.step else self.known
+        known = by_step.get(step, set())
+        if len(set(names)) != len(names) or not known.isdisjoint(names):
+            name = next(name for row, name in enumerate(names) if name in known or name in names[:row])
+            raise InvalidRecord(f"step {step}, sequence {name!r}: occurs twice; (step, seq_id) must be unique")
         known.update(names)
-        self.step = step
+        self.known, self.step = by_step | {step: known}, step
         self.count += len(names)
         return known
 

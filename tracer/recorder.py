@@ -155,7 +155,6 @@ class Recorder:
     def _start(self, writer: TraceWriter) -> None:
         self.writer = writer
         self.folder = writer.folder
-        self._declared: set[str] = set()
         self._contracts: dict[str, tuple[Contract, str]] = {}
         self._checks_logprobs = True
         self._ordered = True
@@ -217,7 +216,6 @@ class Recorder:
         if known is not None and known[0] is contract:
             return known[1]
         check_pass_name(pass_name)
-        self._declared.add(pass_name)
         digest = self.writer.contract(pass_name, contract)
         self._contracts[pass_name] = (contract, digest)
         return digest
@@ -300,8 +298,11 @@ class Recorder:
         named = self._names[split]
         before = replace(named)
         own = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
-        named.refuse_repeated(step, own or [])
-        seq_ids = self._sequence_names(split, step, own, rows)
+        if self._ordered and named.step is not None and step < named.step:
+            raise InvalidRecord(f"sequences of step {step} after step {named.step}: {_BACK}")
+        if own is not None and len(own) != rows:
+            raise InvalidRecord(f"step {step}: {len(own)} seq_ids for {rows} responses")
+        seq_ids = [f"{self.writer.name}-{named.count + row}" for row in range(rows)] if own is None else own
         known = named.add(step, seq_ids, ordered=self._ordered)
         batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
         reward_names = names(list(rewards or {}), f"step {step}, rewards")
@@ -358,7 +359,7 @@ class Recorder:
         Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
-        check_pass(pass_name, self._declared)
+        check_pass(pass_name, self._contracts.keys())
         if not isinstance(batch, Batch):
             raise InvalidRecord(f"batch: got {shown(batch)}; give the batch that add_sequences returned")
         self._raise_earlier()
@@ -500,16 +501,6 @@ class Recorder:
             return metric_columns(step, given, logged_at)
 
         self._submit(staged, prepare, lambda columns: self.writer.append(METRICS, columns, len(keys)))
-
-    def _sequence_names(self, split: str, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
-        known = self._names[split]
-        if self._ordered and known.step is not None and step < known.step:
-            raise InvalidRecord(f"sequences of step {step} after step {known.step}: {_BACK}")
-        if seq_ids is None:
-            return [f"{self.writer.name}-{known.count + row}" for row in range(rows)]
-        if len(seq_ids) != rows:
-            raise InvalidRecord(f"step {step}: {len(seq_ids)} seq_ids for {rows} responses")
-        return [str(seq_id) for seq_id in seq_ids]
 
     def _sequence_columns(self, batch: Batch, values: dict[str, Any], reward_names: list[str]) -> dict[str, Any]:
         rows, where = len(batch), f"step {batch.step}"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ..schemas.checksums import SealedFile, sealed
 from ..schemas.contract import Contract, canonical_json, contract_hash
 from ..schemas.documents import now
-from ..schemas.errors import InvalidRecord, StorageStalled
+from ..schemas.errors import ImportFailed, InvalidRecord, StorageStalled
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
@@ -69,10 +69,13 @@ class TraceWriter:
         hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None,
         journals: bool = True,
-        versions: Mapping[str, str] | None = None,
         max_wait_s: float = math.inf,
     ):
-        """`attempt` is None outside training; `versions` are this process's by default; `journals` survive a kill."""
+        """`attempt` is None outside training.
+
+        Without `journals`, for an import, nothing survives a kill: the folder becomes a trace only at the end. So the state
+        is saved only at the start and the end, it has no versions of libraries, and `check` raises what ended the writing.
+        """
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -87,9 +90,11 @@ class TraceWriter:
             files={},
             program=environment.program(),
             hooks=hooks or {},
-            versions=environment.all_versions() if versions is None else dict(versions),
+            versions=environment.all_versions() if journals else {},
         )
         self.segments = SegmentWriter(folder, self.name, self.account, journals=journals)
+        self._journals = journals
+        self._failure: BaseException | None = None
         self._saving = threading.RLock()
         self._reserve = folder / JOURNAL / f"{RESERVE_PREFIX}{self.name}"
         self._weights: WeightWriter | None = None
@@ -246,7 +251,7 @@ class TraceWriter:
             self.state.files |= files or {}
             begins = () if begun is None else (begun,)
             self.state.journals = (*(name for name in self.state.journals if name != ended), *begins)
-            if saves:
+            if saves and self._journals:
                 self.save_state()
         if sync:
             self._sync_files(files or ())
@@ -281,6 +286,12 @@ class TraceWriter:
             self._worker.close(signs=self._signs)
         return self._is_whole()
 
+    def check(self, where: str) -> None:
+        """Raise ImportFailed if writing has failed."""
+        if self.state.state == FAILED:
+            reason = " ".join(str(self.state.error).split())
+            raise ImportFailed(f"{where}: could not be written ({reason})") from self._failure
+
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
         try:
@@ -296,8 +307,8 @@ class TraceWriter:
             self.end(Part.WEIGHTS, self._weights.error)
 
     def _is_whole(self) -> bool:
-        if self.state.state != FAILED:
-            return True
+        if self.state.state != FAILED or not self._journals:
+            return self.state.state != FAILED
         say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
         return False
 
@@ -336,6 +347,11 @@ class TraceWriter:
     def _fail(self, error: BaseException) -> None:
         """End recording: report it, mark the trace, and discard later records; on the writing thread."""
         if not self.is_open:
+            return
+        self._failure = error
+        if not self._journals:
+            self.state.state, self.state.error = FAILED, f"{type(error).__name__}: {error}"
+            self.segments.abandon()
             return
         self._say_stopped(error)
         there = self._state_path.parent.exists()

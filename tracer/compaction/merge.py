@@ -115,34 +115,30 @@ def _write_table(
     file_bytes: int, advance: Callable[[int], None],
 ) -> dict[str, SealedFile]:  # fmt: skip
     """Write the rows of parts to files. `room` and `small` have the same meaning as in `sorted_groups`."""
-    groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance))
+    groups = sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance)
     found: dict[str, SealedFile] = {}
-    while groups.next is not None:
+    for first in groups:
         relative = Segment(writer, len(found)).parquet(table)
         steps: list[tuple[int, int]] = []
         with trace_file(building, relative) as temporary:
+            filling = _until_full(first, groups, temporary, file_bytes, steps)
             written = write_checked(
-                temporary, relative, TABLE_SPECS[table].schema, groups.until(temporary, file_bytes, steps),
+                temporary, relative, TABLE_SPECS[table].schema, filling,
                 block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
             )  # fmt: skip
         found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
     return found
 
 
-class _Waiting:
-    """Iterator over row groups that stops when a file is full and continues with the next file."""
-
-    def __init__(self, groups: Iterator[pa.Table]):
-        self._groups = groups
-        self.next = next(groups, None)
-
-    def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
-        """Yield row groups until the file at `path` has `file_bytes`; append each one's first and last step."""
-        while self.next is not None and (not steps or path.stat().st_size < file_bytes):
-            ends = pc.min_max(self.next["step"])
-            steps.append((ends["min"].as_py(), ends["max"].as_py()))
-            yield self.next
-            self.next = next(self._groups, None)
+def _until_full(
+    group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int, steps: list[tuple[int, int]]
+) -> Iterator[pa.Table]:
+    """Yield row groups until the file at `path` has `file_bytes`; append each one's first and last step."""
+    while group is not None:
+        ends = pc.min_max(group["step"])
+        steps.append((ends["min"].as_py(), ends["max"].as_py()))
+        yield group
+        group = next(others, None) if path.stat().st_size < file_bytes else None
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:

@@ -29,8 +29,8 @@ from ..ragged import Ragged
 from ..recorder import Recorder
 from ..routing import Routing
 from ..rows import aligned
+from ..writer import TraceWriter
 from .columns import Columns, RowBatch, Selection, read_metrics
-from .import_writer import ImportWriter
 from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 
@@ -91,7 +91,7 @@ class RowImport:
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
-        self._writer = ImportWriter(folder)
+        self._writer = TraceWriter(folder, journals=False)
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
         self._zero_lists = ZeroLists()
         self._open: dict[str, list[_Scores]] = {}
