@@ -153,7 +153,8 @@ class SequenceNames:
             name = next(name for row, name in enumerate(names) if name in known or name in names[:row])
             raise InvalidRecord(f"step {step}, sequence {name!r}: occurs twice; (step, seq_id) must be unique")
         known.update(names)
-        self.known, self.step = by_step | {step: known}, step
+        by_step[step] = known
+        self.known, self.step = by_step, step
         self.count += len(names)
         return known
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dense import Distribution
-from ..logits import Projection
+from ..dense import Distribution, Projection
 from ..routing import Router, RouterTap, Routing, is_mixture, of_cells, routers
 from ..weights.layout import is_sharded, model_parameters
 from ..writer import Part

@@ -14,9 +14,8 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 from .dump_rows import DumpRows
 from .fields import Fields, Values
 from .format import DumpFolder, Format, Reading
+from .masked_lines import NEMO_RL, PRIME_RL
 from .miles import MILES
-from .nemo_rl import NEMO_RL
-from .prime_rl import PRIME_RL
 from .responses import SGLANG, VLLM
 from .skyrl import SKYRL
 from .slime import SLIME
