@@ -19,10 +19,10 @@ from ..schemas.tables import FLOATS, TOKENS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.writer_state import WriterState
 from . import dense
+from .create import remove_unfinished
 from .journal import DENSE_TABLE, JOURNALED, journaled_segments, read_journal
 from .liveness import liveness
 from .parquet_file import write_checked
-from .replaced import remove_unfinished
 from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
 from ..upload import Upload, forget
 from ..whole_file import alone, trace_file, write_part
-from .buckets import Part, read_parts, sorted_groups, step_tokens
+from .buckets import read_parts, sorted_groups, step_tokens
 
 _SMALL = 0.25
 """Merged files smaller than this share of the target size are merged again."""
@@ -104,29 +104,19 @@ def write_merged(
         for table, of_table in parts.items():
             room = building / f"{table}-buckets"
             room.mkdir()
-            small = step_tokens(of_table, file_bytes)
-            found |= _write_table(snapshot.store, table, of_table, small, writer, building, room, file_bytes, advance)
+            spec, small = TABLE_SPECS[table], step_tokens(of_table, file_bytes)
+            groups = sorted_groups(snapshot.store, spec, of_table, small, room, advance)
+            for number, first in enumerate(groups):
+                relative = Segment(writer, number).parquet(table)
+                steps: list[tuple[int, int]] = []
+                with trace_file(building, relative) as temporary:
+                    filling = _until_full(first, groups, temporary, file_bytes, steps)
+                    written = write_checked(
+                        temporary, relative, spec.schema, filling,
+                        block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
+                    )  # fmt: skip
+                found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
             room.rmdir()
-    return found
-
-
-def _write_table(
-    store: Store, table: str, parts: Sequence[Part], small: int, writer: str, building: Path, room: Path,
-    file_bytes: int, advance: Callable[[int], None],
-) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of parts to files. `room` and `small` have the same meaning as in `sorted_groups`."""
-    groups = sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance)
-    found: dict[str, SealedFile] = {}
-    for first in groups:
-        relative = Segment(writer, len(found)).parquet(table)
-        steps: list[tuple[int, int]] = []
-        with trace_file(building, relative) as temporary:
-            filling = _until_full(first, groups, temporary, file_bytes, steps)
-            written = write_checked(
-                temporary, relative, TABLE_SPECS[table].schema, filling,
-                block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
-            )  # fmt: skip
-        found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
     return found
 
 

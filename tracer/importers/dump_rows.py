@@ -107,19 +107,16 @@ def padded_columns(
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
-    if not any(isinstance(cell, (np.ndarray, Values)) for cell in cells):
-        return cells
     found: list[Any] = []
     for cell, mask in zip(cells, masks, strict=True):
-        if not isinstance(cell, (np.ndarray, Values)):
-            found.append(cell)
-            continue
-        part = cell if isinstance(cell, Values) else Values(cell, np.ones(len(cell), bool))
-        counted = part.known if mask is None else part.known & mask
-        values = part.values[counted]
-        if len(values) and (values != values[0]).any():
-            return cells
-        found.append(float(values[0]) if len(values) else None)
+        if isinstance(cell, np.ndarray):
+            cell = Values(cell, np.ones(len(cell), bool))
+        if isinstance(cell, Values):
+            values = cell.values[cell.known if mask is None else cell.known & mask]
+            if len(values) and (values != values[0]).any():
+                return cells
+            cell = float(values[0]) if len(values) else None
+        found.append(cell)
     return found
 
 

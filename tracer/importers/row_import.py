@@ -222,7 +222,8 @@ class RowImport:
         part = columns.take(rows)
         given = part.ragged(column)
         seq_ids = [batch.seq_ids[row] for row in rows]
-        logprobs = aligned(given, np.float32, None, lengths[rows], seq_ids, batch.step, f"logprobs of pass {name!r}")
+        what, remedy = f"logprobs of pass {name!r}", "a pass needs one logprob, or NULL, for each response token"
+        logprobs = aligned(given, np.float32, None, lengths[rows], seq_ids, batch.step, what, remedy)
         self.result.num_above_zero += int((logprobs.values > 0).sum())
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
