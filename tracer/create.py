@@ -206,7 +206,9 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
 def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | None) -> None:
     """Raise TraceExists if another process is writing a trace or a part; remove what killed processes left at first."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
-        raise TraceExists(f"{path}: another process is writing a trace there; wait until it ends, or use another folder")
+        raise TraceExists(
+            f"{path}: another process is writing a trace there; wait until it ends, or use another folder"
+        )
     if building is None:
         remove_unfinished(folder)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...schemas.layout import ENGINE_WEIGHTS
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
-from .patches import Patches
+from .patches import Original, Patches
 from .trainer_tensors import held_tensors, is_quantised, is_whole, trained_model, trainer_tensors
 from .vllm_contract import model_runner
 
@@ -95,7 +95,7 @@ class EngineWeights:
             self._dtype = llm.llm_engine.vllm_config.model_config.dtype
             self._device = next(model.parameters()).device
 
-    def _load(self, original: Callable[..., Any], model: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load(self, original: Original, model: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_loading or not self.is_on or self._model is None or self._model() is not model:
             return original(model, weights, *args, **kwargs)
         self._is_loading = True

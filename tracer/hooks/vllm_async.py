@@ -10,7 +10,7 @@ import asyncio
 import sys
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
 from .engine_call import DELTA, EngineCall, Requested, asking, cut_down, room_for
-from .patches import Patches, arguments
+from .patches import Original, Patches, arguments
 from .session import Session
 from .vllm import EMBEDDED, EngineHooks, has_embeddings, hooked
 from .vllm_contract import Conditions, async_contract, sampling_settings
@@ -66,14 +66,14 @@ class AsyncEngineHooks(EngineHooks):
         self._num_running = 0
         self._names: Counter[str] = Counter()
 
-    def init(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
         with self.session.guard("vLLM's engine arguments"):
             if self.session.capture.dense and not _is_verl():
                 config = arguments(original, engine, *args, **kwargs)["vllm_config"].model_config
                 config.max_logprobs = room_for(self.session.capture, config.max_logprobs)
         return original(engine, *args, **kwargs)
 
-    def generate(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(engine, *args, **kwargs)
         try:
@@ -86,7 +86,7 @@ class AsyncEngineHooks(EngineHooks):
             return original(engine, *args, **kwargs)
         return self._recorded(original, engine, call)
 
-    def collective_rpc(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
         with self.session.guard("how vLLM's model was changed"):
             method = args[0] if args else kwargs.get("method")
             if method in MODEL_PATCHES:
@@ -94,9 +94,7 @@ class AsyncEngineHooks(EngineHooks):
                 self._model_patches.setdefault(engine, []).append({"method": method, "arguments": given})
         return original(engine, *args, **kwargs)
 
-    async def _recorded(
-        self, original: Callable[..., Any], engine: Any, call: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
+    async def _recorded(self, original: Original, engine: Any, call: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Yield the engine's outputs to the caller, and record the request when it has ended."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
