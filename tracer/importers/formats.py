@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ...schemas.errors import ImportFailed
-from .columns import ROWS_AT_ONCE, RowBatch, explained
-from .dump_rows import DumpRows
+from .columns import ROWS_AT_ONCE, explained
 from .fields import Fields, Values
-from .format import DumpFolder, Format, Reading
+from .format import DumpFolder, Format, read_rows
 from .masked_lines import NEMO_RL, PRIME_RL
 from .miles import MILES
 from .responses import SGLANG, VLLM
@@ -111,30 +111,19 @@ MS_SWIFT = Format(
 _NOT_REWARDS = ("step", "prompt", "completion")
 
 
-def _trl_rows(reading: Reading) -> Iterator[RowBatch]:
-    (path,) = reading.paths()
-    budget = reading.budget()
+def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row number, numbers of the row); texts are not read: they may be large, and a trace does not store them."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
-        # Texts are not read: they may be large, and a trace does not store them.
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
         kept = [field.name for field in parquet.schema_arrow if any(test(field.type) for test in tests)]
-        first = 1
-        for batch in parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept):
-            rows = DumpRows(str(path))
-            for place, record in enumerate(batch.to_pylist()):
-                fields = reading.fields(record, f"{path}, row {first + place}", budget)
-                step = fields.integer("step")
-                rows.add(
-                    first + place,
-                    step=reading.part.step if step is None else step,
-                    seq_id=str(first + place - 1),
-                    advantage=fields.number("advantage"),
-                    rewards=fields.numbers(_NOT_REWARDS),
-                )
-            first += batch.num_rows
-            if len(rows):
-                yield rows.batch()
+        batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept)
+        yield from enumerate((record for batch in batches for record in batch.to_pylist()), start=1)
+
+
+def _trl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+    cells = fields.cells("step", "advantage")
+    return [{"seq_id": str(number - 1), **cells, "rewards": fields.numbers(_NOT_REWARDS)}]
 
 
 TRL = Format(
@@ -144,7 +133,7 @@ TRL = Format(
     columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
     alignment="texts only, no token ids or logprobs; every other numeric column is a reward function",
     pattern=r"completions_(\d+)\.parquet",
-    read=_trl_rows,
+    read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
     lacks=dict.fromkeys(
         ("rollout", "train"),
         "log_completions writes texts and rewards but no token ids or logprobs; record the run: tim-trace record -o RUN -- python "
