@@ -109,8 +109,8 @@ class AsyncTrainerHooks(TrainerHooks):
                     policy_version=None if version is None else steps.get(version),
                     advantage=float(example["advantage"]),
                     rewards={name.removeprefix(_REWARDS): float(metrics[name]) for name in names},
-                    ids=np.asarray(example["input_ids"]),
-                    mask=np.asarray(example["completion_mask"]),
+                    ids=np.asarray(example["input_ids"], np.int32),
+                    mask=np.asarray(example["completion_mask"], np.uint8),
                 )
             )
         return found

@@ -8,7 +8,7 @@ process), L length of the longest encoded row in bytes.
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,36 +191,14 @@ class PackedRow:
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """Encode rows as a uint8 tensor [R, L]. Each row holds a line of JSON, then its samples' tokens and masks."""
+    """Encode rows as a uint8 tensor [R, L], which the trainer's own processes decode."""
     import torch
 
-    encoded = [_encoded(samples) for samples in rows]
+    encoded = [np.frombuffer(pickle.dumps(list(samples)), np.uint8) for samples in rows]
     width = max(map(len, encoded))
     return torch.from_numpy(np.stack([np.pad(row, (0, width - len(row))) for row in encoded]))
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """Decode the samples of one row encoded by `to_bytes`."""
-    data = row.cpu().numpy().tobytes()
-    head, _, arrays = data.partition(b"\n")
-    samples, place = [], 0
-    for described in json.loads(head):
-        length = described.pop("length")
-        ids = np.frombuffer(arrays, "<i4", length, place)
-        mask = np.frombuffer(arrays, np.uint8, length, place + ids.nbytes)
-        place += ids.nbytes + mask.nbytes
-        samples.append(PackedSample(**described, ids=ids, mask=mask))
-    return PackedRow(samples)
-
-
-def _encoded(samples: Sequence[PackedSample]) -> np.ndarray:
-    described = [
-        {
-            "length": len(sample.ids),
-            **{name: getattr(sample, name) for name in ("name", "group", "policy_version", "advantage")},
-            "rewards": dict(sample.rewards),
-        }
-        for sample in samples
-    ]
-    arrays = [part for sample in samples for part in (sample.ids.astype("<i4"), sample.mask.astype(np.uint8))]
-    return np.frombuffer(b"".join([json.dumps(described).encode(), b"\n", *(a.tobytes() for a in arrays)]), np.uint8)
+    """Decode the samples of one row encoded by `to_bytes`, with padding after them."""
+    return PackedRow(pickle.loads(row.cpu().numpy().tobytes()))
