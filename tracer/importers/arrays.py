@@ -123,21 +123,15 @@ class Tensor(Held):
         if content is None or name not in TORCH_DTYPES:
             raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor without its bytes")
         dtype = NUMPY_DTYPES[name]
-        count, is_flat = math.prod(self._shape), self._strides == _contiguous(self._shape)
-        last = self._offset + (
-            count - 1 if is_flat else sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
-        )
+        count = math.prod(self._shape)
+        last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         if count and last >= len(content) // dtype.itemsize:
             raise NotPlain("a tensor that extends past the end of its bytes")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
-        if is_flat:
-            view = np.frombuffer(content, dtype, count, self._offset * dtype.itemsize).reshape(self._shape)
-        else:
-            flat = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
-            steps = [step * dtype.itemsize for step in self._strides]
-            view = np.lib.stride_tricks.as_strided(flat[self._offset :], self._shape, steps, writeable=False)
+        steps = [step * dtype.itemsize for step in self._strides]
+        view = np.ndarray(self._shape, dtype, content, self._offset * dtype.itemsize, steps)
         return from_bfloat16(view) if name == "bfloat16" else view
 
 
@@ -151,13 +145,6 @@ class Shell:
 
     def give_state(self, state: Any) -> None:
         self.state = state
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous array with this shape."""
-    if len(shape) == 1:
-        return (1,)
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
