@@ -169,7 +169,7 @@ class _Before:
                 f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same "
                 f"options, or choose another folder"
             )
-        passes = {name for name in store.folders("passes")}
+        passes = set(store.folders("passes"))
         # A file that grew between imports has one entry per import; the entry with the most lines is kept.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)

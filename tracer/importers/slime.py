@@ -120,8 +120,9 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
-    """Return the sample's values per token, by column; one number for the whole sample is left out."""
-    given = (column for column in PER_TOKEN if not isinstance(fields.get(column), (int, float)))
+    """Return the sample's values per token, by column; an advantage of the whole sample is left out."""
+    one = isinstance(fields.get("advantage"), (int, float))
+    given = [column for column in PER_TOKEN if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
