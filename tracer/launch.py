@@ -20,12 +20,11 @@ from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.manifest import Manifest
 from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, LAUNCHER, OPEN, WriterState
-from .child import Child
 from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
-from .nodes import SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .patience import MAX_WAIT_S, Patience, say
+from .processes import SIGN_S, SIGNED_S, Child, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .store import Store
 from .whole_file import alone, write_part
 from .worker import Worker

@@ -9,8 +9,8 @@ from typing import Any
 from ...schemas.layout import ENGINE_WEIGHTS
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
+from .models import held_tensors, is_quantised, is_whole, trained_model, trainer_tensors
 from .patches import Original, Patches
-from .trainer_tensors import held_tensors, is_quantised, is_whole, trained_model, trainer_tensors
 from .vllm_contract import model_runner
 
 GIVEN, HELD, NONE = "given", "held", "none"

@@ -9,8 +9,7 @@ from urllib.request import urlopen
 from ...schemas.contract import PREFIX_TREE, Contract, plain
 from .. import environment
 from ..weights.layout import model_parameters, num_elements
-from .model_contract import class_path, described, dtypes, numerics
-from .trainer_tensors import trained_model
+from .models import class_path, described, dtypes, numerics, trained_model
 from .trl_release import SERVER_URL, TEMPERATURE, find, fused_lm_head
 
 _SERVER_TIMEOUT_S = 10

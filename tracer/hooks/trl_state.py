@@ -19,8 +19,8 @@ from ..dense import Distribution
 from ..routing import Routing
 from ..rows import Forward
 from .engine_call import EngineCall
+from .models import KeptWeights
 from .session import Session
-from .trainer_tensors import KeptWeights
 
 
 @dataclass(slots=True, kw_only=True)

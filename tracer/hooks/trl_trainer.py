@@ -19,10 +19,9 @@ from ..optimizer import optimizer_statistics, underlying
 from ..weights.layout import is_sharded, replicated
 from ..writer import Part
 from .engine_call import EngineCall
-from .model_contract import tokenizer_identity
+from .models import tokenizer_identity, trained_model
 from .patches import Original, arguments
 from .session import Session
-from .trainer_tensors import trained_model
 from .trl_batches import (
     ROW_KEY,
     engine_call_of,

@@ -19,7 +19,7 @@ from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
 from ..contracts import read_contract
 from ..store import Store
 from ..writer import Part
-from .model_contract import tokenizer_identity
+from .models import tokenizer_identity
 from .patches import Original, Patches, Points, arguments, version_sentence
 from .session import Session
 from .verl_batches import (

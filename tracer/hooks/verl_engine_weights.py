@@ -15,9 +15,9 @@ from typing import Any
 from ..weights.digests import digest
 from ..weights.layout import model_parameters, model_tensors
 from .engine_weights import NONE, EngineWeights, read_digests
+from .models import held_tensors, is_whole
 from .patches import Original
 from .session import Session
-from .trainer_tensors import held_tensors, is_whole
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"

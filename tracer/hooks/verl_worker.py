@@ -18,9 +18,9 @@ from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from ..writer import Part
+from .models import KeptWeights
 from .patches import Original, Patches, arguments
 from .session import Session
-from .trainer_tensors import KeptWeights
 from .trl_batches import right_padded
 from .verl_batches import FORWARD_KEYS, ROW_KEY, UPDATE_KEY, Forwards, attended_tokens
 from .verl_contract import FSDP, model_identity, scoring_contract

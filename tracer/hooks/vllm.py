@@ -15,7 +15,7 @@ from ...schemas.passes import ROLLOUT
 from .. import environment
 from ..writer import Part
 from .engine_call import EngineCall, Requested, asking, cut_down, room_for
-from .model_contract import tokenizer_identity
+from .models import tokenizer_identity
 from .patches import Original, Patches, Points, arguments, version_sentence
 from .session import Session
 from .vllm_contract import Conditions, engine_contract, sampling_settings

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
-from ..hooks.model_contract import described, tokenizer_identity
+from ..hooks.models import described, tokenizer_identity
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line
 from ..verified_file import FileCursor
