@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
@@ -104,7 +103,7 @@ class AsyncEngineHooks(EngineHooks):
         try:
             async for output in outputs:
                 if request is not None:
-                    given = request.give(output)
+                    given = [(done, cut_down(done, request.requested)) for done in output.outputs]
                     with self.session.guard("vLLM's rollouts"):
                         request.take(output, given)
                 yield output
@@ -162,7 +161,8 @@ class AsyncEngineHooks(EngineHooks):
         self.session.record(Part.CONTRACTS, self._add_contract, engine, request)
         if self.session.is_sampled_for_trainer:
             return
-        request.call(self.session.capture).record(recorder, step=request.step, names=[request.name])
+        call = EngineCall(outputs=[request], requested=[request.requested], given=None, capture=self.session.capture)
+        call.record(recorder, step=request.step, names=[request.name])
 
     def _add_contract(self, engine: Any, request: AsyncRequest) -> None:
         contract, is_new = self._contract(engine, request.requested.params, request.conditions)
@@ -230,12 +230,8 @@ class AsyncRequest:
         self._is_delta = requested.params.output_kind.name == DELTA
         self._completions: dict[int, GivenCompletion] = {}
 
-    def give(self, output: Any) -> list[tuple[Any, Any]]:
-        """Reduce an output to what the caller requested. Return its completions, each with the engine's full logprobs."""
-        return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
-
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add the completions in an output to those received earlier."""
+        """Add the completions in an output, each `given` with the engine's logprobs, to those received earlier."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -252,10 +248,6 @@ class AsyncRequest:
         """Completions that have at least one token, or that ended normally without any."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
-
-    def call(self, capture: Capture) -> EngineCall:
-        """Return the request and its completions as an engine call that can be recorded."""
-        return EngineCall(outputs=[self], requested=[self.requested], given=None, capture=capture)
 
 
 def _is_verl() -> bool:

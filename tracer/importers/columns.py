@@ -44,10 +44,6 @@ class Columns:
             arrays[ours] = _read(rows, values, theirs, ours, kinds[ours])
         return cls(arrays, len(rows.numbers), rows.routing)
 
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self._arrays)
-
     def __getitem__(self, name: str) -> pa.Array | None:
         return self._arrays.get(name)
 

@@ -21,7 +21,6 @@ from .format import Format, Reading
 from .pickles import Budget
 from .slime import (
     COLUMNS,
-    PER_TOKEN,
     StepSamples,
     add_rollout,
     dump_parts,
@@ -142,7 +141,7 @@ def _add_rank(
     for place, (name, each) in enumerate(zip(named(each.text("seq_id") for each in fields), fields, strict=True)):
         prompt, response = response_of(each)
         chunk = -(-widths[place] // (2 * size)) if widths is not None and type(widths[place]) is int else None
-        cells = sample_cells(each.without(PER_TOKEN), reading.part.step or 0)
+        cells = sample_cells(each, reading.part.step or 0)
         made = _Sample(cells=cells, total=len(prompt) + len(response), chunk=chunk)
         parts = ranked.setdefault(name, made).parts
         for column, values in values_of(each).items():

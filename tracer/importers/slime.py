@@ -100,12 +100,12 @@ def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
-    """Return the cells of a sample whose lists are aligned with the response tokens."""
+    """Return the cells of a sample, except its values per token (`values_of`)."""
     prompt, response = response_of(fields)
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
         mask = np.zeros(len(response), bool)
-    cells: dict[str, Any] = {
+    return {
         "step": step,
         "prompt_ids": prompt,
         "response_ids": response,
@@ -116,7 +116,6 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
         "reward": None if isinstance(fields.get("reward"), Mapping) else fields.number("reward"),
         "rewards": _reward_parts(fields.get("reward")),
     }
-    return cells | values_of(fields)
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
@@ -216,7 +215,7 @@ def add_rollout(
     fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
     names = list(named(each.text("seq_id") for each in fields))
     for name, each in zip(names, fields, strict=True):
-        cells = sample_cells(each, samples.step)
+        cells = sample_cells(each, samples.step) | values_of(each)
         cells["routing"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
         samples.add(name, cells)
     return names
@@ -257,7 +256,7 @@ def _add_trained(
         position = each.integer("position")
         if position is not None and 0 <= position < len(names):
             name = names[position]
-        cells = sample_cells(each, samples.step)
+        cells = sample_cells(each, samples.step) | values_of(each)
         if isinstance(rewards, (list, tuple)) and position is not None and 0 <= position < len(rewards):
             reward = rewards[position]
             cells["reward"] = float(reward) if isinstance(reward, (int, float, np.number)) else None

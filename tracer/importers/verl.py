@@ -183,7 +183,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
     """Return the engine's choices [B, P + T, L, S]; None without, or after the trainer's replaced them (R2)."""
-    found = None if "train_logprobs" in fields else _array(fields, "experts", 4)
+    found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
             f"{where}: routed_experts has the shape {list(found.shape)}, but attention_mask {list(shape)}; leave it out with "
