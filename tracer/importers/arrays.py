@@ -26,16 +26,6 @@ STORAGES = {
 MAX_DIMENSIONS = 8
 
 
-class Held:
-    """Base class for stand-ins of arrays, whose bytes may be read after the object is created."""
-
-    __slots__ = ()
-
-    def array(self) -> np.ndarray:
-        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
-        raise NotImplementedError
-
-
 class NumpyDtype:
     """Stand-in for a NumPy dtype: type string and byte order."""
 
@@ -59,7 +49,7 @@ class NumpyDtype:
         return np.dtype(("" if self.order in "|=" else self.order) + self.text)
 
 
-class NumpyArray(Held):
+class NumpyArray:
     """Stand-in for a NumPy array, created empty and filled by `give_state`."""
 
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
@@ -79,6 +69,7 @@ class NumpyArray(Held):
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 
     def array(self) -> np.ndarray:
+        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
                 raise NotPlain("a NumPy array with a number of objects that does not fit its shape")
@@ -98,7 +89,7 @@ class Storage:
         self.dtype, self.content = dtype, content
 
 
-class Tensor(Held):
+class Tensor:
     """Stand-in for a torch tensor: a strided view of a storage."""
 
     __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
@@ -133,6 +124,10 @@ class Tensor(Held):
         steps = [step * dtype.itemsize for step in self._strides]
         view = np.ndarray(self._shape, dtype, content, self._offset * dtype.itemsize, steps)
         return from_bfloat16(view) if name == "bfloat16" else view
+
+
+HELD = (NumpyArray, Tensor)
+"""Stand-ins of arrays, whose bytes may be read after the object is created."""
 
 
 class Shell:
@@ -171,7 +166,7 @@ def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
     """Return a tensor that was saved as dtype name, shape and bytes. Raises NotPlain if one of them is invalid."""
-    if isinstance(content, Held):
+    if isinstance(content, HELD):
         content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     if name not in TORCH_DTYPES or not isinstance(content, BYTES):
@@ -189,7 +184,7 @@ def bytes_of(array: np.ndarray) -> Bytes:
 
 def settled(value: Any) -> Any:
     """Return a value from a dump, with stand-ins for arrays converted to arrays."""
-    return value.array() if isinstance(value, Held) else value
+    return value.array() if isinstance(value, HELD) else value
 
 
 def _sequence(value: Any = ()) -> list[Any]:

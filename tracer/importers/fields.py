@@ -17,7 +17,7 @@ import pyarrow as pa
 from ...schemas import tables
 from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
-from .arrays import Held
+from .arrays import HELD
 from .pickles import Budget
 
 
@@ -95,7 +95,7 @@ class Fields:
 
     def _array(self, name: str, value: Any, dimensions: int) -> np.ndarray:
         try:
-            found = value.array() if isinstance(value, Held) else value
+            found = value.array() if isinstance(value, HELD) else value
         except ValueError as error:
             raise ImportFailed(f"{self.where}: field {name!r} cannot be read ({error})") from error
         if isinstance(found, (list, tuple)) and dimensions == 1:
@@ -242,7 +242,7 @@ def _all_known(length: int) -> np.ndarray:
 
 
 def _one(value: Any) -> Any:
-    if isinstance(value, Held):
+    if isinstance(value, HELD):
         try:
             value = value.array()
         except ValueError:

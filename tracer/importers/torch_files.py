@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
-from .arrays import NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, not_called, raw_tensor
+from .arrays import HELD, NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Storage, Tensor, bytes_of, not_called, raw_tensor
 from .pickles import BYTES, Budget, Known, Names, NotPlain, load
 from .textfiles import whole_content
 
@@ -184,7 +184,7 @@ def _item_size(dtype: str | None) -> int:
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     """Return name -> tensor for a TensorDict that was saved as one storage."""
-    if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
+    if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
     for name, leaf in metadata["leaves"].items():
