@@ -108,20 +108,18 @@ class RowImport:
         """State of the trace writer that records the rows."""
         return self._writer.state
 
-    def __enter__(self) -> RowImport:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    @contextmanager
+    def recording(self) -> Iterator[RowImport]:
+        """Finish and close the import at the end of the block. Raises ImportFailed for rows that cannot be recorded."""
         try:
-            if error is None:
+            try:
+                yield self
                 self._finish()
-            self._recorder.close()
-        except InvalidRecord as wrong:
-            raise ImportFailed(f"{self._where}: {wrong}") from wrong
-        if isinstance(error, InvalidRecord):
+            finally:
+                self._recorder.close()
+        except InvalidRecord as error:
             raise ImportFailed(f"{self._where}: {error}") from error
-        if error is None:
-            self._writer.check(self._where)
+        self._writer.check(self._where)
 
     def check_any(self) -> None:
         """Raise ImportFailed if no row was read or selected."""
@@ -275,7 +273,7 @@ def open_import(
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
     try:
-        with place as folder, RowImport(folder, format, url, selection, ordered=ordered) as rows:
+        with place as folder, RowImport(folder, format, url, selection, ordered=ordered).recording() as rows:
             yield rows
     except TimTraceError:
         raise
