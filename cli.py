@@ -1342,7 +1342,7 @@ def _stats_command(output: str, pair: str | None) -> str:
 
 
 def _brought_in(output: str, imported: Any, pair: str | None) -> str:
-    from .tracer.importers.rowbatch import listed_names
+    from .tracer.importers.columns import listed_names
 
     holes, parts = imported.placeholders, []
     if holes.total:

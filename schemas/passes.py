@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from .errors import InvalidRecord
 
@@ -16,7 +16,7 @@ REPLAY_PREFIX = "replay/"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.+=-]*(/[a-z0-9][a-z0-9_.+=-]*)*", re.IGNORECASE)
 
 
-def check_pass(name: str, declared: frozenset[str] | set[str] = frozenset()) -> str:
+def check_pass(name: str, declared: Set[str] = frozenset()) -> str:
     """Return `name`; raise InvalidRecord unless it is a standard pass, a replay, or a pass declared with a contract."""
     if not isinstance(name, str):
         raise InvalidRecord(f"pass {name!r}: not a string; use one of {', '.join(STANDARD)}")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,13 +19,11 @@ from ..schemas.errors import InvalidOption, StorageStalled, TimTraceError, Trace
 from ..schemas.layout import MANIFEST, WRITERS
 from ..schemas.size import parse_size
 from ..schemas.writer_state import CLOSED, LAUNCHER, OPEN, WriterState
-from .child import Child
 from .create import claimed, join_trace, local_folder, new_trace, refuse_live
 from .hooks.session import BOOTSTRAP, ENVIRONMENT, Order
 from .liveness import this_process
-from .nodes import SIGN_S, SIGNED_S, has_several_nodes, is_same, later_node, launchers, running_launchers
-from .patience import MAX_WAIT_S, Patience
-from .sender import Sender
+from .patience import MAX_WAIT_S, Patience, say
+from .processes import SIGN_S, SIGNED_S, Child, has_several_nodes, is_same, later_node, launchers, running_launchers
 from .store import Store
 from .whole_file import alone, write_part
 from .worker import Worker
@@ -139,13 +136,15 @@ def record(
     if number is not None:
         if is_url:
             return _run_unrecorded(command, output, _none_found(number, output, max_wait))
-        _tell(f"{number}: waiting up to {max_wait:g} s for another node to start the recording")
+        say(f"{number}: waiting up to {max_wait:g} s for another node to start the recording")
     elif is_url:
         if resume or force:
             raise InvalidOption(
                 f"{output}: traces on object storage cannot be replaced or extended; use another URL",
                 option="resume" if resume else "force",
             )
+        from .upload import Sender  # imported here, so that a command starts before Arrow is loaded
+
         sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
     # Only the worker touches the folder, so that this thread serves the command even if the file system hangs.
@@ -170,7 +169,7 @@ def record(
                 if first is None:
                     raise
         if first is not None:
-            _tell(f"joining the recording started on {first.host} at {first.opened_at}")
+            say(f"joining the recording started on {first.host} at {first.opened_at}")
         folder = local_folder(output)
         store = Store(folder)
         trace, states = store.manifest(), store.writers()[0]
@@ -258,7 +257,7 @@ def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> s
 
 def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], why: str) -> Recording:
     """Run the command without recording it; print the reason before and after the command runs."""
-    _tell(f"NOT RECORDED on this node; the command starts now: {why}")
+    say(f"NOT RECORDED on this node; the command starts now: {why}")
     exit_code = _started(command, os.environ).wait(lambda: None, SIGN_S)
     return Recording(folder=Path(output), exit_code=exit_code, writers=(), note=f"NOT RECORDED on this node: {why}")
 
@@ -271,10 +270,6 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
         if isinstance(error, FileNotFoundError):
             why = "no such command; check its name and your PATH"
         raise InvalidOption(f"record: {command[0]}: {why}") from error
-
-
-def _tell(sentence: str) -> None:
-    print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
 
 
 class Launcher:

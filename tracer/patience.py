@@ -19,6 +19,11 @@ _TELLS_EVERY_S = 5.0
 _LOOKS_EVERY_S = 0.5
 
 
+def say(sentence: str) -> None:
+    """Print a sentence on stderr at once."""
+    print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
+
+
 class Patience:
     """Bounded waits for the callers of one writer; each wait is at most `max_wait_s` long."""
 
@@ -78,7 +83,7 @@ class Patience:
             "" if self.max_wait_s == math.inf else f"; after {self.max_wait_s:g} s this process continues without it"
         )
         text = f"waiting for {self._path} ({self._mount()}) to respond, {waited_s:.0f} s so far{bound}"
-        print(f"tim-trace: {text}", file=sys.stderr, flush=True)
+        say(text)
         self._meanwhile()
 
     def _mount(self) -> str:

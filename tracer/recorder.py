@@ -30,11 +30,10 @@ from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
 from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, Column
 from ..schemas.writer_state import CLOSED
 from . import environment
-from .batch import Batch, SequenceNames
+from .batch import Batch, SequenceNames, padding_of
 from .create import join_trace, new_trace
 from .dense import Distribution, Hidden, bits, check_num_rows
 from .liveness import PROCESS, is_of_this_start, is_this_process, liveness, next_attempt, states_of_rank
-from .masks import padding_of
 from .optimizer import optimizer_statistics
 from .patience import MAX_WAIT_S, Patience
 from .ragged import Padding, Ragged, flatten, is_padded, num_rows, shown
@@ -42,13 +41,11 @@ from .routing import Routing, check_routing
 from .rows import (
     ALIGN,
     Forward,
-    ScoreRows,
-    SequenceRows,
     aligned,
     check_logprobs,
     check_whole,
     is_per_token,
-    metric_rows,
+    metric_columns,
     of_rows,
     reward_array,
     rounding_tolerance,
@@ -157,7 +154,6 @@ class Recorder:
     def _start(self, writer: TraceWriter) -> None:
         self.writer = writer
         self.folder = writer.folder
-        self._declared: set[str] = set()
         self._contracts: dict[str, tuple[Contract, str]] = {}
         self._checks_logprobs = True
         self._ordered = True
@@ -219,7 +215,6 @@ class Recorder:
         if known is not None and known[0] is contract:
             return known[1]
         check_pass_name(pass_name)
-        self._declared.add(pass_name)
         digest = self.writer.contract(pass_name, contract)
         self._contracts[pass_name] = (contract, digest)
         return digest
@@ -302,8 +297,11 @@ class Recorder:
         named = self._names[split]
         before = replace(named)
         own = None if seq_ids is None else names(seq_ids, f"step {step}, seq_ids")
-        named.refuse_repeated(step, own or [])
-        seq_ids = self._sequence_names(split, step, own, rows)
+        if self._ordered and named.step is not None and step < named.step:
+            raise InvalidRecord(f"sequences of step {step} after step {named.step}: {_BACK}")
+        if own is not None and len(own) != rows:
+            raise InvalidRecord(f"step {step}: {len(own)} seq_ids for {rows} responses")
+        seq_ids = [f"{self.writer.name}-{named.count + row}" for row in range(rows)] if own is None else own
         known = named.add(step, seq_ids, ordered=self._ordered)
         batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
         reward_names = names(list(rewards or {}), f"step {step}, rewards")
@@ -315,8 +313,8 @@ class Recorder:
         try:
             self._submit(
                 staged,
-                lambda: self._sequence_rows(batch, staged.values(), reward_names),
-                lambda prepared: self._append_sequences(prepared, split),
+                lambda: self._sequence_columns(batch, staged.values(), reward_names),
+                lambda columns: self._append_sequences(batch, columns),
                 refused,
             )
         except BaseException:
@@ -360,7 +358,7 @@ class Recorder:
         Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
-        check_pass(pass_name, self._declared)
+        check_pass(pass_name, self._contracts.keys())
         if not isinstance(batch, Batch):
             raise InvalidRecord(f"batch: got {shown(batch)}; give the batch that add_sequences returned")
         self._raise_earlier()
@@ -406,10 +404,10 @@ class Recorder:
         arrays = [] if distribution is None else list(distribution.arrays)
         routed = [] if routing is None else list(routing.arrays)
 
-        def prepare() -> tuple[ScoreRows, _Arrays, np.ndarray, _Arrays]:
+        def prepare() -> tuple[dict[str, Any], _Arrays, np.ndarray, _Arrays]:
             values = staged.values()
-            scores = self._score_rows(pass_name, batch, chosen, values, tolerance)
-            scores.contract, scores.iteration, scores.forward = contract, iteration, forward
+            scores = self._score_columns(pass_name, batch, chosen, values, tolerance)
+            scores |= {"contract": contract, "iteration": iteration} | ({} if forward is None else forward.columns)
             dense = {name: bits(value) for name, value in zip(arrays, values["distribution"] or [], strict=True)}
             check_num_rows(dense, int(batch.lengths(captured).sum()), what)
             chosen_experts = dict(zip(routed, values["routing"] or [], strict=True))
@@ -499,21 +497,11 @@ class Recorder:
 
         def prepare() -> Any:
             given = dict(zip(keys, staged.values()["values"], strict=True))
-            return metric_rows(step, given, logged_at, self.writer.state.attempt, self.writer.name)
+            return metric_columns(step, given, logged_at)
 
-        self._submit(staged, prepare, lambda rows: self.writer.append(METRICS, rows))
+        self._submit(staged, prepare, lambda columns: self.writer.append(METRICS, columns, len(keys)))
 
-    def _sequence_names(self, split: str, step: int, seq_ids: Sequence[Any] | None, rows: int) -> list[str]:
-        known = self._names[split]
-        if self._ordered and known.step is not None and step < known.step:
-            raise InvalidRecord(f"sequences of step {step} after step {known.step}: {_BACK}")
-        if seq_ids is None:
-            return [f"{self.writer.name}-{known.count + row}" for row in range(rows)]
-        if len(seq_ids) != rows:
-            raise InvalidRecord(f"step {step}: {len(seq_ids)} seq_ids for {rows} responses")
-        return [str(seq_id) for seq_id in seq_ids]
-
-    def _sequence_rows(self, batch: Batch, values: dict[str, Any], reward_names: list[str]) -> SequenceRows:
+    def _sequence_columns(self, batch: Batch, values: dict[str, Any], reward_names: list[str]) -> dict[str, Any]:
         rows, where = len(batch), f"step {batch.step}"
         masks = {side: (values[f"{side}_attention_mask"], values[f"{side}_ids"]) for side in ("response", "prompt")}
         warn = self._warn_once if self._checks_logprobs else None
@@ -546,19 +534,14 @@ class Recorder:
             return per_row(value, rows, column.type, what, flags=column.takes_flags)
 
         ids = {"prompt_ids": prompt_ids, "response_ids": response_ids}
-        found = SequenceRows(
-            step=batch.step,
-            seq_ids=batch.seq_ids,
-            attempt=batch.attempt,
-            writer=self.writer.name,
-            columns={name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()},
-        )
+        columns = {name: ids[name] if name in ids else prepared(column) for name, column in _STAGED.items()}
+        columns |= {f"num_{name.replace('ids', 'tokens')}": of.lengths for name, of in ids.items() if of is not None}
         batch.resolve(lengths, padding, None if prompt_ids is None else prompt_ids.lengths)
-        return found
+        return columns
 
-    def _score_rows(
+    def _score_columns(
         self, pass_name: str, batch: Batch, chosen: np.ndarray, values: dict[str, Any], tolerance: float
-    ) -> ScoreRows:
+    ) -> dict[str, Any]:
         step, seq_ids, lengths = batch.step, [batch.seq_ids[row] for row in chosen], batch.lengths(chosen)
         own = values["attention_mask"]
         if own is not None and not is_padded(values["logprobs"]):
@@ -584,16 +567,8 @@ class Recorder:
                 check_logprobs(logprobs, tolerance, seq_ids, step, pass_name)
             self._warn_rounded(pass_name, values["logprobs"])
         what = f"step {step}, policy_version"
-        return ScoreRows(
-            pass_name=pass_name,
-            step=step,
-            seq_ids=seq_ids,
-            attempt=batch.attempt,
-            writer=self.writer.name,
-            contract=None,
-            policy_version=per_row(values["policy_version"], len(chosen), _STAGED["policy_version"].type, what),
-            scores=scores,
-        )
+        version = per_row(values["policy_version"], len(chosen), _STAGED["policy_version"].type, what)
+        return {"pass": pass_name, "policy_version": version, **scores}
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
         """Return router choices as they are stored; shape and dtypes must be the same in every batch of a pass."""
@@ -617,19 +592,23 @@ class Recorder:
             )
         return arrays
 
-    def _append_sequences(self, rows: SequenceRows, split: str) -> None:
-        self.writer.append(SPLITS[split][0], rows.to_batch())
-        if split == EVAL_SPLIT:
-            self.writer.state.num_eval_sequences += len(rows.seq_ids)
+    def _append(self, table: str, batch: Batch, seq_ids: list[str], columns: dict[str, Any]) -> None:
+        known = {"step": batch.step, "seq_id": seq_ids, "attempt": batch.attempt}
+        self.writer.append(table, columns | known, len(seq_ids))
+
+    def _append_sequences(self, batch: Batch, columns: dict[str, Any]) -> None:
+        self._append(SPLITS[batch.split][0], batch, batch.seq_ids, columns)
+        if batch.split == EVAL_SPLIT:
+            self.writer.state.num_eval_sequences += len(batch)
             return
-        self.writer.state.num_sequences += len(rows.seq_ids)
-        self.writer.state.num_tokens += int(rows.columns["response_ids"].lengths.sum())
+        self.writer.state.num_sequences += len(batch)
+        self.writer.state.num_tokens += int(columns["response_ids"].lengths.sum())
 
     def _append_scores(
         self,
         batch: Batch,
         chosen: np.ndarray,
-        scores: ScoreRows,
+        scores: dict[str, Any],
         dense: _Arrays,
         captured: np.ndarray,
         experts: _Arrays,
@@ -637,15 +616,15 @@ class Recorder:
         if experts:
             lengths = batch.whole_lengths(chosen)
             assert lengths is not None
-            group, start = self.writer.segments.append_dense(f"{ROUTING}/{scores.pass_name}", experts)
-            scores.routing = [(group, int(first)) for first in start + np.cumsum(lengths) - lengths]
+            group, start = self.writer.segments.append_dense(f"{ROUTING}/{scores['pass']}", experts)
+            scores |= {"routing": group, "routing_start": start + np.cumsum(lengths) - lengths}
         if dense:
             tokens = batch.lengths(captured)
-            group, start = self.writer.segments.append_dense(scores.pass_name, dense)
-            starts = start + np.concatenate([[0], np.cumsum(tokens)[:-1]]).astype(np.int64)
-            places = {int(row): (group, int(first)) for row, first in zip(captured, starts, strict=True)}
-            scores.dense = [places.get(int(row)) for row in chosen]
-        self.writer.append(SPLITS[batch.split][1], scores.to_batch())
+            group, start = self.writer.segments.append_dense(scores["pass"], dense)
+            starts = dict(zip(captured.tolist(), (start + np.cumsum(tokens) - tokens).tolist(), strict=True))
+            scores["dense"] = [group if row in starts else None for row in chosen.tolist()]
+            scores["dense_start"] = [starts.get(row) for row in chosen.tolist()]
+        self._append(SPLITS[batch.split][1], batch, [batch.seq_ids[row] for row in chosen], scores)
 
     def _submit(
         self,

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from ..schemas.errors import InvalidRecord
-from ..schemas.tables import METRICS_TABLE, SCORES_TABLE, SEQUENCES_TABLE
+from ..schemas.tables import TABLES
 from .arrow_arrays import column_array, float_values, number_array, text_array
 from .ragged import Padding, Ragged, flatten
 from .scalars import as_float, per_row
@@ -50,79 +50,11 @@ class Forward:
                     f"{rows} rows"
                 )
 
-
-@dataclass(slots=True, kw_only=True)
-class SequenceRows:
-    """Sequences sampled in one step, checked and flattened."""
-
-    step: int
-    seq_ids: list[str]
-    writer: str
-    columns: dict[str, Any]
-    """Column -> one value for all rows, [B] values, or lists; for rewards, function -> [B] values."""
-    attempt: int | None = None
-
-    def to_batch(self) -> pa.RecordBatch:
-        lists = {side: self.columns.get(f"{side}_ids") for side in ("prompt", "response")}
-        made = {
-            "step": self.step,
-            "seq_id": text_array(self.seq_ids),
-            "attempt": self.attempt,
-            "writer": self.writer,
-            **{
-                f"num_{side}_tokens": number_array(ids.lengths, pa.int32())
-                for side, ids in lists.items()
-                if ids is not None
-            },
-        }
-        return _SEQUENCES.batch(self.columns | made, len(self.seq_ids))
-
-
-@dataclass(slots=True, kw_only=True)
-class ScoreRows:
-    """Scores of one pass, checked and flattened."""
-
-    pass_name: str
-    step: int
-    seq_ids: list[str]
-    writer: str
-    contract: str | None
-    scores: Mapping[str, Ragged | None]
-    """Column -> one value per response token."""
-    attempt: int | None = None
-    iteration: Any = 0
-    policy_version: Any = None
-    forward: Forward | None = None
-    dense: Sequence[tuple[str, int] | None] | None = None
-    """[B] Zarr group and first row of each sequence's distributions; None if not captured."""
-    routing: Sequence[tuple[str, int]] | None = None
-    """[B] Zarr group and first row of each sequence's router choices."""
-
-    def to_batch(self) -> pa.RecordBatch:
-        columns: dict[str, Any] = {
-            "pass": self.pass_name,
-            "step": self.step,
-            "seq_id": text_array(self.seq_ids),
-            "attempt": self.attempt,
-            "writer": self.writer,
-            "iteration": self.iteration,
-            "policy_version": self.policy_version,
-            "contract": self.contract,
-            **self.scores,
-        }
-        if self.forward is not None:
-            columns |= {
-                "forward_id": self.forward.ids,
-                "forward_row": self.forward.places,
-                "forward_rows": self.forward.rows,
-                "pad_left": self.forward.pad_left,
-                "pad_right": self.forward.pad_right,
-            }
-        for name, places in (("dense", self.dense), ("routing", self.routing)):
-            if places is not None:
-                columns[name] = [None if place is None else place[0] for place in places]
-                columns[f"{name}_start"] = [None if place is None else place[1] for place in places]
-        return _SCORES.batch(columns, len(self.seq_ids))
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """The columns of `scores` that hold these arrays."""
+        padding = {"pad_left": self.pad_left, "pad_right": self.pad_right}
+        return {"forward_id": self.ids, "forward_row": self.places, "forward_rows": self.rows} | padding
 
 
 class RowBuilder:
@@ -156,23 +88,18 @@ class RowBuilder:
         return self._repeated[key]
 
 
-_SEQUENCES = RowBuilder(SEQUENCES_TABLE.schema)
-_SCORES = RowBuilder(SCORES_TABLE.schema)
-_METRICS = RowBuilder(METRICS_TABLE.schema)
+BUILDERS = {name: RowBuilder(table.schema) for name, table in TABLES.items()}
 
 
-def metric_rows(
-    step: int, values: Mapping[str, Any], logged_at: datetime, attempt: int | None, writer: str
-) -> pa.RecordBatch:
-    """Return one row per value: numbers and one-element tensors as numbers, None as NULL, anything else as text."""
+def metric_columns(step: int, values: Mapping[str, Any], logged_at: datetime) -> dict[str, Any]:
+    """Return columns with a row per value: numbers and one-element tensors as numbers, None as NULL, others as text."""
     numbers, texts = [], []
     for value in values.values():
         if isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1:
             value = value.item()
         numbers.append(_number(value))
         texts.append(None if numbers[-1] is not None or value is None else _text(value))
-    columns = {"step": step, "name": list(map(_text, values)), "value": numbers, "text": texts, "logged_at": logged_at}
-    return _METRICS.batch(columns | {"attempt": attempt, "writer": writer}, len(numbers))
+    return {"step": step, "name": list(map(_text, values)), "value": numbers, "text": texts, "logged_at": logged_at}
 
 
 def _number(value: Any) -> float | None:

@@ -19,10 +19,10 @@ from ..schemas.tables import FLOATS, TOKENS
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.writer_state import WriterState
 from . import dense
+from .create import remove_unfinished
 from .journal import DENSE_TABLE, JOURNALED, journaled_segments, read_journal
 from .liveness import liveness
 from .parquet_file import write_checked
-from .replaced import remove_unfinished
 from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
@@ -31,14 +31,6 @@ ROW_GROUP_TOKENS = 1 << 20
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
-
-
-def seal(folder: Path, segment: Segment) -> dict[str, SealedFile]:
-    """Seal every table of a segment; return path -> sealed file. The journals are kept."""
-    found: dict[str, SealedFile] = {}
-    for table in JOURNALED:
-        found |= seal_table(folder, segment, table)
-    return found
 
 
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
@@ -169,7 +161,7 @@ def adopt(folder: Path) -> None:
 def _adopt(folder: Path, segment: Segment, state: WriterState) -> None:
     store, tables = Store(folder), journaled_segments(Store(folder)).get(segment, ())
     torn = {segment.journal(table): read_journal(store, segment, table).torn_bytes for table in tables}
-    files = seal(folder, segment)
+    files = {name: file for table in JOURNALED for name, file in seal_table(folder, segment, table).items()}
     journals = [segment.journal(table) for table in JOURNALED]
     if state.files is not None:
         state.files |= files

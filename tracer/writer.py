@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,17 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pyarrow as pa
-
 from ..schemas.checksums import SealedFile, sealed
 from ..schemas.contract import Contract, canonical_json, contract_hash
 from ..schemas.documents import now
-from ..schemas.errors import InvalidRecord, StorageStalled
+from ..schemas.errors import ImportFailed, InvalidRecord, StorageStalled
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
 from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .liveness import HEARTBEAT_S, Attempt, this_process, writer_prefix
-from .patience import Patience
+from .patience import Patience, say
+from .rows import BUILDERS
 from .segments import SegmentWriter
 from .store import Store
 from .weights.writer import WeightWriter
@@ -71,10 +69,13 @@ class TraceWriter:
         hooks: dict[str, str] | None = None,
         attempt: Attempt | None = None,
         journals: bool = True,
-        versions: Mapping[str, str] | None = None,
         max_wait_s: float = math.inf,
     ):
-        """`attempt` is None outside training; `versions` are this process's by default; `journals` survive a kill."""
+        """`attempt` is None outside training.
+
+        Without `journals`, for an import, nothing survives a kill: the folder becomes a trace only at the end. So the state
+        is saved only at the start and the end, it has no versions of libraries, and `check` raises what ended the writing.
+        """
         self.folder = folder
         rank = environment.rank()
         self.name = f"{writer_prefix(rank)}{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -89,9 +90,11 @@ class TraceWriter:
             files={},
             program=environment.program(),
             hooks=hooks or {},
-            versions=environment.all_versions() if versions is None else dict(versions),
+            versions=environment.all_versions() if journals else {},
         )
         self.segments = SegmentWriter(folder, self.name, self.account, journals=journals)
+        self._journals = journals
+        self._failure: BaseException | None = None
         self._saving = threading.RLock()
         self._reserve = folder / JOURNAL / f"{RESERVE_PREFIX}{self.name}"
         self._weights: WeightWriter | None = None
@@ -162,8 +165,7 @@ class TraceWriter:
             return
         self._ended.add(part)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        sentence = f"tim-trace: not recorded from here on: {part} ({reason}); everything else continues"
-        print(sentence, file=sys.stderr, flush=True)
+        say(f"not recorded from here on: {part} ({reason}); everything else continues")
         self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
@@ -171,9 +173,10 @@ class TraceWriter:
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
-    def append(self, table: str, batch: pa.RecordBatch) -> None:
-        """Append rows; called on the writing thread."""
-        self.segments.append(table, batch)
+    def append(self, table: str, columns: Mapping[str, Any], rows: int) -> None:
+        """Append rows, given as columns (see RowBuilder), on the writing thread."""
+        known = {"attempt": self.state.attempt, "writer": self.name}
+        self.segments.append(table, BUILDERS[table].batch(known | dict(columns), rows))
 
     def contract(self, pass_name: str, contract: Contract) -> str:
         """Record a pass's contract, if it is new, and return the contract's hash."""
@@ -248,7 +251,7 @@ class TraceWriter:
             self.state.files |= files or {}
             begins = () if begun is None else (begun,)
             self.state.journals = (*(name for name in self.state.journals if name != ended), *begins)
-            if saves:
+            if saves and self._journals:
                 self.save_state()
         if sync:
             self._sync_files(files or ())
@@ -283,6 +286,12 @@ class TraceWriter:
             self._worker.close(signs=self._signs)
         return self._is_whole()
 
+    def check(self, where: str) -> None:
+        """Raise ImportFailed if writing has failed."""
+        if self.state.state == FAILED:
+            reason = " ".join(str(self.state.error).split())
+            raise ImportFailed(f"{where}: could not be written ({reason})") from self._failure
+
     @contextlib.contextmanager
     def _bounded(self) -> Iterator[None]:
         try:
@@ -298,9 +307,9 @@ class TraceWriter:
             self.end(Part.WEIGHTS, self._weights.error)
 
     def _is_whole(self) -> bool:
-        if self.state.state != FAILED:
-            return True
-        _say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
+        if self.state.state != FAILED or not self._journals:
+            return self.state.state != FAILED
+        say(f"process {self.state.pid} has recorded nothing since recording stopped: {self.state.error}")
         return False
 
     @property
@@ -339,10 +348,15 @@ class TraceWriter:
         """End recording: report it, mark the trace, and discard later records; on the writing thread."""
         if not self.is_open:
             return
+        self._failure = error
+        if not self._journals:
+            self.state.state, self.state.error = FAILED, f"{type(error).__name__}: {error}"
+            self.segments.abandon()
+            return
         self._say_stopped(error)
         there = self._state_path.parent.exists()
         readable = f"earlier records are readable: tim-trace info {self.folder}"
-        _say(readable if there else f"{self.folder} was removed, with all records of this process")
+        say(readable if there else f"{self.folder} was removed, with all records of this process")
         self.segments.abandon()
         if there:
             self._end()
@@ -364,7 +378,7 @@ class TraceWriter:
 
     def _say_stopped(self, error: BaseException) -> None:
         self.state.state, self.state.error = FAILED, f"{type(error).__name__}: {error}"
-        _say(f"RECORDING STOPPED in process {self.state.pid}, training continues: {self.state.error}")
+        say(f"RECORDING STOPPED in process {self.state.pid}, training continues: {self.state.error}")
 
     def _save_beside(self) -> None:
         """Save the state on a separate thread, which may wait indefinitely."""
@@ -402,12 +416,8 @@ class TraceWriter:
         try:
             self.save_state()
         except OSError as error:
-            _say(f"the trace could not be marked ({error})")
+            say(f"the trace could not be marked ({error})")
 
     def _give_sign(self) -> None:
         with contextlib.suppress(OSError):
             os.utime(self._state_path)
-
-
-def _say(sentence: str) -> None:
-    print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)

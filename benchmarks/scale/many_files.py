@@ -28,7 +28,7 @@ from tim_trace.tracer.create import whole_trace
 from tim_trace.tracer.index import write_index
 from tim_trace.tracer.liveness import this_process
 from tim_trace.tracer.ragged import Ragged
-from tim_trace.tracer.rows import ScoreRows, SequenceRows
+from tim_trace.tracer.rows import BUILDERS
 from tim_trace.tracer.seal import write_parquet
 from tim_trace.tracer.whole_file import trace_file, write_part
 
@@ -57,22 +57,17 @@ def write(folder, steps):
 def _step(rng, step, writer):
     lengths = np.full(SEQUENCES_A_STEP, TOKENS)
     names = [f"{step}-{number}" for number in range(SEQUENCES_A_STEP)]
-    known = {"step": np.full(SEQUENCES_A_STEP, step), "seq_ids": names, "attempt": 1, "writer": writer}
+    known = {"step": step, "seq_id": names, "attempt": 1, "writer": writer}
     tokens = int(lengths.sum())
     ids = Ragged(rng.integers(0, 150_000, tokens, dtype=np.int32), lengths)
-    yield (
-        SEQUENCES,
-        SequenceRows(
-            **known, columns={"response_ids": ids, "prompt_ids": ids, "reward": rng.random(len(names))}
-        ).to_batch(),
-    )
+    columns = {"response_ids": ids, "prompt_ids": ids, "reward": rng.random(len(names))}
+    columns |= {"num_response_tokens": lengths, "num_prompt_tokens": lengths}
+    yield SEQUENCES, BUILDERS[SEQUENCES].batch(known | columns, len(names))
     rollout = -rng.exponential(0.5, tokens).astype(np.float32)
     trained = np.minimum(rollout + rng.normal(0, 0.02, tokens).astype(np.float32), 0)
     for name, values in (("rollout", rollout), ("train", trained)):
-        yield (
-            SCORES,
-            ScoreRows(**known, pass_name=name, contract=None, scores={"logprobs": Ragged(values, lengths)}).to_batch(),
-        )
+        columns = {"pass": name, "iteration": 0, "logprobs": Ragged(values, lengths)}
+        yield SCORES, BUILDERS[SCORES].batch(known | columns, len(names))
 
 
 def asked(trace, question):

@@ -28,7 +28,6 @@ from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.liveness import Attempt
 from tim_trace.tracer.ragged import Ragged
 from tim_trace.tracer.recorder import Recorder
-from tim_trace.tracer.rows import ScoreRows, SequenceRows
 from tim_trace.tracer.writer import TraceWriter
 
 VOCABULARY = 150_000
@@ -90,24 +89,24 @@ def _append_steps(writer, rng, steps, number, sequences, mean_tokens):
     names = [
         f"{writer.name}-{row}" for row in range((steps[0] - 1) * sequences, (steps[0] - 1) * sequences + len(step))
     ]
-    known = {"step": step, "seq_ids": names, "attempt": 1, "writer": writer.name}
-    rows = SequenceRows(
-        **known,
-        columns={
-            "response_ids": Ragged(rng.integers(0, VOCABULARY, tokens, dtype=np.int32), lengths),
-            "prompt_ids": Ragged(rng.integers(0, VOCABULARY, 12 * len(step), dtype=np.int32), np.full(len(step), 12)),
-            "group_id": [f"{of}-{number}" for of in step],
-            "reward": rng.random(len(step)),
-            "advantage": rng.normal(0, 1, len(step)),
-            "policy_version": step - 1,
-        },
-    )
-    writer.append(SEQUENCES, rows.to_batch())
+    known = {"step": step, "seq_id": names, "attempt": 1}
+    prompt_lengths = np.full(len(step), 12)
+    columns = {
+        "response_ids": Ragged(rng.integers(0, VOCABULARY, tokens, dtype=np.int32), lengths),
+        "num_response_tokens": lengths,
+        "prompt_ids": Ragged(rng.integers(0, VOCABULARY, 12 * len(step), dtype=np.int32), prompt_lengths),
+        "num_prompt_tokens": prompt_lengths,
+        "group_id": [f"{of}-{number}" for of in step],
+        "reward": rng.random(len(step)),
+        "advantage": rng.normal(0, 1, len(step)),
+        "policy_version": step - 1,
+    }
+    writer.append(SEQUENCES, known | columns, len(step))
     writer.state.num_sequences += len(step)
     writer.state.num_tokens += tokens
     for name, values in (("rollout", rollout), ("train", trained), ("current", trained)):
-        scores = ScoreRows(**known, pass_name=name, contract=None, scores={"logprobs": Ragged(values, lengths)})
-        writer.append(SCORES, scores.to_batch())
+        columns = {"pass": name, "iteration": 0, "logprobs": Ragged(values, lengths)}
+        writer.append(SCORES, known | columns, len(step))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...tracer.logits import Projection
+from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20

@@ -23,7 +23,7 @@ from ...schemas.errors import CannotReplay, TimTraceWarning
 from ...schemas.modules import has_experts
 from ...tracer.dense import LOGPROBS
 from ...tracer.hooks import engine_call
-from ...tracer.hooks.trainer_tensors import held_tensors
+from ...tracer.hooks.models import held_tensors
 from ...tracer.hooks.vllm_contract import attention_backends, model_runner
 from ...tracer.store import first_line
 from ...tracer.weights.checkpoints import write_folder

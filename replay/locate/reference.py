@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ...tracer.dense import scaled
 from ...tracer.hooks.patches import replaced
-from ...tracer.logits import scaled
 from ..backends.double import KeepDouble
 from ..recorded import RecordedRow
 from .forward import Forward

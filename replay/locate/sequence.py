@@ -18,8 +18,8 @@ import torch
 from ...schemas.errors import CannotReplay, InvalidOption
 from ...schemas.layout import SCORES, SEQUENCES
 from ...schemas.passes import ROLLOUT
+from ...tracer.dense import scaled
 from ...tracer.located import A, B, Router
-from ...tracer.logits import scaled
 from ...tracer.store import first_line
 from ..recorded import RecordedRow, RecordedRun
 from . import bounds

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tim_trace.analysis.distributions.bounds import compare_partly
 from tim_trace.analysis.distributions.divergence import Full, compare_full
 from tim_trace.analysis.distributions.topk import TopK
-from tim_trace.tracer.logits import top_k_with_tail
+from tim_trace.tracer.dense import top_k_with_tail
 
 BOUNDED = ("kl_ab", "kl_ba", "js", "tv", "entropy_a", "entropy_b")
 

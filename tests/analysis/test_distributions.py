@@ -13,8 +13,7 @@ from tim_trace.analysis.query import sql
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidQuery, InvalidRecord
-from tim_trace.tracer.dense import TOP_K, Hidden, Logits, TopK
-from tim_trace.tracer.logits import top_k_with_tail
+from tim_trace.tracer.dense import TOP_K, Hidden, Logits, TopK, top_k_with_tail
 from tim_trace.tracer.recorder import Recorder
 
 LENGTHS = [3, 1, 200]

@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from bigrams import BOTH_FP32, Recording, moved, table
 from builders import tim_trace
@@ -17,7 +16,6 @@ from tim_trace.analysis.views import open_database
 from tim_trace.schemas.capture import Capture
 from tim_trace.schemas.errors import InvalidOption, WeightsMissing
 from tim_trace.schemas.layout import ENGINE_WEIGHTS
-from tim_trace.schemas.tables import ENGINE_WEIGHTS_TABLE
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.writer import TraceWriter
@@ -33,8 +31,8 @@ def row(version, tensor, trainer, given=None, held=None, unmerged=None, cast=Non
 
 
 def add(recorder, rows):
-    batch = pa.RecordBatch.from_pylist(rows, schema=ENGINE_WEIGHTS_TABLE.schema)
-    recorder.writer.submit(lambda: recorder.writer.append(ENGINE_WEIGHTS, batch), 0)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    recorder.writer.submit(lambda: recorder.writer.append(ENGINE_WEIGHTS, columns, len(rows)), 0)
 
 
 def traced(path, rows):

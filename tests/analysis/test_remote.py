@@ -16,9 +16,8 @@ from tim_trace.schemas.errors import StorageError, TraceExists
 from tim_trace.tracer.dense import Logits, read_dense
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.seal import adopt
-from tim_trace.tracer.sender import Sender
 from tim_trace.tracer.store import Store
-from tim_trace.tracer.upload import Upload
+from tim_trace.tracer.upload import Sender, Upload
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +163,7 @@ def test_another_run_at_a_url_is_never_replaced(half_sent, tmp_path):
 
 def test_storage_that_takes_nothing_ends_the_wait_and_names_the_remedy(s3, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("tim_trace.tracer.sender._QUIET_S", 0.2)
+    monkeypatch.setattr("tim_trace.tracer.upload._QUIET_S", 0.2)
     url, never = f"s3://bucket/{tmp_path.name}/run", threading.Event()
     sender = Sender(url, max_wait=1.0)
     with Recorder(sender.folder) as recorder:

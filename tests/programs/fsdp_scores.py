@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny
 from tim_trace.replay.backends.trl import TrlScorer
 from tim_trace.tracer.environment import torch_settings
-from tim_trace.tracer.hooks.model_contract import numerics
+from tim_trace.tracer.hooks.models import numerics
 from tim_trace.tracer.hooks.trl_release import fused_lm_head
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward

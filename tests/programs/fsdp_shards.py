@@ -15,10 +15,8 @@ from accelerate.utils import extract_model_from_parallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from collectives import refuse_in_guards
-from tim_trace.tracer.hooks.model_contract import class_path, dtypes
-from tim_trace.tracer.hooks.model_weights import keeps_weights, own_tensors
+from tim_trace.tracer.hooks.models import class_path, dtypes, is_whole, keeps_weights, own_tensors, trained_model
 from tim_trace.tracer.hooks.session import Order, Session
-from tim_trace.tracer.hooks.trainer_tensors import is_whole, trained_model
 from tim_trace.tracer.hooks.trl_trainer import TrainerHooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (

@@ -102,8 +102,8 @@ def break_recorder():
 
 def break_parts():
     """Have every part of a recording but sequences and passes run out of memory."""
+    from tim_trace.tracer.dense import Projection
     from tim_trace.tracer.hooks import trl_trainer
-    from tim_trace.tracer.logits import Projection
     from tim_trace.tracer.recorder import Recorder
     from tim_trace.tracer.weights import writer
 

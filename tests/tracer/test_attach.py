@@ -389,7 +389,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tim_trace.analysis import import_dump
-from tim_trace.tracer import replaced
+from tim_trace.tracer import create
 from tim_trace.tracer.weights.attach import attach
 
 class Dying:
@@ -410,7 +410,7 @@ for moves in range(40):
     run = place / f"{moves:02}"
     import_dump("verl", dump, output=run)
     if not (child := os.fork()):
-        replaced.os = Dying(moves)
+        create.os = Dying(moves)
         attach(run, 0, folder)
         os._exit(0)
     if not os.waitpid(child, 0)[1]:

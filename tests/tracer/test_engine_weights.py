@@ -13,8 +13,8 @@ from tim_trace.analysis.views import connect
 from tim_trace.schemas.documents import Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.engine_weights import EngineWeights, values_a_row
+from tim_trace.tracer.hooks.models import held_tensors, trainer_tensors, transfer_name
 from tim_trace.tracer.hooks.session import Order, Session
-from tim_trace.tracer.hooks.trainer_tensors import held_tensors, trainer_tensors, transfer_name
 from tim_trace.tracer.weights import digests
 from tim_trace.tracer.weights.digests import _sum, digest, resolved
 

@@ -77,7 +77,7 @@ def test_responses_without_token_ids_say_how_to_ask_for_them(tmp_path):
     with pytest.raises(ImportFailed, match="return_token_ids=true"):
         import_dump("vllm", tmp_path / "saved.jsonl", output=tmp_path / "run")
     dumps.write_lines(tmp_path / "saved.jsonl", [completion(make_samples(1)[0], token_ids=[1])])
-    with pytest.raises(ImportFailed, match="logprobs for 1 tokens"):
+    with pytest.raises(ImportFailed, match="5 values of logprobs of pass 'rollout' for 1 response tokens"):
         import_dump("vllm", tmp_path / "saved.jsonl", output=tmp_path / "run")
 
 

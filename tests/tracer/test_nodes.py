@@ -18,7 +18,7 @@ from tim_trace.schemas.writer_state import WriterState, command_exit_code
 from tim_trace.tracer import create, whole_file
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.session import BOOTSTRAP
-from tim_trace.tracer.nodes import has_several_nodes, is_same, later_node
+from tim_trace.tracer.processes import has_several_nodes, is_same, later_node
 from tim_trace.tracer.store import Store
 
 TORCHRUN = Path(sys.executable).parent / "torchrun"

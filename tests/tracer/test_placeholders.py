@@ -9,7 +9,7 @@ import pytest
 from builders import tim_trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tim_trace.tracer.importers import rowbatch
+from tim_trace.tracer.importers import columns
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.importers.placeholders import CERTAIN_NATS, PassRows, ZeroLists, num_certain
 from tim_trace.tracer.ragged import flatten
@@ -145,11 +145,11 @@ def test_what_becomes_of_zeros_does_not_hang_on_the_order_or_the_batches_of_rows
     ]
     expected = {0: ZEROS, 1: NONE, 2: REAL, 3: [0.0]}
     for number, order in enumerate(itertools.permutations(range(4))):
-        for module in ("textfiles", "rowbatch"):
+        for module in ("textfiles", "columns"):
             monkeypatch.setattr(f"tim_trace.tracer.importers.{module}.ROWS_AT_ONCE", 1 + number % 4)
         _, found = imported(tmp_path, [rows[row] for row in order], name=f"run{number}")
         assert found["rollout"] == [expected[row] for row in order]
-    assert rowbatch.ROWS_AT_ONCE == 4
+    assert columns.ROWS_AT_ONCE == 4
 
 
 LISTS = st.lists(st.lists(st.sampled_from([0.0, -1.0, -0.125, float("nan"), None]), max_size=3), min_size=1, max_size=4)

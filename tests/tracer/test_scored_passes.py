@@ -10,7 +10,6 @@ from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.tracer.ragged import Ragged
 from tim_trace.tracer.recorder import Recorder
-from tim_trace.tracer.rows import ScoreRows
 from tim_trace.tracer.scored_passes import comparable_pair, scored_passes
 
 
@@ -23,11 +22,9 @@ def recorded(folder, passes, *, closes=True, num_tokens=3):
             if has_logprobs:
                 recorder.add_scores(name, batch, logprobs=[[-1.0] * num_tokens] * 2)
                 continue
-            rows = ScoreRows(
-                pass_name=name, step=step, seq_ids=["a", "b"], writer=recorder.writer.name, contract=None,
-                scores={"entropy": Ragged(np.ones(2 * num_tokens, np.float32), np.full(2, num_tokens))},
-            )  # fmt: skip
-            recorder.writer.submit(partial(recorder.writer.append, "scores", rows.to_batch()), 0)
+            entropy = Ragged(np.ones(2 * num_tokens, np.float32), np.full(2, num_tokens))
+            columns = {"pass": name, "step": step, "seq_id": ["a", "b"], "iteration": 0, "entropy": entropy}
+            recorder.writer.submit(partial(recorder.writer.append, "scores", columns, 2), 0)
     if closes:
         recorder.close()
     else:

@@ -17,9 +17,9 @@ from tim_trace.replay.engine import replay
 from tim_trace.replay.gradients.engine import gradient
 from tim_trace.replay.results import by_arm
 from tim_trace.schemas.loss import Loss, read_loss
-from tim_trace.tracer.hooks.packed_rows import PackedSample, of_bytes, to_bytes
 from tim_trace.tracer.hooks.session import Order, Session
 from tim_trace.tracer.hooks.trl_async import SampleQueue
+from tim_trace.tracer.hooks.trl_batches import PackedSample, of_bytes, to_bytes
 
 SILENT = (("TRL_EXPERIMENTAL_SILENCE", "1"),)
 TOOL = [12, 13]

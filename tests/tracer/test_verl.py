@@ -661,12 +661,11 @@ def test_padded_rows_have_the_transfer_of_the_oldest_weights_that_sampled_them()
         non_tensor_batch={
             "uid": np.array(["a", "b", "a"], object),
             "min_global_steps": np.array([0, 1, None], object),
-            "max_global_steps": np.array([1, 1, None], object),
         }
     )
-    found = [(row.key, row.oldest_weights, row.newest_weights) for row in rows_of_padded(batch, None)]
-    assert found == [("a_0_0", 0, 1), ("b_0_0", 1, 1), ("a_1_0", None, None)]
-    assert {(row.oldest_weights, row.newest_weights) for row in rows_of_padded(batch, 3)} == {(3, 3)}
+    found = [(row.key, row.oldest_weights) for row in rows_of_padded(batch, None)]
+    assert found == [("a_0_0", 0), ("b_0_0", 1), ("a_1_0", None)]
+    assert {row.oldest_weights for row in rows_of_padded(batch, 3)} == {3}
 
 
 def padded_batch(uids, oldest):

@@ -13,7 +13,7 @@ from tim_trace.analysis.query import sql
 from tim_trace.schemas.documents import Manifest
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord, WeightsMissing
 from tim_trace.tracer.create import new_trace
-from tim_trace.tracer.hooks.model_contract import dtypes
+from tim_trace.tracer.hooks.models import dtypes
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.store import Store
 from tim_trace.tracer.weights import chunks

@@ -9,7 +9,7 @@ import sys
 
 def _activate() -> None:
     try:
-        from tim_trace.tracer.hooks.activate import activate
+        from tim_trace.tracer.hooks.session import activate
     except ImportError as error:
         print(
             f"tim-trace: {sys.executable} is not recorded: it cannot import tim_trace ({error}); "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ...schemas.errors import DamagedTrace, QueryFailed
+from ...schemas.errors import DamagedTrace
 from ...schemas.tables import Table
 from ..seal import ROW_GROUP_TOKENS, response_lengths, row_group_bounds
 from ..snapshot import TableFile
@@ -48,9 +48,11 @@ class Part:
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
     """Yield every row group in the given files, in file order. Raises DamagedTrace."""
     for entry in entries:
-        file = _opened(store, entry)
+        with _readable(store, entry):
+            file = _opened(entry)
         for number in range(file.num_row_groups):
-            steps = np.asarray(_read(store, entry, file, number, ["step"])["step"])
+            with _readable(store, entry):
+                steps = np.asarray(file.read_row_group(number, columns=["step"], use_threads=False)["step"])
             found, rows = np.unique(steps, return_counts=True)
             group = file.metadata.row_group(number)
             columns = [group.column(index) for index in range(group.num_columns)]
@@ -59,26 +61,18 @@ def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:
             yield Part(entry, number, found, tokens, sum(column.total_compressed_size for column in columns))
 
 
-def _opened(store: Store, entry: TableFile) -> pq.ParquetFile:
+def _opened(entry: TableFile) -> pq.ParquetFile:
+    return pq.ParquetFile(pa.PythonFile(FileCursor(entry.file), mode="r"))
+
+
+@contextmanager
+def _readable(store: Store, entry: TableFile) -> Iterator[None]:
+    """Convert an error in reading a file to one that names the file."""
     try:
-        return pq.ParquetFile(pa.PythonFile(FileCursor(entry.file), mode="r"))
+        yield
     except (pa.ArrowException, OSError) as error:
-        raise _unreadable(store, entry, error) from error
-
-
-def _read(
-    store: Store, entry: TableFile, file: pq.ParquetFile, row_group: int, columns: list[str] | None = None
-) -> pa.Table:
-    try:
-        return file.read_row_group(row_group, columns=columns, use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(store, entry, error) from error
-
-
-def _unreadable(store: Store, entry: TableFile, error: Exception) -> DamagedTrace | QueryFailed:
-    if entry.file.error is not None:
-        return entry.file.error
-    return DamagedTrace(f"{store.shown(entry.relative)}: cannot be read ({first_line(error)}); restore it from a copy")
+        where, reason = store.shown(entry.relative), first_line(error)
+        raise entry.file.error or DamagedTrace(f"{where}: cannot be read ({reason}); restore it from a copy") from error
 
 
 def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
@@ -144,10 +138,10 @@ def _fill(
             first, last = np.searchsorted(part.steps, edges[[0, -1]])
             if first == last:
                 continue
-            if part.entry.relative != before:
-                before, file = part.entry.relative, _opened(store, part.entry)
-            assert file is not None
-            rows = _read(store, part.entry, file, part.row_group)
+            with _readable(store, part.entry):
+                if file is None or part.entry.relative != before:
+                    before, file = part.entry.relative, _opened(part.entry)
+                rows = file.read_row_group(part.row_group, use_threads=False)
             steps = np.asarray(rows["step"])
             for batch in rows.combine_chunks().to_batches():
                 completed = table.completed(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,12 +25,11 @@ from ..liveness import this_process
 from ..parquet_file import write_checked
 from ..progress import Progress
 from ..seal import adopt, parquet_options
-from ..sender import forget
 from ..snapshot import Snapshot, TableFile, take_snapshot
 from ..store import Store
-from ..upload import Upload
+from ..upload import Upload, forget
 from ..whole_file import alone, trace_file, write_part
-from .buckets import Part, read_parts, sorted_groups, step_tokens
+from .buckets import read_parts, sorted_groups, step_tokens
 
 _SMALL = 0.25
 """Merged files smaller than this share of the target size are merged again."""
@@ -105,65 +104,47 @@ def write_merged(
         for table, of_table in parts.items():
             room = building / f"{table}-buckets"
             room.mkdir()
-            small = step_tokens(of_table, file_bytes)
-            found |= _write_table(snapshot.store, table, of_table, small, writer, building, room, file_bytes, advance)
+            spec, small = TABLE_SPECS[table], step_tokens(of_table, file_bytes)
+            groups = sorted_groups(snapshot.store, spec, of_table, small, room, advance)
+            for number, first in enumerate(groups):
+                relative = Segment(writer, number).parquet(table)
+                steps: list[tuple[int, int]] = []
+                with trace_file(building, relative) as temporary:
+                    filling = _until_full(first, groups, temporary, file_bytes, steps)
+                    written = write_checked(
+                        temporary, relative, spec.schema, filling,
+                        block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
+                    )  # fmt: skip
+                found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
             room.rmdir()
     return found
 
 
-def _write_table(
-    store: Store, table: str, parts: Sequence[Part], small: int, writer: str, building: Path, room: Path,
-    file_bytes: int, advance: Callable[[int], None],
-) -> dict[str, SealedFile]:  # fmt: skip
-    """Write the rows of parts to files. `room` and `small` have the same meaning as in `sorted_groups`."""
-    groups = _Waiting(sorted_groups(store, TABLE_SPECS[table], parts, small, room, advance))
-    found: dict[str, SealedFile] = {}
-    while groups.next is not None:
-        relative = Segment(writer, len(found)).parquet(table)
-        steps: list[tuple[int, int]] = []
-        with trace_file(building, relative) as temporary:
-            written = write_checked(
-                temporary, relative, TABLE_SPECS[table].schema, groups.until(temporary, file_bytes, steps),
-                block_bytes=SMALL_BLOCK_BYTES, **parquet_options(table, splits_ids=True),
-            )  # fmt: skip
-        found[relative] = replace(written, steps=(min(low for low, _ in steps), max(high for _, high in steps)))
-    return found
-
-
-class _Waiting:
-    """Iterator over row groups that stops when a file is full and continues with the next file."""
-
-    def __init__(self, groups: Iterator[pa.Table]):
-        self._groups = groups
-        self.next = next(groups, None)
-
-    def until(self, path: Path, file_bytes: int, steps: list[tuple[int, int]]) -> Iterator[pa.Table]:
-        """Yield row groups until the file at `path` has `file_bytes`; append each one's first and last step."""
-        while self.next is not None and (not steps or path.stat().st_size < file_bytes):
-            ends = pc.min_max(self.next["step"])
-            steps.append((ends["min"].as_py(), ends["max"].as_py()))
-            yield self.next
-            self.next = next(self._groups, None)
+def _until_full(
+    group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int, steps: list[tuple[int, int]]
+) -> Iterator[pa.Table]:
+    """Yield row groups until the file at `path` has `file_bytes`; append each one's first and last step."""
+    while group is not None:
+        ends = pc.min_max(group["step"])
+        steps.append((ends["min"].as_py(), ends["max"].as_py()))
+        yield group
+        group = next(others, None) if path.stat().st_size < file_bytes else None
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return the files to merge for a table. The list is empty if merging would only rewrite a single file."""
-    kept = replays(snapshot)
-    found = []
-    for entry in snapshot.files[table]:
-        is_large = entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
-        if not is_large and entry.writer not in kept:
-            found.append(entry)
-    return found if len(found) > 1 else []
-
-
-def replays(snapshot: Snapshot) -> set[str]:
-    """Return the writers of replays, whose files are not merged, so that a replay is removed by deleting its files."""
-    return {
+    # A replay keeps its own files, so that it is removed by deleting them.
+    replays = {
         state.writer
         for state in snapshot.writers
         if any(name.startswith(f"{PASSES}/{REPLAY_PREFIX}") for name in state.files or ())
     }
+    found = []
+    for entry in snapshot.files[table]:
+        is_large = entry.writer.startswith(f"{COMPACTION}-") and entry.file.num_bytes >= _SMALL * file_bytes
+        if not is_large and entry.writer not in replays:
+            found.append(entry)
+    return found if len(found) > 1 else []
 
 
 def state_of(snapshot: Snapshot, files: dict[str, SealedFile], replaced: tuple[str, ...]) -> tuple[str, bytes]:

@@ -31,11 +31,6 @@ class Requested:
     """True if recording requests more from the engine than the caller did."""
     captured: bool
 
-    @property
-    def logprobs(self) -> int | None:
-        number: int | None = self.params.logprobs
-        return number
-
 
 def asking(params: Any, capture: Capture | None) -> Any:
     """Return parameters that request the logprobs to record, with distributions for `capture`; `params` if they do."""
@@ -63,7 +58,7 @@ def cut_down(completion: Any, requested: Requested) -> Any:
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)
-        if requested.logprobs is None:
+        if requested.params.logprobs is None:
             completion.cumulative_logprob = None
     return given
 
@@ -97,15 +92,6 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
     return {TOKEN_IDS: ids_TK, LOGPROBS: logprobs_TK, TAIL: tail_T}
 
 
-def gathered(parts: Sequence[dict[str, np.ndarray] | None]) -> TopK | Logits | None:
-    """Return the distributions of several rows, concatenated. Rows without one are skipped; None if no row has one."""
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    arrays = {name: np.concatenate([part[name] for part in present]) for name in present[0]}
-    return TopK(**arrays) if "token_ids" in arrays else Logits(logits=arrays["logprobs"], kind="logprobs")
-
-
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without a sampled token outside the top K."""
     if hasattr(logprobs, "start_indices"):
@@ -127,13 +113,13 @@ def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) -> Any:
     """Return the logprobs that the caller requested, taken from the engine's, in the requested container."""
-    if requested.logprobs is None or logprobs is None:
+    most = requested.params.logprobs
+    if most is None or logprobs is None:
         return None
-    kept = []
+    kept, limit = [], math.inf if most < 0 else most
     for position, token in zip(logprobs, token_ids, strict=True):
         # The sampled token comes first whatever its rank, as in results of the unhooked engine.
         entries = {token: position[token]}
-        limit = math.inf if requested.logprobs < 0 else requested.logprobs
         for other, entry in sorted(position.items(), key=lambda item: item[1].rank):
             if entry.rank <= limit:
                 entries.setdefault(other, entry)
@@ -201,10 +187,13 @@ class EngineCall:
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """Return the distributions of the given completions, concatenated."""
-        given = self.engine_logprobs
-        parts: list[dict[str, np.ndarray] | None] = [distribution(given[row], self.capture) for row in rows]
-        return gathered(parts)
+        """Return the distributions of the given completions, concatenated; None if none has one."""
+        given = [distribution(self.engine_logprobs[row], self.capture) for row in rows]
+        parts = [part for part in given if part is not None]
+        if not parts:
+            return None
+        arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
         """Record the completions as sequences of a step with the rollout pass. `names` holds one name per prompt."""

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import pyarrow as pa
-
 from ...schemas.layout import ENGINE_WEIGHTS
-from ...schemas.tables import ENGINE_WEIGHTS_TABLE
-from ..rows import RowBuilder
 from ..weights.digests import Digest, digest, resolved
 from ..writer import Part
-from .patches import Patches
-from .trainer_tensors import held_tensors, is_quantised, is_whole, trained_model, trainer_tensors
+from .models import held_tensors, is_quantised, is_whole, trained_model, trainer_tensors
+from .patches import Original, Patches
 from .vllm_contract import model_runner
 
 GIVEN, HELD, NONE = "given", "held", "none"
-_ROWS = RowBuilder(ENGINE_WEIGHTS_TABLE.schema)
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes to which a tensor may have been rounded on its way from the trainer to the engine."""
 
+_ROW_BYTES = 256
+"""Approximate size of a recorded comparison of one tensor, bytes."""
 _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values in an 8-bit dtype. A row with more was not quantised to 8 bits."""
@@ -98,7 +95,7 @@ class EngineWeights:
             self._dtype = llm.llm_engine.vllm_config.model_config.dtype
             self._device = next(model.parameters()).device
 
-    def _load(self, original: Callable[..., Any], model: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load(self, original: Original, model: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_loading or not self.is_on or self._model is None or self._model() is not model:
             return original(model, weights, *args, **kwargs)
         self._is_loading = True
@@ -161,11 +158,11 @@ class EngineWeights:
             return
         with self._guard():
             self._told = self._version
-            batch = self._rows(step, self._version)
-            writer = self._session.recorder.writer
-            writer.submit(lambda: writer.append(ENGINE_WEIGHTS, batch), batch.nbytes)
+            columns = self._columns(step, self._version)
+            writer, rows = self._session.recorder.writer, len(columns["tensor"])
+            writer.submit(lambda: writer.append(ENGINE_WEIGHTS, columns, rows), _ROW_BYTES * rows)
 
-    def _rows(self, step: int, version: int) -> pa.RecordBatch:
+    def _columns(self, step: int, version: int) -> dict[str, Any]:
         own, unmerged = read_digests(self._own), read_digests(self._unmerged)
         given, self._given = read_digests(self._given), {}
         self._last |= given
@@ -182,12 +179,10 @@ class EngineWeights:
         casts = self._casts(wrong_now) if is_strange and self._is_whole else {}
         names = list(own) + [name for name in given if name not in own]
         dtype = None if self._dtype is None else str(self._dtype).removeprefix("torch.")
-        writer = self._session.recorder.writer
         sides = {"trainer": own, "unmerged": unmerged, "given": given, "held": held}
         columns: dict[str, Any] = {side: [values.get(name) for name in names] for side, values in sides.items()}
         columns["cast"] = [casts.get(name) for name in names]
-        columns |= {"step": step, "policy_version": version, "tensor": names, "dtype": dtype}
-        return _ROWS.batch(columns | {"attempt": writer.state.attempt, "writer": writer.name}, len(names))
+        return columns | {"step": step, "policy_version": version, "tensor": names, "dtype": dtype}
 
     def _held(self, own: dict[str, int]) -> dict[str, int]:
         """Return digests of the weights that the engine holds; empty if they need not be read at this version."""

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 _MISSING = object()
+Original = Callable[..., Any]
+"""A function of a library, as it was before it was wrapped."""
 Points = Mapping[str, tuple[str, str]]
 """Function of a library -> the method that hooks it, and the data recorded from calls to it."""
 

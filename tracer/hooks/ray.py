@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from .patches import Patches
+from .patches import Original, Patches
 from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
@@ -23,7 +23,7 @@ def install(session: Session, module: Any) -> Patches:
     def not_taken_along(error: Exception) -> None:
         session.note(f"Ray's workers record only if they inherit this environment: {type(error).__name__}: {error}")
 
-    def init(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def init(original: Original, *args: Any, **kwargs: Any) -> Any:
         given, job = kwargs, os.environ.get(_JOB)
         with session.guard("Ray's workers", otherwise=not_taken_along):
             kwargs = with_workers(kwargs, session.order.to_environment())

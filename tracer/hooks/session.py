@@ -1,4 +1,7 @@
-"""State of one process started by `tim-trace record`. Its recorder is opened only when there is something to record."""
+"""Turns recording on in a process started by `tim-trace record`, and holds its state.
+
+This file imports little, since it runs whenever Python starts; a recorder is opened once there is something to record.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import wrapt
+
 from ...schemas.capture import Capture
 from ...schemas.errors import InvalidRecord, StorageStalled
-from ..patience import MAX_WAIT_S, Patience
+from ..patience import MAX_WAIT_S, Patience, say
 
 if TYPE_CHECKING:
     from ..writer import Part
@@ -227,7 +233,7 @@ class Session:
         """Print a sentence on stderr, unless it has been printed before."""
         if sentence not in self._told:
             self._told.add(sentence)
-            print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
+            say(sentence)
 
     def close(self) -> None:
         """Seal this process's records."""
@@ -245,3 +251,40 @@ class Session:
             from multiprocessing import util
 
             util.Finalize(None, self.close, exitpriority=0)
+
+
+_HOOKS = {
+    "transformers.trainer": ("trl", "install"),
+    "verl.trainer.ppo.v1.trainer_base": ("verl", "install"),
+    "verl.trainer.main_ppo_sync": ("verl", "install"),
+    "verl.trainer.main_ppo": ("verl", "install_main"),
+    "verl.trainer.ppo.ray_trainer": ("verl", "install_older"),
+    "verl.workers.engine_workers": ("verl_worker", "install"),
+    "verl.workers.engine.utils": ("verl_worker", "install"),
+    "verl.workers.utils.losses": ("verl_worker", "install"),
+    "verl.utils.transferqueue_utils": ("verl_worker", "install"),
+    "verl.workers.engine.fsdp.transformer_impl": ("verl_worker", "install"),
+    "verl.workers.rollout.vllm_rollout.vllm_rollout": ("verl_worker", "install"),
+    "verl.workers.rollout.vllm_rollout.utils": ("verl_engine_weights", "install"),
+    "ray": ("ray", "install"),
+    "vllm.entrypoints.llm": ("vllm", "install"),
+    "vllm.v1.engine.async_llm": ("vllm_async", "install"),
+}
+"""Module -> (file in this package, function in that file). The function hooks the module after its import."""
+
+
+def activate() -> Session | None:
+    """Hook TRL's trainers, verl, ray and vllm when they are imported. Return None outside of `tim-trace record`."""
+    order = Order.from_environment()
+    if order is None:
+        return None
+    session = Session(order)
+    for module in _HOOKS:
+        wrapt.register_post_import_hook(partial(_hook, session, module), module)
+    return session
+
+
+def _hook(session: Session, name: str, module: Any) -> None:
+    with session.guard(f"{name} (its functions could not be hooked)"):
+        file, function = _HOOKS[name]
+        getattr(import_module(f"{__package__}.{file}"), function)(session, module)

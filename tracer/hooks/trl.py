@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .patches import Patches, version_sentence
+from .patches import Original, Patches, version_sentence
 from .session import Session
 from .trl_async import AsyncTrainerHooks
 from .trl_release import POINTS, engine_classes, is_asynchronous, trl_version, unrecorded
@@ -33,7 +33,7 @@ class TrainerClasses:
         self._hears = False
         """True once weight transfers to the engine are hooked."""
 
-    def init(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with self._session.guard("a trainer (its functions could not be hooked)"):
             if type(trainer) not in self._seen:
                 self._seen.add(type(trainer))
@@ -78,7 +78,7 @@ class TrainerClasses:
             self._session.note(sentence)
 
     def _of_class(
-        self, trainer_class: type, hook: Callable[..., Any], original: Callable[..., Any], trainer: Any, *args: Any,
+        self, trainer_class: type, hook: Callable[..., Any], original: Original, trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Run a hook only for trainers of exactly this class: calls through super() are the subclass hook's."""
@@ -86,9 +86,7 @@ class TrainerClasses:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
 
-    def _train_unrecorded(
-        self, reason: str, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _train_unrecorded(self, reason: str, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if unrecorded(type(trainer)) is not None:
             self._session.note(reason)
         return original(trainer, *args, **kwargs)
@@ -97,17 +95,17 @@ class TrainerClasses:
 def _hook_engines(session: Session, patches: Patches) -> None:
     """Hook TRL's classes around vLLM: tensors gathered from shards or sent to a server, and a server's logprobs."""
 
-    def gather(original: Callable[..., Any], generation: Any) -> Any:
+    def gather(original: Original, generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))
 
-    def send(original: Callable[..., Any], client: Any, metadata: Any, named_params: Any) -> Any:
+    def send(original: Original, client: Any, metadata: Any, named_params: Any) -> Any:
         return original(client, metadata, session.engine_weights.heard(named_params))
 
-    def send_one(original: Callable[..., Any], client: Any, name: str, weights: Any) -> Any:
+    def send_one(original: Original, client: Any, name: str, weights: Any) -> Any:
         ((name, weights),) = session.engine_weights.heard([(name, weights)])
         return original(client, name, weights)
 
-    def generate(original: Callable[..., Any], generation: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(original: Original, generation: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(generation, "mode", None) != "server" or getattr(generation, "logprobs", 0) is not None:
             return original(generation, *args, **kwargs)
         # RLOO requests no logprobs from its server. Request them here, and remove them from the result.

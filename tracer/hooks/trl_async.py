@@ -9,7 +9,7 @@ Shapes: S samples in a packed row, N tokens in the row, T tokens in the longest 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..batch import Batch
 from ..rows import Forward
 from ..writer import Part
-from .packed_rows import PackedRow, PackedSample, of_bytes, to_bytes
+from .patches import Original
 from .session import Session
-from .trl_batches import ROW_KEY, right_padded, why_ended
+from .trl_batches import ROW_KEY, PackedRow, PackedSample, of_bytes, right_padded, to_bytes, why_ended
 from .trl_contract import packed_contract, sampling_columns, uses_server, worker_contract
 from .trl_release import end_tokens, name_of
 from .trl_state import TrainerState
@@ -68,14 +68,14 @@ class AsyncTrainerHooks(TrainerHooks):
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
         """Trainer -> version number of the engine's weights -> number of optimizer updates in these weights."""
 
-    def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
         try:
             return super().train(original, trainer, *args, **kwargs)
         finally:
             self.session.is_sampled_for_trainer = False
 
-    def dataloader(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def dataloader(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Hook the trainer's sample queue, and the function that packs samples into rows."""
         loader = original(trainer, *args, **kwargs)
         with self.session.guard("the samples of a queue"):
@@ -86,7 +86,7 @@ class AsyncTrainerHooks(TrainerHooks):
                 collator.torch_call = partial(self._collate, trainer, dataset.queue, collator.torch_call)
         return loader
 
-    def _collate(self, trainer: Any, queue: SampleQueue, original: Callable[..., Any], examples: Any) -> Any:
+    def _collate(self, trainer: Any, queue: SampleQueue, original: Original, examples: Any) -> Any:
         batch = original(examples)
         if self.session.is_recording:
             with self.session.guard("the samples of packed rows"):
@@ -109,13 +109,13 @@ class AsyncTrainerHooks(TrainerHooks):
                     policy_version=None if version is None else steps.get(version),
                     advantage=float(example["advantage"]),
                     rewards={name.removeprefix(_REWARDS): float(metrics[name]) for name in names},
-                    ids=np.asarray(example["input_ids"]),
-                    mask=np.asarray(example["completion_mask"]),
+                    ids=np.asarray(example["input_ids"], np.int32),
+                    mask=np.asarray(example["completion_mask"], np.uint8),
                 )
             )
         return found
 
-    def sync_weights(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def sync_weights(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         """Store the number of optimizer updates in the weights that the engine receives."""
         # An adapter that is sent to the engine as a file has no tensors to compare.
         is_heard = not getattr(trainer, "_lora_sync", False)
@@ -133,14 +133,12 @@ class AsyncTrainerHooks(TrainerHooks):
                 self._describe(trainer)
         return result
 
-    def send_weights(self, original: Callable[..., Any], trainer: Any) -> Iterator[tuple[str, Any]]:
+    def send_weights(self, original: Original, trainer: Any) -> Iterator[tuple[str, Any]]:
         account = self.session.engine_weights
         weights: Iterator[tuple[str, Any]] = account.heard(account.gathered(original(trainer)))
         return weights
 
-    def compute_loss(
-        self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def compute_loss(self, original: Original, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         packed = inputs.pop(ROW_KEY, None)
         if not self.session.is_recording:
             return original(trainer, model, inputs, *args, **kwargs)

@@ -9,8 +9,7 @@ from urllib.request import urlopen
 from ...schemas.contract import PREFIX_TREE, Contract, plain
 from .. import environment
 from ..weights.layout import model_parameters, num_elements
-from .model_contract import class_path, described, dtypes, numerics
-from .trainer_tensors import trained_model
+from .models import class_path, described, dtypes, numerics, trained_model
 from .trl_release import SERVER_URL, TEMPERATURE, find, fused_lm_head
 
 _SERVER_TIMEOUT_S = 10
@@ -138,7 +137,8 @@ def sampling_columns(trainer: Any) -> dict[str, Any]:
 def model_identity(trainer: Any) -> dict[str, Any]:
     """Return the identity of the trained model; with PEFT adapters, of its base model, with the adapters' configs."""
     model = trained_model(trainer)
-    configs = _adapters(model)
+    peft = getattr(model, "peft_config", None) or {}
+    configs = {str(name): plain(config.to_dict()) for name, config in peft.items() if hasattr(config, "to_dict")}
     below = model.get_base_model() if configs else model
     identity = described(below, getattr(below, "name_or_path", None), below.config.to_dict())
     if configs:
@@ -151,11 +151,6 @@ def model_identity(trainer: Any) -> dict[str, Any]:
 def has_adapters(trainer: Any) -> bool:
     """Return True if the trained model has PEFT adapters."""
     return bool(getattr(trained_model(trainer), "peft_config", None))
-
-
-def _adapters(model: Any) -> dict[str, dict[str, Any]]:
-    configs = getattr(model, "peft_config", None) or {}
-    return {str(name): plain(config.to_dict()) for name, config in configs.items() if hasattr(config, "to_dict")}
 
 
 def autocast_dtype(accelerator: Any) -> Any:

@@ -19,7 +19,7 @@ from ..dense import Distribution
 from ..routing import Routing
 from ..rows import Forward
 from .engine_call import EngineCall
-from .model_weights import KeptWeights
+from .models import KeptWeights
 from .session import Session
 
 

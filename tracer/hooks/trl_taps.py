@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..dense import Distribution
-from ..logits import Projection
+from ..dense import Distribution, Projection
 from ..routing import Router, RouterTap, Routing, is_mixture, of_cells, routers
 from ..weights.layout import is_sharded, model_parameters
 from ..writer import Part
+from .models import trained_model
 from .session import Session
-from .trainer_tensors import trained_model
 from .trl_batches import left_padded, right_padded
 from .trl_contract import autocast_dtype
 from .trl_release import TEMPERATURE, find

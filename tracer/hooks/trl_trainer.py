@@ -6,7 +6,6 @@ Shapes: B rows in one process's generation batch, P padded prompt width, T padde
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,10 +19,9 @@ from ..optimizer import optimizer_statistics, underlying
 from ..weights.layout import is_sharded, replicated
 from ..writer import Part
 from .engine_call import EngineCall
-from .model_contract import tokenizer_identity
-from .patches import arguments
+from .models import tokenizer_identity, trained_model
+from .patches import Original, arguments
 from .session import Session
-from .trainer_tensors import trained_model
 from .trl_batches import (
     ROW_KEY,
     engine_call_of,
@@ -78,14 +76,12 @@ class TrainerHooks:
         self.session = session
         self._states: weakref.WeakKeyDictionary[Any, TrainerState] = weakref.WeakKeyDictionary()
 
-    def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.begin_training()
         self._states.pop(trainer, None)  # Cached weights and contracts belong to the previous attempt's writer.
         return original(trainer, *args, **kwargs)
 
-    def generate_and_score(
-        self, original: Callable[..., Any], trainer: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def generate_and_score(self, original: Original, trainer: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(trainer, "use_vllm", False):
             self.session.engine_weights.hold(trainer)
         if not self.session.is_recording:
@@ -110,7 +106,7 @@ class TrainerHooks:
         finally:
             state.generation = self.session.generation = None
 
-    def generate(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, *args, **kwargs)
         state = self._state(trainer)
         generation = state.generation
@@ -129,7 +125,7 @@ class TrainerHooks:
                 generation.returned = result
         return result
 
-    def calculate_rewards(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def calculate_rewards(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         rewards_per_func = original(trainer, *args, **kwargs)
         generation = self._state(trainer).generation
         if generation is not None:
@@ -137,7 +133,7 @@ class TrainerHooks:
             generation.rewards_per_func = self.session.record(Part.REWARDS, lambda: rewards_per_func.detach().clone())
         return rewards_per_func
 
-    def score(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def score(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._state(trainer)
         phase = state.loss or state.generation
         if phase is None or not self.session.is_recording:
@@ -161,9 +157,7 @@ class TrainerHooks:
             phase.scorings.append(scoring)
         return result
 
-    def compute_loss(
-        self, original: Callable[..., Any], trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def compute_loss(self, original: Original, trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._state(trainer)
         if self.session.is_recording:
             if trainer.model.training:
@@ -180,14 +174,14 @@ class TrainerHooks:
         finally:
             state.loss = None
 
-    def step_end(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def step_end(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if trainer.state.global_step > 0 and trainer.is_world_process_zero() and self.session.is_recording:
             values = self.session.record(Part.METRICS, self._at_step_end, original, trainer, *args, **kwargs) or {}
             values |= self.session.record(Part.OPTIMIZER, self._optimizer_statistics, trainer) or {}
             self.session.record(Part.METRICS, self._add_metrics, trainer, values, only_new=True)
         return original(trainer, *args, **kwargs)
 
-    def log(self, original: Callable[..., Any], trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def log(self, original: Original, trainer: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         result = original(trainer, logs, *args, **kwargs)
         if trainer.is_world_process_zero() and self.session.is_recording:
             # Read from the history, since callbacks may have removed entries from `logs`.
@@ -205,7 +199,7 @@ class TrainerHooks:
                 "_get_per_token_logps_and_entropies"
             )
 
-    def _at_step_end(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _at_step_end(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         call = arguments(original, trainer, *args, **kwargs)
         rate, norm = call.get("learning_rate"), call.get("grad_norm")
         if is_sharded(norm) and (norm := replicated(norm)) is None:

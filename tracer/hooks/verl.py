@@ -19,11 +19,12 @@ from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
 from ..snapshot import read_contract
 from ..store import Store
 from ..writer import Part
-from .model_contract import tokenizer_identity
-from .patches import Patches, Points, arguments, version_sentence
+from .models import tokenizer_identity
+from .patches import Original, Patches, Points, arguments, version_sentence
 from .session import Session
 from .verl_batches import (
     ESTIMATED,
+    FORWARD_KEYS,
     SCORED,
     UPDATE_KEY,
     Row,
@@ -31,6 +32,7 @@ from .verl_batches import (
     fetch,
     finish_reasons,
     flat,
+    forward_of,
     get_off,
     one_a_row,
     padded_column,
@@ -41,7 +43,6 @@ from .verl_batches import (
     sums,
 )
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
-from .verl_forwards import FORWARD_KEYS, forward_of
 
 _POINTS = {
     "fit": ("fit", "steps of a second training in the same process, as a separate attempt"),
@@ -111,7 +112,7 @@ def install_main(session: Session, module: Any) -> Patches:
     """Import a program started with `python -m` under its own name, so that Ray runs the hooked trainer from there."""
     patches = Patches()
 
-    def run_ppo(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
         if spec is not None and spec.name == _SYNC and "task_runner_class" in kwargs:
             with session.guard("verl's trainer"):
@@ -136,7 +137,7 @@ class TrainerHooks:
         self.sentence: str | None = None
         """Sentence about an untested version of verl or functions missing from it; None without either."""
 
-    def fit(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
         try:
             return original(trainer, *args, **kwargs)
@@ -152,9 +153,7 @@ class TrainerHooks:
             self._describe(trainer)
         self._is_fitting = True
 
-    def compute_advantage(
-        self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def compute_advantage(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
         data: Any = None
@@ -167,7 +166,7 @@ class TrainerHooks:
                 self._record(trainer, rows, lambda name: column(estimated if name in ESTIMATED else data, name, rows))
         return result
 
-    def update_actor(self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_actor(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
         with self.session.guard("current logprobs"):
@@ -179,14 +178,12 @@ class TrainerHooks:
         finally:
             batch.extra_info.pop(UPDATE_KEY, None)
 
-    def compute_older_logprobs(
-        self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Copy the columns on workers' forward passes to the batch of logprobs, so that they stay with their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
-        def scored(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def scored(original: Original, *args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
             with self.session.guard("verl's batch"):
                 if hasattr(output, "keys"):
@@ -205,9 +202,7 @@ class TrainerHooks:
                 (result[0] if isinstance(result, tuple) else result).batch[name] = column
         return result
 
-    def update_older_actor(
-        self, original: Callable[..., Any], trainer: Any, batch: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def update_older_actor(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(trainer, batch, *args, **kwargs)
         # The asynchronous trainers define their own `fit`, which cannot be hooked under Ray.
@@ -228,7 +223,7 @@ class TrainerHooks:
             with self.session.guard("verl's batch"):
                 get_off(batch)
 
-    def log(self, original: Callable[..., Any], tracking: Any, *args: Any, **kwargs: Any) -> Any:
+    def log(self, original: Original, tracking: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(tracking, *args, **kwargs)
         if self._is_fitting and self.session.is_recording:
             self.session.record(Part.METRICS, self._add_metrics, original, tracking, *args, **kwargs)
@@ -239,7 +234,7 @@ class TrainerHooks:
                 self.session.seal()
         return result
 
-    def _add_metrics(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _add_metrics(self, original: Original, *args: Any, **kwargs: Any) -> None:
         call = arguments(original, *args, **kwargs)
         self.session.recorder.add_metrics(int(call["step"]), flat(call["data"]))
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...schemas.contract import PACKED_ROWS, Contract, plain
 from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
 from .. import environment
-from .model_contract import class_path, described, dtypes, numerics
+from .models import class_path, described, dtypes, numerics
 
 _ENGINE = (
     "strategy", "dtype", "model_dtype", "mixed_precision", "use_remove_padding", "use_fused_kernels", "use_dynamic_bsz",

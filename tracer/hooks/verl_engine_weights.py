@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..weights.digests import digest
 from ..weights.layout import model_parameters, model_tensors
 from .engine_weights import NONE, EngineWeights, read_digests
+from .models import held_tensors, is_whole
+from .patches import Original
 from .session import Session
-from .trainer_tensors import held_tensors, is_whole
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
@@ -46,7 +47,7 @@ class VerlEngineWeights(EngineWeights):
         self._found: dict[str, int] = {}
         self._reads_held = True
 
-    async def transfer(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    async def transfer(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a weight transfer. Take digests of the trainer's weights before it, and of the engine's weights after it."""
         self._start(worker)
         try:
@@ -57,7 +58,7 @@ class VerlEngineWeights(EngineWeights):
             self._engine = None
         return result
 
-    def give(self, original: Callable[..., Any], adapter: Any, *args: Any, **kwargs: Any) -> Any:
+    def give(self, original: Original, adapter: Any, *args: Any, **kwargs: Any) -> Any:
         """Pass on the weights sent to the engine, taking a digest of each."""
         if self._engine is not None and self.is_on:
             if args:
@@ -66,7 +67,7 @@ class VerlEngineWeights(EngineWeights):
                 kwargs["weights"] = self.heard(kwargs["weights"])
         return original(adapter, *args, **kwargs)
 
-    def export(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def export(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
         """If the model is sharded, take the trainer's digests from the tensors that verl gathers."""
         weights, *rest = original(engine, *args, **kwargs)
         return self.gathered(weights) if self._engine is engine else weights, *rest

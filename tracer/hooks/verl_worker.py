@@ -18,14 +18,13 @@ from ...schemas.contract import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from ..writer import Part
-from .model_weights import KeptWeights
-from .patches import Patches, arguments
+from .models import KeptWeights
+from .patches import Original, Patches, arguments
 from .session import Session
 from .trl_batches import right_padded
-from .verl_batches import UPDATE_KEY
+from .verl_batches import FORWARD_KEYS, ROW_KEY, UPDATE_KEY, Forwards, attended_tokens
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
-from .verl_forwards import FORWARD_KEYS, ROW_KEY, Forwards, attended_tokens
 
 _COMPOSITION = "which rows of verl's passes shared a forward"
 
@@ -103,7 +102,7 @@ class WorkerHooks:
         self._numbers = count()
         """Iterator over the numbers given to this process's forward passes."""
 
-    def fetch(self, original: Callable[..., Any], meta: Any, *args: Any, **kwargs: Any) -> Any:
+    def fetch(self, original: Original, meta: Any, *args: Any, **kwargs: Any) -> Any:
         """Fetch an update's rows from the TransferQueue, and add row numbers to them."""
         data = original(meta, *args, **kwargs)
         told = (getattr(meta, "extra_info", None) or {}).get(UPDATE_KEY)
@@ -114,7 +113,7 @@ class WorkerHooks:
                     self._update = self._begin(meta, data, told)
         return data
 
-    def update(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def update(self, original: Original, worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         told = plain(data.get(UPDATE_KEY, None)) if hasattr(data, "batch_size") else None
         if told is not None:  # verl's older trainer passes the rows themselves, not their keys.
             data.pop(UPDATE_KEY)
@@ -138,7 +137,7 @@ class WorkerHooks:
                 with self.session.guard("current logprobs"):
                     self.session.recorder.flush(weights=False)
 
-    def mini_batch(self, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
             # Only from here on are parameters certain to be loaded, since param_offload may have moved them away.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
@@ -148,20 +147,20 @@ class WorkerHooks:
             if self._update is not None:
                 self._update.num_mini_batches += 1
 
-    def loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def loss(self, original: Original, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and self._update.engine is not None:
             with self.session.guard("current logprobs"):
                 self._record(self._update, arguments(original, *args, **kwargs))
         return original(*args, **kwargs)
 
-    def score(self, pass_name: str, original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
+    def score(self, pass_name: str, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         self._scoring = pass_name
         try:
             return original(worker, *args, **kwargs)
         finally:
             self._scoring = None
 
-    def infer(self, original: Callable[..., Any], worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def infer(self, original: Original, worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a forward pass without a loss, and record its rows and contract."""
         asked = {name: data.get(name, None) for name in ("temperature", "no_lora_adapter")}
         is_heard = self._scoring is not None and self.session.is_recording and Forwards.are_known(worker.engine)
@@ -188,7 +187,7 @@ class WorkerHooks:
                         output[FORWARD_KEYS[pass_name]] = column
         return output
 
-    def micro_batches(self, original: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
+    def micro_batches(self, original: Original, data: Any, *args: Any, **kwargs: Any) -> Any:
         """Split a batch into micro-batches, and store which rows each micro-batch holds."""
         made = original(data, *args, **kwargs)
         if self._forwards is not None:

@@ -15,8 +15,8 @@ from ...schemas.passes import ROLLOUT
 from .. import environment
 from ..writer import Part
 from .engine_call import EngineCall, Requested, asking, cut_down, room_for
-from .model_contract import tokenizer_identity
-from .patches import Patches, arguments, version_sentence
+from .models import tokenizer_identity
+from .patches import Original, Patches, Points, arguments, version_sentence
 from .session import Session
 from .vllm_contract import Conditions, engine_contract, sampling_settings
 
@@ -44,15 +44,21 @@ EMBEDDED = (
 
 def install(session: Session, module: Any) -> Patches:
     """Hook vLLM's offline engine."""
-    import vllm
-
-    session.hooks["vllm"] = vllm.__version__
-    hooks, patches = OfflineHooks(session), Patches()
-    missing = patches.wrap_points(module.LLM, hooks, _POINTS)
+    hooks = OfflineHooks(session)
+    patches = hooked(session, module.LLM, hooks, _POINTS, session.note)
     for name in UNRECORDED:
         patches.wrap(module.LLM, name, partial(hooks.tell_of, name))
+    return patches
+
+
+def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, told: Callable[[str], None]) -> Patches:
+    """Hook an engine's functions; `told` is called with a sentence if this version of vLLM was not tested."""
+    import vllm
+
+    session.hooks["vllm"], patches = vllm.__version__, Patches()
+    missing = patches.wrap_points(engine, hooks, points)
     if sentence := version_sentence("vllm", vllm.__version__, missing):
-        session.note(sentence)
+        told(sentence)
     return patches
 
 
@@ -96,7 +102,7 @@ class OfflineHooks(EngineHooks):
         super().__init__(session)
         self._arguments: dict[int, dict[str, Any]] = {}
 
-    def init(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, original: Original, llm: Any, *args: Any, **kwargs: Any) -> Any:
         with self.session.guard("vLLM's engine arguments"):
             if self.session.capture.dense:
                 kwargs["max_logprobs"] = room_for(self.session.capture, kwargs.get("max_logprobs", 20))
@@ -106,7 +112,7 @@ class OfflineHooks(EngineHooks):
         self.session.engine_weights.watch(llm)
         return result
 
-    def generate(self, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, original: Original, llm: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(llm, *args, **kwargs)
         if self.session.generation is not None:
@@ -124,13 +130,13 @@ class OfflineHooks(EngineHooks):
                 self._record(llm, call, kwargs.get("lora_request"))
         return outputs
 
-    def tell_of(self, name: str, original: Callable[..., Any], llm: Any, *args: Any, **kwargs: Any) -> Any:
+    def tell_of(self, name: str, original: Original, llm: Any, *args: Any, **kwargs: Any) -> Any:
         if self.session.is_recording:
             self.session.note(f"rollouts of LLM.{name} are not recorded; those of LLM.generate and LLM.chat are")
         return original(llm, *args, **kwargs)
 
     def _ask(
-        self, original: Callable[..., Any], llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
+        self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
         """Return the call's arguments, changed to request the logprobs to record, and the caller's own requests."""
         call = arguments(original, llm, *args, **kwargs)

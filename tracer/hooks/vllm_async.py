@@ -10,19 +10,18 @@ import asyncio
 import sys
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...schemas.capture import Capture
 from ...schemas.contract import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
 from .engine_call import DELTA, EngineCall, Requested, asking, cut_down, room_for
-from .patches import Patches, arguments, version_sentence
+from .patches import Original, Patches, arguments
 from .session import Session
-from .vllm import EMBEDDED, EngineHooks, has_embeddings
+from .vllm import EMBEDDED, EngineHooks, has_embeddings, hooked
 from .vllm_contract import Conditions, async_contract, sampling_settings
 
 ABORT, ERROR = "abort", "error"
@@ -53,14 +52,7 @@ _LOST = (
 
 def install(session: Session, module: Any) -> Patches:
     """Hook vLLM's serving engine."""
-    import vllm
-
-    session.hooks["vllm"] = vllm.__version__
-    hooks, patches = AsyncEngineHooks(session), Patches()
-    missing = patches.wrap_points(module.AsyncLLM, hooks, _POINTS)
-    if sentence := version_sentence("vllm", vllm.__version__, missing):
-        session.tell(sentence)
-    return patches
+    return hooked(session, module.AsyncLLM, AsyncEngineHooks(session), _POINTS, session.tell)
 
 
 class AsyncEngineHooks(EngineHooks):
@@ -73,14 +65,14 @@ class AsyncEngineHooks(EngineHooks):
         self._num_running = 0
         self._names: Counter[str] = Counter()
 
-    def init(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def init(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
         with self.session.guard("vLLM's engine arguments"):
             if self.session.capture.dense and not _is_verl():
                 config = arguments(original, engine, *args, **kwargs)["vllm_config"].model_config
                 config.max_logprobs = room_for(self.session.capture, config.max_logprobs)
         return original(engine, *args, **kwargs)
 
-    def generate(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.session.is_recording:
             return original(engine, *args, **kwargs)
         try:
@@ -93,7 +85,7 @@ class AsyncEngineHooks(EngineHooks):
             return original(engine, *args, **kwargs)
         return self._recorded(original, engine, call)
 
-    def collective_rpc(self, original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
+    def collective_rpc(self, original: Original, engine: Any, *args: Any, **kwargs: Any) -> Any:
         with self.session.guard("how vLLM's model was changed"):
             method = args[0] if args else kwargs.get("method")
             if method in MODEL_PATCHES:
@@ -101,9 +93,7 @@ class AsyncEngineHooks(EngineHooks):
                 self._model_patches.setdefault(engine, []).append({"method": method, "arguments": given})
         return original(engine, *args, **kwargs)
 
-    async def _recorded(
-        self, original: Callable[..., Any], engine: Any, call: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
+    async def _recorded(self, original: Original, engine: Any, call: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Yield the engine's outputs to the caller, and record the request when it has ended."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
@@ -113,7 +103,7 @@ class AsyncEngineHooks(EngineHooks):
         try:
             async for output in outputs:
                 if request is not None:
-                    given = request.give(output)
+                    given = [(done, cut_down(done, request.requested)) for done in output.outputs]
                     with self.session.guard("vLLM's rollouts"):
                         request.take(output, given)
                 yield output
@@ -171,7 +161,8 @@ class AsyncEngineHooks(EngineHooks):
         self.session.record(Part.CONTRACTS, self._add_contract, engine, request)
         if self.session.is_sampled_for_trainer:
             return
-        request.call(self.session.capture).record(recorder, step=request.step, names=[request.name])
+        call = EngineCall(outputs=[request], requested=[request.requested], given=None, capture=self.session.capture)
+        call.record(recorder, step=request.step, names=[request.name])
 
     def _add_contract(self, engine: Any, request: AsyncRequest) -> None:
         contract, is_new = self._contract(engine, request.requested.params, request.conditions)
@@ -239,12 +230,8 @@ class AsyncRequest:
         self._is_delta = requested.params.output_kind.name == DELTA
         self._completions: dict[int, GivenCompletion] = {}
 
-    def give(self, output: Any) -> list[tuple[Any, Any]]:
-        """Reduce an output to what the caller requested. Return its completions, each with the engine's full logprobs."""
-        return [(completion, cut_down(completion, self.requested)) for completion in output.outputs]
-
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add the completions in an output to those received earlier."""
+        """Add the completions in an output, each `given` with the engine's logprobs, to those received earlier."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))
@@ -261,10 +248,6 @@ class AsyncRequest:
         """Completions that have at least one token, or that ended normally without any."""
         held = (self._completions[index] for index in sorted(self._completions))
         return [each for each in held if each.num_tokens or each.finish_reason not in (ABORT, ERROR)]
-
-    def call(self, capture: Capture) -> EngineCall:
-        """Return the request and its completions as an engine call that can be recorded."""
-        return EngineCall(outputs=[self], requested=[self.requested], given=None, capture=capture)
 
 
 def _is_verl() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...schemas.contract import Contract
 from .. import environment
-from .model_contract import class_path
+from .models import class_path
 
 _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "model_config": (

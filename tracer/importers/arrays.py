@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...schemas.checksums import Bytes
-from .pickles import BYTES, Budget, Known, NotPlain, Stateful
+from .pickles import BYTES, Budget, Known, NotPlain
 
 TORCH_DTYPES = {
     "float64": "<f8", "double": "<f8", "float32": "<f4", "float": "<f4", "float16": "<f2", "half": "<f2", "bfloat16": "bfloat16",
@@ -26,17 +26,7 @@ STORAGES = {
 MAX_DIMENSIONS = 8
 
 
-class Held:
-    """Base class for stand-ins of arrays, whose bytes may be read after the object is created."""
-
-    __slots__ = ()
-
-    def array(self) -> np.ndarray:
-        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
-        raise NotImplementedError
-
-
-class NumpyDtype(Stateful):
+class NumpyDtype:
     """Stand-in for a NumPy dtype: type string and byte order."""
 
     __slots__ = ("order", "text")
@@ -59,7 +49,7 @@ class NumpyDtype(Stateful):
         return np.dtype(("" if self.order in "|=" else self.order) + self.text)
 
 
-class NumpyArray(Stateful, Held):
+class NumpyArray:
     """Stand-in for a NumPy array, created empty and filled by `give_state`."""
 
     __slots__ = ("_bytes", "_dtype", "_fortran", "_shape")
@@ -79,6 +69,7 @@ class NumpyArray(Stateful, Held):
         self._bytes = content.encode("latin1") if isinstance(content, str) else content
 
     def array(self) -> np.ndarray:
+        """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
                 raise NotPlain("a NumPy array with a number of objects that does not fit its shape")
@@ -98,7 +89,7 @@ class Storage:
         self.dtype, self.content = dtype, content
 
 
-class Tensor(Held):
+class Tensor:
     """Stand-in for a torch tensor: a strided view of a storage."""
 
     __slots__ = ("_array", "_budget", "_dtype", "_offset", "_shape", "_storage", "_strides")
@@ -123,25 +114,23 @@ class Tensor(Held):
         if content is None or name not in TORCH_DTYPES:
             raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor without its bytes")
         dtype = NUMPY_DTYPES[name]
-        count, is_flat = math.prod(self._shape), self._strides == _contiguous(self._shape)
-        last = self._offset + (
-            count - 1 if is_flat else sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
-        )
+        count = math.prod(self._shape)
+        last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         if count and last >= len(content) // dtype.itemsize:
             raise NotPlain("a tensor that extends past the end of its bytes")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
-        if is_flat:
-            view = np.frombuffer(content, dtype, count, self._offset * dtype.itemsize).reshape(self._shape)
-        else:
-            flat = np.frombuffer(content, dtype, len(content) // dtype.itemsize)
-            steps = [step * dtype.itemsize for step in self._strides]
-            view = np.lib.stride_tricks.as_strided(flat[self._offset :], self._shape, steps, writeable=False)
+        steps = [step * dtype.itemsize for step in self._strides]
+        view = np.ndarray(self._shape, dtype, content, self._offset * dtype.itemsize, steps)
         return from_bfloat16(view) if name == "bfloat16" else view
 
 
-class Shell(Stateful):
+HELD = (NumpyArray, Tensor)
+"""Stand-ins of arrays, whose bytes may be read after the object is created."""
+
+
+class Shell:
     """Stand-in for a framework's object: constructor arguments and pickled state."""
 
     __slots__ = ("arguments", "state")
@@ -151,13 +140,6 @@ class Shell(Stateful):
 
     def give_state(self, state: Any) -> None:
         self.state = state
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a contiguous array with this shape."""
-    if len(shape) == 1:
-        return (1,)
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
@@ -184,7 +166,7 @@ def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
     """Return a tensor that was saved as dtype name, shape and bytes. Raises NotPlain if one of them is invalid."""
-    if isinstance(content, Held):
+    if isinstance(content, HELD):
         content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     if name not in TORCH_DTYPES or not isinstance(content, BYTES):
@@ -202,7 +184,7 @@ def bytes_of(array: np.ndarray) -> Bytes:
 
 def settled(value: Any) -> Any:
     """Return a value from a dump, with stand-ins for arrays converted to arrays."""
-    return value.array() if isinstance(value, Held) else value
+    return value.array() if isinstance(value, HELD) else value
 
 
 def _sequence(value: Any = ()) -> list[Any]:

@@ -12,11 +12,10 @@ import numpy as np
 import pyarrow as pa
 
 from ...schemas.errors import ImportFailed
-from ...schemas.passes import LOGPROBS
 from ..ragged import Padding
 from ..routing import NOT_ROUTED
+from .columns import RowBatch
 from .fields import Values
-from .rowbatch import RowBatch
 
 _MOST_EXPERTS = np.iinfo(np.int16).max
 
@@ -35,19 +34,11 @@ class DumpRows:
     def add(self, number: int, **cells: Any) -> None:
         """Add a row. A cell of None means not recorded; a row without `response_ids` has no tokens.
 
-        The cell `routing` is stored in RowBatch.routing, not in a column. Raises ImportFailed if a row has
-        `response_ids` and a pass has another number of logprobs than tokens.
+        The cell `routing` is stored in RowBatch.routing, not in a column.
         """
         cells.setdefault("prompt_ids", None)
-        response = cells.get("response_ids")
-        if response is None:
+        if cells.get("response_ids") is None:
             cells["response_ids"] = np.empty(0, np.int32)
-        else:
-            for name, cell in cells.items():
-                if name.endswith(LOGPROBS) and cell is not None and len(cell) != len(response):
-                    where = f"{self._file}, {self._unit} {number}"
-                    named = name.removesuffix(LOGPROBS)
-                    raise ImportFailed(f"{where}: pass {named} has {len(cell)} logprobs for {len(response)} tokens")
         self._numbers.append(number)
         self._rows.append(cells)
 
@@ -116,19 +107,16 @@ def padded_columns(
 
 
 def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
-    if not any(isinstance(cell, (np.ndarray, Values)) for cell in cells):
-        return cells
     found: list[Any] = []
     for cell, mask in zip(cells, masks, strict=True):
-        if not isinstance(cell, (np.ndarray, Values)):
-            found.append(cell)
-            continue
-        part = cell if isinstance(cell, Values) else Values(cell, np.ones(len(cell), bool))
-        counted = part.known if mask is None else part.known & mask
-        values = part.values[counted]
-        if len(values) and (values != values[0]).any():
-            return cells
-        found.append(float(values[0]) if len(values) else None)
+        if isinstance(cell, np.ndarray):
+            cell = Values(cell, np.ones(len(cell), bool))
+        if isinstance(cell, Values):
+            values = cell.values[cell.known if mask is None else cell.known & mask]
+            if len(values) and (values != values[0]).any():
+                return cells
+            cell = float(values[0]) if len(values) else None
+        found.append(cell)
     return found
 
 

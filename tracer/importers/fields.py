@@ -17,7 +17,7 @@ import pyarrow as pa
 from ...schemas import tables
 from ...schemas.errors import ImportFailed
 from ...schemas.passes import LOGPROBS
-from .arrays import Held
+from .arrays import HELD
 from .pickles import Budget
 
 
@@ -49,9 +49,6 @@ class Fields:
             raise ImportFailed(f"{where}: is not a record with named fields")
         self._record, self._columns, self.where, self._seen, self._budget = record, columns, where, seen, budget
 
-    def __contains__(self, column: str) -> bool:
-        return self.get(column) is not None
-
     @property
     def record(self) -> Mapping[Any, Any]:
         """The record with the field names used in the file."""
@@ -61,11 +58,6 @@ class Fields:
         """Return the fields of another record of the file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
-
-    def without(self, columns: Collection[str]) -> Fields:
-        """Return the fields of the same record, except those for the given columns."""
-        left = {name: fields for name, fields in self._columns.items() if name not in columns}
-        return Fields(self._record, left, self.where, self._seen, self._budget)
 
     def get(self, column: str) -> Any:
         """Return the value of the column's first candidate field that is not None."""
@@ -103,7 +95,7 @@ class Fields:
 
     def _array(self, name: str, value: Any, dimensions: int) -> np.ndarray:
         try:
-            found = value.array() if isinstance(value, Held) else value
+            found = value.array() if isinstance(value, HELD) else value
         except ValueError as error:
             raise ImportFailed(f"{self.where}: field {name!r} cannot be read ({error})") from error
         if isinstance(found, (list, tuple)) and dimensions == 1:
@@ -250,7 +242,7 @@ def _all_known(length: int) -> np.ndarray:
 
 
 def _one(value: Any) -> Any:
-    if isinstance(value, Held):
+    if isinstance(value, HELD):
         try:
             value = value.array()
         except ValueError:

@@ -7,6 +7,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import xxhash
 
 from ...schemas.checksums import SealedFile, sealed
 from ...schemas.errors import ImportFailed
+from .columns import ROWS_AT_ONCE, RowBatch
 from .dump_rows import DumpRows
 from .fields import Fields
 from .pickles import Budget
-from .rowbatch import ROWS_AT_ONCE, RowBatch
 from .textfiles import opened, read_lines, whole_content
 
 
@@ -96,15 +97,10 @@ def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = 
     """Return the size and hash of a whole file, of its first `lines` lines, or of its first `num_bytes` bytes."""
     digest, size = xxhash.xxh3_128(), 0
     with opened(path) as file:
-        if lines is not None:
-            for _ in range(lines):
-                line = file.readline()
-                digest.update(line)
-                size += len(line)
-        else:
-            while block := file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)):
-                digest.update(block)
-                size += len(block)
+        whole = iter(lambda: file.read(_READ_BYTES if num_bytes is None else min(_READ_BYTES, num_bytes - size)), b"")
+        for block in whole if lines is None else islice(file, lines):
+            digest.update(block)
+            size += len(block)
     return SealedFile(num_bytes=size, hash=digest.hexdigest(), num_rows=lines)
 
 

@@ -1,20 +1,25 @@
-"""All formats that can be imported, by name, and the format detection used for `auto`."""
+"""The formats with the shortest descriptions, all formats by name, and the detection used for `auto`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from ...schemas.errors import ImportFailed
-from .format import DumpFolder, Format
+from .columns import ROWS_AT_ONCE, explained
+from .fields import Fields, Values
+from .format import DumpFolder, Format, read_rows
+from .masked_lines import NEMO_RL, PRIME_RL
 from .miles import MILES
-from .ms_swift import MS_SWIFT
-from .nemo_rl import NEMO_RL
-from .prime_rl import PRIME_RL
-from .sglang import SGLANG
+from .responses import SGLANG, VLLM
 from .skyrl import SKYRL
 from .slime import SLIME
-from .torchtitan import TORCHTITAN
-from .trl import TRL
 from .verl import VERL
-from .vllm import VLLM
 
 OPEN_INSTRUCT = Format(
     name="open-instruct",
@@ -57,6 +62,159 @@ AREAL = Format(
         ("rollout", "train"),
         "AReaL dumps only texts; record input_ids, logprobs and prox_logp of its batches with tim_trace.Recorder, or write them as Parquet",
     ),
+    lines=True,
+)
+
+
+_TEXTS = ("step", "prompt", "completion", "entropy")
+
+
+def _swift_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+    for place, record in enumerate(_swift_records(fields.record, fields.where)):
+        row = fields.of(record, fields.where)
+        yield {"seq_id": f"{number}.{place}", **row.cells("step", "advantage"), "rewards": row.numbers(_TEXTS)}
+
+
+def _swift_records(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Split a line into rows: one row per list element, or a single row if the line has no lists."""
+    lists = {name: value for name, value in record.items() if isinstance(value, list)}
+    if not lists:
+        return [dict(record)]
+    lengths = {len(value) for value in lists.values()}
+    if len(lengths) != 1:
+        raise ImportFailed(
+            f"{where}: its columns are lists of different lengths: {', '.join(map(str, sorted(lengths)))}"
+        )
+    return [
+        {name: value[place] if name in lists else value for name, value in record.items()}
+        for place in range(lengths.pop())
+    ]
+
+
+MS_SWIFT = Format(
+    name="ms-swift",
+    writes="`--log_completions true`",
+    files="completions.jsonl",
+    columns={"step": ("step",), "advantage": ("advantages",), "prompt": ("prompt",), "completion": ("completion",)},
+    alignment="texts only, no token ids or logprobs; every other numeric column is a reward function",
+    pattern=r"completions\.jsonl",
+    keys=frozenset({"step", "prompt", "completion"}),
+    rows=_swift_rows,
+    lacks=dict.fromkeys(
+        ("rollout", "train"),
+        "log_completions writes texts and rewards but no token ids or logprobs; record its batches with tim_trace.Recorder, or write them as Parquet",
+    ),
+    lines=True,
+)
+
+
+_NOT_REWARDS = ("step", "prompt", "completion")
+
+
+def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (row number, numbers of the row); texts are not read: they may be large, and a trace does not store them."""
+    with explained(str(path), "Parquet"), path.open("rb") as file:
+        parquet = pq.ParquetFile(file)
+        tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+        kept = [field.name for field in parquet.schema_arrow if any(test(field.type) for test in tests)]
+        batches = parquet.iter_batches(batch_size=ROWS_AT_ONCE, columns=kept)
+        yield from enumerate((record for batch in batches for record in batch.to_pylist()), start=1)
+
+
+def _trl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+    cells = fields.cells("step", "advantage")
+    return [{"seq_id": str(number - 1), **cells, "rewards": fields.numbers(_NOT_REWARDS)}]
+
+
+TRL = Format(
+    name="trl",
+    writes="`log_completions=True`",
+    files="completions/completions_<step>.parquet",
+    columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
+    alignment="texts only, no token ids or logprobs; every other numeric column is a reward function",
+    pattern=r"completions_(\d+)\.parquet",
+    read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
+    lacks=dict.fromkeys(
+        ("rollout", "train"),
+        "log_completions writes texts and rewards but no token ids or logprobs; record the run: tim-trace record -o RUN -- python "
+        "train.py",
+    ),
+)
+
+
+def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+    """Yield a rollout as one row.
+
+    The prompt is that of the first turn. The response holds the sampled tokens and the tokens inserted between turns.
+    """
+    turns = fields.record.get("turns")
+    if fields.record.get("is_validation") is True:
+        return
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns) or not turns:
+        raise ImportFailed(f"{fields.where}: has no list of turns")
+    each = [fields.of(turn, f"{fields.where}, turn {place}") for place, turn in enumerate(turns)]
+    version = max((v for turn in each if (v := turn.integer("policy_version")) is not None), default=None)
+    cells = fields.cells("step", "reward", "advantage", "group_id", "finish_reason")
+    if cells["step"] is None:
+        cells["step"] = version
+    if cells["step"] is None:
+        raise ImportFailed(f"{fields.where}: has neither a step nor a policy version")
+    yield {**cells, "policy_version": version, **_joined_turns(each)}
+
+
+def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
+    """Return cells with the joined tokens of consecutive turns; an empty dict if the turns have no token ids."""
+    prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
+    prompt = prompts[0]
+    if prompt is None or any(sampled is None for sampled in responses):
+        return {}
+    whole, values, known, mask = prompt, [np.zeros(0)], [np.zeros(0, bool)], [np.zeros(0, bool)]
+    for place, (turn, before, sampled) in enumerate(zip(turns, prompts, responses, strict=True)):
+        logprobs = turn.values("rollout_logprobs")
+        assert sampled is not None
+        if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
+            raise ImportFailed(
+                f"{turn.where}: its prompt does not continue the previous turns' tokens; turn {place} was re-tokenized"
+            )
+        if logprobs is not None and len(logprobs) != len(sampled):
+            raise ImportFailed(f"{turn.where}: has {len(logprobs)} logprobs for {len(sampled)} tokens")
+        between = len(before) - len(whole)
+        whole = np.concatenate([before, sampled])
+        values += [np.zeros(between), np.zeros(len(sampled)) if logprobs is None else logprobs.values]
+        known += [np.zeros(between, bool), np.zeros(len(sampled), bool) if logprobs is None else logprobs.known]
+        mask += [np.zeros(between, bool), np.ones(len(sampled), bool)]
+    scores = Values(np.concatenate(values), np.concatenate(known))
+    return {
+        "prompt_ids": prompt,
+        "response_ids": whole[len(prompt) :],
+        "response_mask": np.concatenate(mask),
+        "rollout_logprobs": scores if scores.known.any() else None,
+    }
+
+
+TORCHTITAN = Format(
+    name="torchtitan",
+    writes="RolloutSampleRecorder of experiments/rl",
+    files="rollout_samples.jsonl",
+    columns={
+        "step": ("step", "max_policy_version"),
+        "prompt_ids": ("prompt_token_ids",),
+        "response_ids": ("completion_token_ids",),
+        "rollout_logprobs": ("completion_logprobs",),
+        "policy_version": ("max_policy_version", "policy_version"),
+        "reward": ("reward",),
+        "advantage": ("advantage",),
+        "group_id": ("group_id",),
+        "finish_reason": ("status",),
+    },
+    alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns are masked and have "
+    "no logprobs; the newest policy version is the step; validation rollouts are skipped",
+    pattern=r"rollout_samples\.jsonl",
+    rows=_torchtitan_rows,
+    lacks={
+        "rollout": "the turns lack token ids or completion_logprobs; turn on their recording in RolloutSampleRecorder",
+        "train": "RolloutSampleRecorder writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
+    },
     lines=True,
 )
 

@@ -13,11 +13,11 @@ from ...schemas.passes import LOGPROBS, ROLLOUT, TRAIN
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import Store
+from .columns import Selection, check_sample, listed_names
 from .format import DumpFolder, Format, Part, Reading, content_of
 from .formats import FORMATS, recognised
 from .neutral import import_parquet
 from .row_import import Imported, RowImport, open_import
-from .rowbatch import Selection, check_sample, listed_names
 
 AUTO, PARQUET = "auto", "parquet"
 
@@ -169,7 +169,7 @@ class _Before:
                 f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same "
                 f"options, or choose another folder"
             )
-        passes = {name for name in store.folders("passes")}
+        passes = set(store.folders("passes"))
         # A file that grew between imports has one entry per import; the entry with the most lines is kept.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)

@@ -9,18 +9,18 @@ Shapes: T response tokens, S tokens in prompt and response together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .fields import Fields, Values
+from .columns import RowBatch
+from .fields import Values
 from .format import Format, Reading
 from .pickles import Budget
-from .rowbatch import RowBatch
-from .samples import (
+from .slime import (
     COLUMNS,
-    PER_TOKEN,
     StepSamples,
     add_rollout,
     dump_parts,
@@ -29,6 +29,7 @@ from .samples import (
     response_of,
     sample_cells,
     top_level,
+    values_of,
 )
 from .torch_files import unpickled
 
@@ -54,95 +55,74 @@ def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = N
 def _read(reading: Reading) -> Iterator[RowBatch]:
     step = reading.part.step
     assert step is not None
-    samples, budget, shards = StepSamples(step), reading.budget(), _Shards(step, reading.partial)
+    samples, budget = StepSamples(step), reading.budget()
+    ranked: dict[str, _Sample] = {}
+    size = 1
     for path, content in reading.contents():
         record = top_level(unpickled(content, str(path)), str(path))
         if "rollout_data" in record:
-            _add_rank(reading, shards, record, str(path), budget)
+            size = max(size, _add_rank(reading, ranked, record, str(path), budget))
         elif "format_version" in record:
             raise ImportFailed(f"{path}: is a train dump of slime; import it with: tim-trace import slime PATH -o RUN")
         else:
             add_rollout(reading, samples, record, str(path), budget)
-    for name, cells in shards.samples():
-        samples.add(name, cells)
+    for name, sample in ranked.items():
+        whole = {
+            column: _joined(f"step {step}, sample {name}: {column}", sample, parts, size, partial=reading.partial)
+            for column, parts in sample.parts.items()
+        }
+        samples.add(name, sample.cells | whole)
     yield from samples.batches(reading.part.files[0])
 
 
-class _Shards:
-    """The samples of one step, assembled from the ranks' files."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    """A sample, collected from the ranks' files."""
 
-    def __init__(self, step: int, partial: bool):
-        self.step, self._partial = step, partial
-        self._cells: dict[str, dict[str, Any]] = {}
-        self._parts: dict[str, dict[str, dict[int, Values]]] = {}
-        self._lengths: dict[str, tuple[int, int, int | None]] = {}
-        self._size = 1
+    cells: dict[str, Any]
+    total: int
+    """Number of prompt and response tokens."""
+    chunk: int | None
+    parts: dict[str, dict[int, Values]] = field(default_factory=dict)
+    """Column -> context-parallel rank -> its values; tensor-parallel ranks hold the same."""
 
-    def add(
-        self,
-        name: str,
-        cells: dict[str, Any],
-        parts: dict[str, Values],
-        total: int,
-        rank: int,
-        size: int,
-        chunk: int | None,
-    ) -> None:
-        """Add one rank's part of a sample; duplicates from tensor-parallel ranks are ignored."""
-        self._cells.setdefault(name, cells)
-        self._lengths[name] = (total, len(cells["response_ids"]), chunk)
-        self._size = max(self._size, size)
-        known = self._parts.setdefault(name, {})
-        for column, values in parts.items():
-            before = known.setdefault(column, {}).setdefault(rank, values)
-            if len(before) != len(values):
-                raise ImportFailed(f"step {self.step}, sample {name}: two ranks hold {column} of different lengths")
 
-    def samples(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each sample with its parts joined."""
-        for name, cells in self._cells.items():
-            total, length, chunk = self._lengths[name]
-            whole = {
-                column: self._joined(name, column, parts, total, length, chunk)
-                for column, parts in self._parts[name].items()
-            }
-            yield name, {**cells, **whole}
-
-    def _joined(
-        self, name: str, column: str, parts: Mapping[int, Values], total: int, length: int, chunk: int | None
-    ) -> Values:
-        where = f"step {self.step}, sample {name}: {column}"
-        spans = {rank: zig_zag(total, length, rank, self._size, chunk) for rank in range(self._size)}
-        sizes = {rank: sum(end - start for start, end in spans[rank]) for rank in spans}
-        if self._size == 1 or all(len(part) == length != sizes[rank] for rank, part in parts.items()):
-            part = next(iter(parts.values()))
-            if len(part) != length:
-                raise ImportFailed(
-                    f"{where} has {len(part)} values for {length} response tokens; a dump of context-parallel ranks "
-                    "without cp_rank cannot be joined"
-                )
-            return part
-        lacking = [rank for rank in spans if rank not in parts and sizes[rank]]
-        if lacking and not self._partial:
+def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int, *, partial: bool) -> Values:
+    length = len(sample.cells["response_ids"])
+    spans = {rank: zig_zag(sample.total, length, rank, size, sample.chunk) for rank in range(size)}
+    sizes = {rank: sum(end - start for start, end in spans[rank]) for rank in spans}
+    if size == 1 or all(len(part) == length != sizes[rank] for rank, part in parts.items()):
+        part = next(iter(parts.values()))
+        if len(part) != length:
             raise ImportFailed(
-                f"{where} lacks the context-parallel rank {lacking[0]} of {self._size}; copy its file too"
+                f"{where} has {len(part)} values for {length} response tokens; a dump of context-parallel ranks "
+                "without cp_rank cannot be joined"
             )
-        values, known = np.zeros(length, np.float64), np.zeros(length, bool)
-        for rank, part in parts.items():
-            if len(part) != sizes[rank]:
-                raise ImportFailed(
-                    f"{where} has {len(part)} values on context-parallel rank {rank}, which should have {sizes[rank]}"
-                )
-            taken = 0
-            for start, end in spans[rank]:
-                values[start:end] = part.values[taken : taken + end - start]
-                known[start:end] = part.known[taken : taken + end - start]
-                taken += end - start
-        return Values(values, known)
+        return part
+    lacking = [rank for rank in spans if rank not in parts and sizes[rank]]
+    if lacking and not partial:
+        raise ImportFailed(f"{where} lacks the context-parallel rank {lacking[0]} of {size}; copy its file too")
+    values, known = np.zeros(length, np.float64), np.zeros(length, bool)
+    for rank, part in parts.items():
+        if len(part) != sizes[rank]:
+            raise ImportFailed(
+                f"{where} has {len(part)} values on context-parallel rank {rank}, which should have {sizes[rank]}"
+            )
+        taken = 0
+        for start, end in spans[rank]:
+            values[start:end] = part.values[taken : taken + end - start]
+            known[start:end] = part.known[taken : taken + end - start]
+            taken += end - start
+    return Values(values, known)
 
 
-def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], where: str, budget: Budget) -> None:
-    """Add one rank's file, a dict of lists with one element per sample; raw_reward, of the whole batch, is skipped."""
+def _add_rank(
+    reading: Reading, ranked: dict[str, _Sample], record: Mapping[str, Any], where: str, budget: Budget
+) -> int:
+    """Add one rank's file, a dict of lists with one element per sample, and return the number of context-parallel ranks.
+
+    The file's raw_reward, of the whole batch, is skipped.
+    """
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
     if not isinstance(tokens, (list, tuple)):
@@ -161,13 +141,13 @@ def _add_rank(reading: Reading, shards: _Shards, record: Mapping[str, Any], wher
     for place, (name, each) in enumerate(zip(named(each.text("seq_id") for each in fields), fields, strict=True)):
         prompt, response = response_of(each)
         chunk = -(-widths[place] // (2 * size)) if widths is not None and type(widths[place]) is int else None
-        cells = sample_cells(each.without(PER_TOKEN), shards.step)
-        shards.add(name, cells, _parts(each), len(prompt) + len(response), rank, size, chunk)
-
-
-def _parts(fields: Fields) -> dict[str, Values]:
-    found = {column: fields.values(column) for column in PER_TOKEN if not isinstance(fields.get(column), (int, float))}
-    return {column: values for column, values in found.items() if values is not None}
+        cells = sample_cells(each, reading.part.step or 0)
+        made = _Sample(cells=cells, total=len(prompt) + len(response), chunk=chunk)
+        parts = ranked.setdefault(name, made).parts
+        for column, values in values_of(each).items():
+            if len(parts.setdefault(column, {}).setdefault(rank, values)) != len(values):
+                raise ImportFailed(f"{where}, sample {name}: two ranks hold {column} of different lengths")
+    return size
 
 
 def _number(record: Mapping[str, Any], name: str, default: int, where: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,18 @@ from ...schemas.errors import ImportFailed
 from ...schemas.steps import ALL_STEPS, parse_steps
 from ..progress import Progress, no_progress
 from ..store import file_system
-from .columns import METRIC_KINDS, Columns
+from .columns import (
+    METRIC_KINDS,
+    ROWS_AT_ONCE,
+    Columns,
+    RowBatch,
+    Selection,
+    check_sample,
+    explained,
+    listed_names,
+    shown_name,
+)
 from .row_import import KINDS, KNOWN, PASSES, REQUIRED, Imported, open_import
-from .rowbatch import ROWS_AT_ONCE, RowBatch, Selection, check_sample, explained, listed_names, shown_name
 from .textfiles import json_names, json_rows
 
 
@@ -48,8 +58,8 @@ def import_parquet(
     source = RowFiles.of(os.fspath(path))
     given = dict(map or {})
     files = source.names()
-    check_map(given, files, KNOWN, source.url)
-    names = {file: names_of(file, columns, given, KNOWN) for file, columns in files.items()}
+    _check_map(given, files, source.url)
+    names = {file: _names_of(file, columns, given) for file, columns in files.items()}
     _check_columns(names, files, source.url)
     selection = Selection(steps=_chosen(source, names, steps), sample=check_sample(sample))
     there = {theirs: ours for columns in names.values() for theirs, ours in columns.items()}
@@ -150,7 +160,7 @@ class RowFiles:
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
-        metrics = [name for name in found if _base(name).split(".", 1)[0] == METRICS]
+        metrics = [name for name in found if posixpath.basename(name).split(".", 1)[0] == METRICS]
         files = [name for name in found if name not in metrics]
         if not files:
             raise ImportFailed(
@@ -183,20 +193,11 @@ def _found(filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> Sequen
         return sorted(filesystem.glob(path))
     if filesystem.isdir(path):
         names = sorted(str(name) for name in filesystem.ls(path, detail=False))
-        return [name for name in names if name.endswith(_SUFFIXES) and not _base(name).startswith(".")]
+        return [name for name in names if name.endswith(_SUFFIXES) and not posixpath.basename(name).startswith(".")]
     if filesystem.exists(path):
-        return [path, *_beside(filesystem, path)]
+        beside = posixpath.join(posixpath.dirname(path), f"{METRICS}.parquet")
+        return [path, beside] if beside != path and filesystem.exists(beside) else [path]
     raise ImportFailed(f"{url}: not found; give a {_READ} file, or a folder of such files")
-
-
-def _base(name: str) -> str:
-    return name.rsplit("/", 1)[-1]
-
-
-def _beside(filesystem: fsspec.AbstractFileSystem, path: str) -> list[str]:
-    folder = path.rsplit("/", 1)[0] if "/" in path else ""
-    beside = f"{folder}/{METRICS}.parquet" if folder else f"{METRICS}.parquet"
-    return [beside] if beside != path and filesystem.exists(beside) else []
 
 
 def parse_map(texts: Iterable[str]) -> dict[str, str]:
@@ -217,25 +218,25 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], known: Collection[str], where: str) -> None:
+def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], where: str) -> None:
     """Raise ImportFailed unless each name in a map is a column in the files and maps to a trace column or ""."""
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
             raise ImportFailed(f"{where} has no column {theirs!r}; it has {listed_names(there)}", option="map")
-        if ours and ours not in known:
+        if ours and ours not in KNOWN:
             raise ImportFailed(
-                f"{theirs!r} cannot become {ours!r}; the columns of a trace are {', '.join(known)}", option="map"
+                f"{theirs!r} cannot become {ours!r}; the columns of a trace are {', '.join(KNOWN)}", option="map"
             )
 
 
-def names_of(file: str, columns: Sequence[str], given: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
     """Return file's name -> trace's name of a file's columns. Raises ImportFailed if two map to one."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:
         ours = given.get(theirs, theirs)
-        if ours not in known:
+        if ours not in KNOWN:
             continue
         if theirs in names:
             raise ImportFailed(f"{file}: has two columns {theirs!r}; rename one")

@@ -55,16 +55,6 @@ class Known:
         self.make = make
 
 
-class Stateful:
-    """Base class for objects that a pickle creates first and fills with a state afterwards."""
-
-    __slots__ = ()
-
-    def give_state(self, state: Any) -> None:
-        """Set the object's state. Raises NotPlain if the state has an unexpected form."""
-        raise NotImplementedError
-
-
 Names = Mapping[tuple[str, str], Known]
 """Allowlist of names in pickles: (module, name) -> replacement."""
 Persistent = Callable[[Any], Any]
@@ -218,7 +208,9 @@ class _Machine:
         elif code in (0x86, 0x87):  # TUPLE2, TUPLE3
             count = code - 0x84
             self._budget.take(CONTAINER_BYTES)
-            stack[-count:] = [tuple(_at_least(stack, count)[-count:])]
+            if len(stack) < count:
+                raise IndexError
+            stack[-count:] = [tuple(stack[-count:])]
         elif code in (0x6C, 0x91):  # LIST, FROZENSET
             items, stack = stack, self._marked.pop()
             stack.append(items)
@@ -232,7 +224,7 @@ class _Machine:
             stack.append(self._named(module, name))
         elif code == 0x62:  # BUILD
             state, made = stack.pop(), stack[-1]
-            if isinstance(made, Stateful):
+            if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled afterwards
                 made.give_state(state)
             elif type(made) is not dict:
                 raise NotPlain("it sets the state of an object that has none")
@@ -299,9 +291,3 @@ def _value(kind: str, content: bytes) -> Any:
             raise NotPlain("an integer of more than 512 bits")
         return int.from_bytes(content, "little", signed=True)
     return content.decode("latin1" if kind == "latin1" else "utf-8", "surrogatepass")
-
-
-def _at_least(stack: list[Any], count: int) -> list[Any]:
-    if len(stack) < count:
-        raise IndexError
-    return stack

@@ -1,13 +1,17 @@
-"""Import saved responses from inference servers, as JSON Lines or a JSON array. They contain only the engine's logprobs."""
+"""Import saved responses of vLLM and SGLang, as JSON Lines or a JSON array. They contain only the engine's logprobs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ...schemas.errors import ImportFailed
-from .fields import Fields
+from ...schemas.passes import LOGPROBS
+from .fields import Fields, Values
 from .format import DumpFolder, Format, first_object, read_rows
 from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
@@ -85,3 +89,136 @@ def response_format(
         },
         **told,
     )
+
+
+_SAMPLED = f"rollout/sampling{LOGPROBS}"
+"""Column of logprobs under the sampling distribution, after temperature and truncation."""
+
+
+def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    meta = response.get("meta_info")
+    if not isinstance(meta, Mapping):
+        raise ImportFailed(f"{fields.where}: has no meta_info")
+    own = fields.of(meta, fields.where)
+    entries = _triples(own, "rollout_logprobs")
+    ids, values = fields.ids("response_ids"), None
+    if entries is not None:
+        values, given = entries
+        if ids is not None and not np.array_equal(ids, given):
+            raise ImportFailed(f"{fields.where}: output_ids differ from the tokens of output_token_logprobs")
+        ids = given
+    if ids is None:
+        raise ImportFailed(f"{fields.where}: has no token ids; request them from SGLang with return_logprob=true")
+    prompt = fields.ids("prompt_ids")
+    before = _triples(own, "prompt") if prompt is None else None
+    reason = meta.get("finish_reason")
+    version = own.text("policy_version")
+    yield {
+        "prompt_ids": prompt if before is None else before[1],
+        "response_ids": ids,
+        "rollout_logprobs": values,
+        _SAMPLED: _sampling(own),
+        "policy_version": int(version) if version is not None and version.isdigit() and len(version) < 19 else None,
+        "finish_reason": fields.of(reason, fields.where).text("finish_reason") if isinstance(reason, Mapping) else None,
+    }
+
+
+def _triples(fields: Fields, column: str) -> tuple[Values, np.ndarray] | None:
+    found = fields.get(column)
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(entry, list) and len(entry) >= 2 for entry in found):
+        raise ImportFailed(f"{fields.where}: {column} is not a list of (logprob, token id, text)")
+    pair = fields.of(
+        {"v": [entry[0] for entry in found], "i": [entry[1] for entry in found]}, fields.where, v="v", i="i"
+    )
+    values, ids = pair.values("v"), pair.ids("i")
+    assert values is not None
+    assert ids is not None
+    return values, ids
+
+
+def _sampling(fields: Fields) -> Values | None:
+    found = fields.get(_SAMPLED)
+    triples = _triples(fields, _SAMPLED) if isinstance(found, list) and found and isinstance(found[0], list) else None
+    return triples[0] if triples else fields.values(_SAMPLED)
+
+
+SGLANG = response_format(
+    "meta_info",
+    _sglang_rows,
+    {
+        "prompt_ids": ("prompt_ids", "input_ids"),
+        "response_ids": ("output_ids",),
+        "rollout_logprobs": ("output_token_logprobs",),
+        _SAMPLED: ("output_token_sampling_logprobs",),
+        "prompt": ("input_token_logprobs",),
+        "policy_version": ("weight_version",),
+        "finish_reason": ("type",),
+    },
+    name="sglang",
+    writes="your client: responses of `/generate`, requested with return_logprob=true",
+    alignment="output_token_logprobs are (logprob, id, text) for each output token; output_token_sampling_logprobs "
+    "become the pass "
+    "rollout/sampling, and rollout minus rollout/sampling is the log of the mass that truncation kept",
+    rollout="the responses hold no logprobs; request them with return_logprob=true",
+)
+
+
+_TOKEN = re.compile(r"token_id:(\d{1,10})")
+
+
+def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = response.get("choices")
+    if not isinstance(choices, list):
+        raise ImportFailed(f"{fields.where}: has no choices")
+    for place, choice in enumerate(choices):
+        where = f"{fields.where}, choice {place}"
+        if not isinstance(choice, Mapping):
+            raise ImportFailed(f"{where}: is not an object")
+        logprobs = choice.get("logprobs")
+        tokens, values = _tokens(logprobs if isinstance(logprobs, Mapping) else {})
+        own = fields.of({**choice, "token_logprobs": values}, where)
+        cells = own.cells("prompt_ids", "response_ids", "rollout_logprobs", "finish_reason")
+        if cells["response_ids"] is None:
+            cells["response_ids"] = _ids(tokens, where)
+        if cells["prompt_ids"] is None:
+            cells["prompt_ids"] = fields.ids("prompt_ids")
+        yield cells
+
+
+def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
+    """Return the tokens and logprobs from a choice in a completion response or a chat response."""
+    content = logprobs.get("content")
+    if isinstance(content, list):
+        entries = [entry if isinstance(entry, Mapping) else {} for entry in content]
+        return [entry.get("token") for entry in entries], [entry.get("logprob") for entry in entries]
+    tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
+    return tokens if isinstance(tokens, list) else [], values if isinstance(values, list) else None
+
+
+def _ids(tokens: list[Any], where: str) -> np.ndarray:
+    found = [_TOKEN.fullmatch(token) if isinstance(token, str) else None for token in tokens]
+    numbers = [int(match[1]) for match in found if match is not None]
+    if len(numbers) != len(tokens) or not tokens or max(numbers) >= 2**31:
+        raise ImportFailed(
+            f"{where}: has no token ids; request them from vLLM with return_token_ids=true (or "
+            f"return_tokens_as_token_ids=true) and logprobs"
+        )
+    return np.array(numbers, np.int32)
+
+
+VLLM = response_format(
+    "choices",
+    _vllm_rows,
+    {
+        "prompt_ids": ("prompt_token_ids",),
+        "response_ids": ("token_ids",),
+        "rollout_logprobs": ("token_logprobs",),
+        "finish_reason": ("finish_reason",),
+    },
+    name="vllm",
+    writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, requested with logprobs and return_token_ids=true",
+    alignment="logprobs belong to the choice's token_ids, or to tokens written as token_id:<id>",
+    rollout="the responses hold no logprobs; request them with logprobs=1 (chat: logprobs=true)",
+)

@@ -28,11 +28,10 @@ from ..ragged import Ragged
 from ..recorder import Recorder
 from ..routing import Routing
 from ..rows import aligned
-from .columns import Columns, read_metrics
-from .import_writer import ImportWriter
+from ..writer import TraceWriter
+from .columns import Columns, RowBatch, Selection, read_metrics
 from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
-from .rowbatch import EVERYTHING, RowBatch, Selection
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> standard pass that the column belongs to."""
@@ -83,15 +82,15 @@ class RowImport:
         folder: Path,
         source: str,
         path: str,
+        selection: Selection,
         *,
-        selection: Selection = EVERYTHING,
-        ordered: bool = False,
+        ordered: bool,
     ):
         """`source` is the format, `path` the location of the files. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
-        self._writer = ImportWriter(folder)
+        self._writer = TraceWriter(folder, journals=False)
         self._recorder = Recorder.of_writer(self._writer, Capture(), ordered=ordered)
         self._zero_lists = ZeroLists()
         self._open: dict[str, list[_Scores]] = {}
@@ -108,20 +107,18 @@ class RowImport:
         """State of the trace writer that records the rows."""
         return self._writer.state
 
-    def __enter__(self) -> RowImport:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    @contextmanager
+    def recording(self) -> Iterator[RowImport]:
+        """Finish and close the import at the end of the block. Raises ImportFailed for rows that cannot be recorded."""
         try:
-            if error is None:
+            try:
+                yield self
                 self._finish()
-            self._recorder.close()
-        except InvalidRecord as wrong:
-            raise ImportFailed(f"{self._where}: {wrong}") from wrong
-        if isinstance(error, InvalidRecord):
+            finally:
+                self._recorder.close()
+        except InvalidRecord as error:
             raise ImportFailed(f"{self._where}: {error}") from error
-        if error is None:
-            self._writer.check(self._where)
+        self._writer.check(self._where)
 
     def check_any(self) -> None:
         """Raise ImportFailed if no row was read or selected."""
@@ -166,12 +163,8 @@ class RowImport:
         for step, name, value in read_metrics(rows):
             by_step.setdefault(step, {})[name] = value
         for step, values in by_step.items():
-            self.log(step, values)
-
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record metrics for a step."""
-        self._recorder.add_metrics(step, values)
-        self.result.num_metrics += len(values)
+            self._recorder.add_metrics(step, values)
+            self.result.num_metrics += len(values)
 
     def _finish(self) -> None:
         """Judge the lists of zeros that were left open until all rows were read, and note the missing passes."""
@@ -226,7 +219,8 @@ class RowImport:
         part = columns.take(rows)
         given = part.ragged(column)
         seq_ids = [batch.seq_ids[row] for row in rows]
-        logprobs = aligned(given, np.float32, None, lengths[rows], seq_ids, batch.step, f"logprobs of pass {name!r}")
+        what, remedy = f"logprobs of pass {name!r}", "a pass needs one logprob, or NULL, for each response token"
+        logprobs = aligned(given, np.float32, None, lengths[rows], seq_ids, batch.step, what, remedy)
         self.result.num_above_zero += int((logprobs.values > 0).sum())
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
@@ -278,7 +272,7 @@ def open_import(
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
     try:
-        with place as folder, RowImport(folder, format, url, selection=selection, ordered=ordered) as rows:
+        with place as folder, RowImport(folder, format, url, selection, ordered=ordered).recording() as rows:
             yield rows
     except TimTraceError:
         raise

@@ -13,10 +13,10 @@ import numpy as np
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor
+from .columns import RowBatch
 from .dump_rows import padded_columns
 from .format import Format, Reading
 from .pickles import BYTES, Budget, Known, NotPlain
-from .rowbatch import RowBatch
 from .torch_files import read_bytes, unpickled
 
 _MODULES = (
@@ -60,26 +60,14 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
         array.shape != (len(sequences), width) for array in (*given, *per_token.values())
     ):
         raise ImportFailed(f"{path}: masks and logprobs do not all have the shape [{len(sequences)}, response width]")
-    yield _rows(str(path), reading.part.step, sequences, attention.astype(bool), is_response, per_token)
-
-
-def _rows(
-    where: str,
-    step: int | None,
-    sequences: np.ndarray,
-    there: np.ndarray,
-    is_response: np.ndarray | None,
-    per_token: dict[str, np.ndarray],
-) -> RowBatch:
-    """Return the rows of a batch. In each row, the tokens before the first response token are the prompt."""
-    num_rows, whole = sequences.shape
-    width = next(iter(per_token.values())).shape[1] if is_response is None else is_response.shape[1]
+    # In each row, the tokens before the first response token are the prompt.
+    there, whole = attention.astype(bool), sequences.shape[1]
     mask = there[:, -width:] if is_response is None else there[:, -width:] & is_response.astype(bool)
-    response = Padding.of(mask)
     first = whole - width + np.where(mask.any(axis=1), mask.argmax(axis=1), width)
     prompt = Padding.of(there & (np.arange(whole) < first[:, None]))
-    columns = padded_columns(step, sequences, prompt, sequences[:, -width:], response, per_token)
-    return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1))
+    step, responses = reading.part.step, sequences[:, -width:]
+    columns = padded_columns(step, sequences, prompt, responses, Padding.of(mask), per_token)
+    yield RowBatch(file=str(path), columns=columns, numbers=range(1, len(sequences) + 1))
 
 
 def _tensors(found: Any, where: str, budget: Budget) -> dict[str, Any]:

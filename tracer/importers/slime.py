@@ -1,28 +1,225 @@
-"""Import format of slime: rollout dumps, and train dumps in format version 2, with all data-parallel shards in one file."""
+"""Import format of slime, whose samples miles dumps too: rollout dumps, joined with train dumps (format version 2).
+
+Shapes: T response tokens, S tokens in prompt and response together, L layers with a router.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from ...schemas.errors import ImportFailed
-from .format import Format, Reading
+from .columns import RowBatch
+from .dump_rows import DumpRows, routed
+from .fields import Fields, Values
+from .format import DumpFolder, Format, Part, Reading
 from .pickles import Budget
-from .rowbatch import RowBatch
-from .samples import (
-    COLUMNS,
-    StepSamples,
-    add_rollout,
-    dump_parts,
-    framework_of,
-    named,
-    sample_cells,
-    samples_of,
-    top_level,
-)
-from .torch_files import unpickled
+from .torch_files import is_cut, read_pickled, unpickled
+
+_ROLLOUT_FILE = r"(?!(?:.*_)?eval_)(?:[A-Za-z-]+_)*(\d+)\.pt"
+_TRAIN_FILE = r"(?:(?:train_data|train)[/_]?(\d+)(?:_(\d+))?|(\d+)_(\d+))\.pt"
+FINISHED = {"completed": "stop", "truncated": "length"}
+
+COLUMNS = {
+    "tokens": ("tokens",),
+    "response_length": ("response_length", "response_lengths"),
+    "total_length": ("total_lengths",),
+    "response_mask": ("loss_mask", "loss_masks"),
+    "rollout_logprobs": ("rollout_log_probs",),
+    "train_logprobs": ("log_probs",),
+    "reference_logprobs": ("ref_log_probs",),
+    "entropy": ("entropy",),
+    "advantage": ("advantages",),
+    "reward": ("reward",),
+    "group_id": ("group_index",),
+    "seq_id": ("index", "sample_index", "sample_indices"),
+    "position": ("rollout_position", "partition"),
+    "policy_version": ("weight_versions",),
+    "finish_reason": ("status",),
+    "is_removed": ("remove_sample",),
+    "experts": ("rollout_routed_experts",),
+}
+"""Column -> candidate fields in the dump. Columns that do not exist in a trace are used to compute those that do."""
+
+PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
+
+
+def dump_parts(folder: DumpFolder) -> list[Part]:
+    """Group each rollout file with the trainer's files for the same rollout. Evaluation files are skipped."""
+    by_step: dict[int, list[str]] = {}
+    rollouts, trains = dump_files(folder)
+    for name, step in (*rollouts.items(), *trains.items()):
+        by_step.setdefault(step, []).append(name)
+    trained = set(trains.values())
+    last = max(trained, default=-1)
+    parts = []
+    for step, names in sorted(by_step.items()):
+        cut = next((name for name in names if is_cut(folder.path(name))), None)
+        waits = None if cut is None else f"{cut} is half-written and was left for a later import"
+        if waits is None and trained and step not in trained and step > last:
+            waits = f"step {step} has no train file yet and was left for a later import (--partial imports its rollout)"
+        parts.append(Part(files=tuple(names), step=step, waits_for=waits))
+    return parts
+
+
+def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
+    """Return two dicts, file -> rollout number: one for rollout files and one for train files."""
+    trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
+    rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
+    return rollouts, trains
+
+
+def framework_of(folder: DumpFolder) -> str | None:
+    """Return "slime" or "miles", judging by the first readable file; None if neither framework wrote the dumps.
+
+    miles writes one train file per rank with `rollout_data`; its rollout files have `metadata`, those of slime do not.
+    """
+    for names in reversed(dump_files(folder)):
+        for name in names:
+            try:
+                found = read_pickled(folder.path(name))
+            except ImportFailed:
+                continue
+            if not isinstance(found, dict) or not found.keys() & {"samples", "rollout_data"}:
+                return None
+            is_miles = "rollout_data" in found or ("metadata" in found and "format_version" not in found)
+            return "miles" if is_miles else "slime"
+    return None
+
+
+def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
+    """Return a sample's prompt and response ids: the last `response_length` tokens are the response."""
+    tokens, length = fields.ids("tokens"), fields.integer("response_length")
+    if tokens is None or length is None or not 0 <= length <= len(tokens):
+        raise ImportFailed(
+            f"{fields.where}: response_length is {length}, but the sample has {0 if tokens is None else len(tokens)} tokens"
+        )
+    return tokens[: len(tokens) - length], tokens[len(tokens) - length :]
+
+
+def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
+    """Return the cells of a sample, except its values per token (`values_of`)."""
+    prompt, response = response_of(fields)
+    mask = fields.flags("response_mask")
+    if fields.get("is_removed") is True:
+        mask = np.zeros(len(response), bool)
+    return {
+        "step": step,
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "response_mask": mask,
+        "group_id": fields.text("group_id"),
+        "policy_version": _version(fields),
+        "finish_reason": FINISHED.get(status := fields.text("finish_reason") or "", status or None),
+        "reward": None if isinstance(fields.get("reward"), Mapping) else fields.number("reward"),
+        "rewards": _reward_parts(fields.get("reward")),
+    }
+
+
+def values_of(fields: Fields) -> dict[str, Values]:
+    """Return the sample's values per token, by column; an advantage of the whole sample is left out."""
+    one = isinstance(fields.get("advantage"), (int, float))
+    given = [column for column in PER_TOKEN if not (one and column == "advantage")]
+    return {column: values for column in given if (values := fields.values(column)) is not None}
+
+
+def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
+    """Return a sample's experts, [S, L, slots]; the file lacks the last token, which had no forward pass."""
+    found = fields.array("experts", 3)
+    if found is None:
+        return None
+    if len(found) != num_tokens - 1:
+        raise ImportFailed(
+            f"{fields.where}: has router choices of {len(found)} tokens, expected {num_tokens - 1} for {num_tokens} tokens; "
+            "leave them out with --map rollout_routed_experts="
+        )
+    return routed(found, num_tokens, fields.where)
+
+
+def _version(fields: Fields) -> int | None:
+    """Return the newest weight version that generated tokens of the sample; None unless versions are numbers."""
+    found = fields.get("policy_version")
+    versions = [found] if isinstance(found, (str, int)) else found if isinstance(found, (list, tuple)) else []
+    numbers = [int(v) for v in versions if isinstance(v, (str, int)) and str(v).isdigit() and len(str(v)) < 19]
+    return max(numbers, default=None)
+
+
+def _reward_parts(reward: Any) -> dict[str, float] | None:
+    if not isinstance(reward, Mapping):
+        return None
+    return {
+        name: float(value)
+        for name, value in reward.items()
+        if isinstance(value, (int, float)) and isinstance(name, str) and abs(value) < 2**53
+    }
+
+
+def top_level(found: Any, where: str) -> Mapping[str, Any]:
+    """Return a dump's top-level dict. Raises ImportFailed if the dump is not a dict."""
+    if not isinstance(found, dict):
+        raise ImportFailed(f"{where}: is not a dump of samples")
+    return found
+
+
+def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """Return the samples in a dump. Raises ImportFailed if there is no list of samples."""
+    found = record.get("samples")
+    if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
+        raise ImportFailed(f"{where}: has no list of samples")
+    return list(found)
+
+
+def named(indices: Iterable[str | None]) -> Iterator[str]:
+    """Yield a unique name per sample: the sample's index, with a suffix if the same index occurs again."""
+    seen: dict[str, int] = {}
+    for place, index in enumerate(indices):
+        base = f"row-{place}" if index is None else index
+        again = seen[base] = seen.get(base, -1) + 1
+        yield base if not again else f"{base}.{again}"
+
+
+class StepSamples:
+    """The samples of one step, merged by name from rollout files and train files."""
+
+    def __init__(self, step: int):
+        self.step = step
+        self.cells: dict[str, dict[str, Any]] = {}
+
+    def add(self, name: str, cells: dict[str, Any]) -> None:
+        """Add cells for a sample from one file. Cells that are already set are not overwritten."""
+        known = self.cells.setdefault(name, {})
+        for column, value in cells.items():
+            if column == "response_ids" and column in known and not np.array_equal(known[column], value):
+                raise ImportFailed(
+                    f"step {self.step}, sample {name}: the rollout's and the trainer's files hold different tokens"
+                )
+            if known.get(column) is None:
+                known[column] = value
+
+    def batches(self, file: str) -> Iterator[RowBatch]:
+        """Yield the samples of the step, one row each."""
+        rows = DumpRows(file, "sample")
+        for number, (name, cells) in enumerate(self.cells.items(), start=1):
+            rows.add(number, seq_id=name, **cells)
+        if len(rows):
+            yield rows.batch()
+
+
+def add_rollout(
+    reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
+) -> list[str]:
+    """Add the samples in a rollout dump; return their names in file order."""
+    found = samples_of(record, where)
+    fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
+    names = list(named(each.text("seq_id") for each in fields))
+    for name, each in zip(names, fields, strict=True):
+        cells = sample_cells(each, samples.step) | values_of(each)
+        cells["routing"] = experts_of(each, len(cells["prompt_ids"]) + len(cells["response_ids"]))
+        samples.add(name, cells)
+    return names
+
 
 _VERSION = 2
 
@@ -59,7 +256,7 @@ def _add_trained(
         position = each.integer("position")
         if position is not None and 0 <= position < len(names):
             name = names[position]
-        cells = sample_cells(each, samples.step)
+        cells = sample_cells(each, samples.step) | values_of(each)
         if isinstance(rewards, (list, tuple)) and position is not None and 0 <= position < len(rewards):
             reward = rewards[position]
             cells["reward"] = float(reward) if isinstance(reward, (int, float, np.number)) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,7 +14,7 @@ import msgspec
 
 from ...schemas.errors import ImportFailed
 from ..store import first_line, too_large
-from .rowbatch import ROWS_AT_ONCE, RowBatch, explained
+from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
@@ -37,8 +38,8 @@ def whole_content(path: Path, times: int = 2) -> bytes:
         raise ImportFailed(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
 
 
-def lines_of(file: Any, where: object) -> Iterator[Any]:
-    """Yield the lines of a file, as bytes or text. Raises ImportFailed for a line longer than MAX_LINE."""
+def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and bytes of each line that is not blank. Raises ImportFailed for one above MAX_LINE."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
@@ -46,26 +47,27 @@ def lines_of(file: Any, where: object) -> Iterator[Any]:
             raise ImportFailed(
                 f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; is this a complete JSON Lines file?"
             )
-        yield line
+        if line.strip():
+            yield number, line
 
 
 def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
     """Return all keys of a JSON file's objects. Raises ImportFailed."""
-    names: dict[str, None] = {}
-    for rows, _, _, _ in _json_rows(filesystem, name):
-        names |= {key: None for row in rows for key in row}
-    return list(names)
+    return list(dict.fromkeys(key for _, record, _, _ in _json_objects(filesystem, name) for key in record))
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
     """Yield a JSON file's objects, with those requested columns that exist. Raises ImportFailed, naming the line."""
-    for rows, numbers, unit, num_bytes in _json_rows(filesystem, name):
+    objects = _json_objects(filesystem, name)
+    while part := list(islice(objects, ROWS_AT_ONCE)):
+        numbers, rows, units, sizes = zip(*part, strict=True)
         present = [column for column in columns if any(column in row for row in rows)]
         values = {column: [row.get(column) for row in rows] for column in present}
-        yield RowBatch(file=name, columns=values, numbers=numbers, unit=unit, num_bytes=num_bytes)
+        yield RowBatch(file=name, columns=values, numbers=numbers, unit=units[0], num_bytes=sum(sizes))
 
 
 _LINE = "each line is one object"
+_LINES = "each line is one object, or a .json file is one array of objects"
 
 
 def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -75,8 +77,8 @@ def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]
     """
     try:
         with opened(path) as file:
-            for number, line in enumerate(lines_of(file, path), start=1):
-                if number < first or not line.strip():
+            for number, line in _lines_of(file, path):
+                if number < first:
                     continue
                 where = f"{path}, line {number}"
                 if not line.endswith(b"\n") and not _is_whole(line):
@@ -94,37 +96,28 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-_Rows = tuple[list[dict[str, Any]], list[int], str, int]
-"""JSON objects, their numbers in the file, what the numbers count (rows or lines), and the size of the objects in bytes."""
-
-
-def _json_rows(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[_Rows]:
+def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
+    """Yield a JSON file's objects: number in the file, object, what is counted (row or line), and size in bytes."""
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
             if (said := too_large(int(filesystem.size(name) or 0), TIMES_AS_JSON)) is not None:
                 raise ImportFailed(f"{name}: {said}; write one object per line, as .jsonl")
-            yield from _array_rows(name, file.read())
+            text = file.read()
+            values = parsed(text, name, "a .json file that begins with [ is one array of objects")
+            for row, value in enumerate(values, start=1):
+                yield (
+                    row,
+                    as_object(value, f"{name}, row {row}", "each is one sequence"),
+                    "row",
+                    len(text) // len(values),
+                )
             return
         file.seek(0)
-        rows: list[dict[str, Any]] = []
-        numbers: list[int] = []
-        num_bytes = 0
-        for number, line in enumerate(lines_of(file, name), start=1):
-            num_bytes += len(line)
-            if not line.strip():
-                continue
+        for number, line in _lines_of(file, name):
             where = f"{name}, line {number}"
-            rows.append(as_object(parsed(line, where, _LINES), where, "each line is one sequence"))
-            numbers.append(number)
-            if len(rows) == ROWS_AT_ONCE:
-                yield rows, numbers, "line", num_bytes
-                rows, numbers, num_bytes = [], [], 0
-        if rows:
-            yield rows, numbers, "line", num_bytes
-
-
-_LINES = "each line is one object, or a .json file is one array of objects"
+            record = as_object(parsed(line, where, _LINES), where, "each line is one sequence")
+            yield number, record, "line", len(line)
 
 
 def _first_character(file: Any) -> bytes:
@@ -134,14 +127,6 @@ def _first_character(file: Any) -> bytes:
         if text:
             return bytes(text[:1])
     return b""
-
-
-def _array_rows(name: str, text: bytes) -> Iterator[_Rows]:
-    values = parsed(text, name, "a .json file that begins with [ is one array of objects")
-    rows = [as_object(value, f"{name}, row {row}", "each is one sequence") for row, value in enumerate(values, start=1)]
-    for first in range(0, len(rows), ROWS_AT_ONCE):
-        part = rows[first : first + ROWS_AT_ONCE]
-        yield part, list(range(first + 1, first + 1 + len(part))), "row", len(text) * len(part) // len(rows)
 
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:

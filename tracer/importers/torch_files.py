@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from ...schemas.checksums import Bytes
 from ...schemas.errors import ImportFailed
-from .arrays import NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Held, Storage, Tensor, bytes_of, not_called, raw_tensor
-from .pickles import BYTES, Budget, Known, Names, NotPlain, Stateful, load
+from .arrays import HELD, NUMPY_DTYPES, PLAIN, STORAGES, TORCH_DTYPES, Storage, Tensor, bytes_of, not_called, raw_tensor
+from .pickles import BYTES, Budget, Known, Names, NotPlain, load
 from .textfiles import whole_content
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -28,13 +28,13 @@ _MAX_INSIDE = 4
 """Maximum nesting depth of files. A pickle may contain another torch.save file as bytes."""
 
 
-def read_pickled(path: Path, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read a torch.save or pickle.dump file; `shells` are the framework's allowed classes. Raises ImportFailed."""
-    return unpickled(whole_content(path), str(path), shells)
+def read_pickled(path: Path) -> Any:
+    """Read a torch.save or pickle.dump file of plain values. Raises ImportFailed."""
+    return unpickled(whole_content(path), str(path))
 
 
 def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known] | None = None) -> Any:
-    """Read the content of a torch.save or pickle.dump file, as `read_pickled` does for a path."""
+    """Read the content of a torch.save or pickle.dump file; `shells` are the framework's allowed classes."""
     return read_bytes(content, where, shells or {}, Budget(where, len(content)))
 
 
@@ -184,7 +184,7 @@ def _item_size(dtype: str | None) -> int:
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
     """Return name -> tensor for a TensorDict that was saved as one storage."""
-    if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, Held)):
+    if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
     for name, leaf in metadata["leaves"].items():
@@ -205,7 +205,7 @@ def _tensors_of(state: Any) -> dict[str, Any]:
     return tensors
 
 
-class _TensorDict(Stateful):
+class _TensorDict:
     """Stand-in for a TensorDict saved by an older release, created empty and filled by `give_state`."""
 
     __slots__ = ("tensors",)

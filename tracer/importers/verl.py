@@ -16,11 +16,11 @@ import pyarrow as pa
 from ...schemas.errors import ImportFailed
 from ..ragged import Padding
 from .arrays import Shell, raw_tensor, settled
+from .columns import RowBatch
 from .dump_rows import padded_columns, routed
 from .fields import Fields
 from .format import DumpFolder, Format, Part, Reading, first_object, read_rows
 from .pickles import BYTES, Budget, Known, NotPlain
-from .rowbatch import RowBatch
 from .textfiles import opened
 from .torch_files import read_bytes, tensors_in, unpickled
 
@@ -164,31 +164,26 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     return RowBatch(file=where, columns=columns, numbers=range(1, num_rows + 1), routing=routing)
 
 
+def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
+    """Return a column's array; None if it is missing or has another number of dimensions."""
+    return fields.array(column, dimensions) if np.ndim(settled(fields.get(column))) == dimensions else None
+
+
 def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
     """Return [B] float64: the sum of each row's token rewards; None if rewards are not per token."""
-    if np.ndim(settled(fields.get("reward"))) != 2:
+    if (rewards := _array(fields, "reward", 2)) is None:
         return None
-    rewards = fields.array("reward", 2)
-    assert rewards is not None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
         raise ImportFailed(
             f"{where}: rewards have the shape {list(rewards.shape)}, but responses {list(responded.mask.shape)}"
         )
-    there_BT = responded.mask[:, : rewards.shape[1]]
-    given_BT = np.where(there_BT, rewards, 0)
-    found: np.ndarray = given_BT.sum(axis=1).astype(np.float64)
-    # Most rows have a single reward, so the order of addition does not matter. Rows with several rewards are summed one by one.
-    counts_B = np.count_nonzero(given_BT, axis=1)
-    for row in np.flatnonzero((counts_B > 1) | ((counts_B == 0) & np.signbit(given_BT).any(axis=1))):
-        found[row] = rewards[row][there_BT[row]].sum()
-    return found
+    masks = responded.mask[:, : rewards.shape[1]]
+    return np.array([row[mask].sum() for row, mask in zip(rewards, masks, strict=True)], np.float64)
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
     """Return the engine's choices [B, P + T, L, S]; None without, or after the trainer's replaced them (R2)."""
-    if "train_logprobs" in fields or np.ndim(settled(fields.get("experts"))) != 4:
-        return None
-    found = fields.array("experts", 4)
+    found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
             f"{where}: routed_experts has the shape {list(found.shape)}, but attention_mask {list(shape)}; leave it out with "
@@ -198,9 +193,7 @@ def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray |
 
 
 def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) -> np.ndarray | None:
-    if np.ndim(settled(fields.get(column))) != 2:
-        return None
-    found = fields.array(column, 2)
+    found = _array(fields, column, 2)
     if found is not None and found.shape != shape:
         raise ImportFailed(f"{where}: {column} has the shape {list(found.shape)}, but the responses {list(shape)}")
     return found

@@ -16,12 +16,12 @@ import pyarrow.parquet as pq
 from ...schemas.errors import InvalidOption, NotInstalled, WeightsMissing, option
 from ...schemas.layout import SCORES, SEQUENCES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ..create import grown_trace
-from ..hooks.model_contract import described, tokenizer_identity
-from ..importers.import_writer import ImportWriter
+from ..hooks.models import described, tokenizer_identity
 from ..snapshot import Snapshot, take_snapshot
 from ..store import Store, first_line
 from ..verified_file import FileCursor
 from ..whole_file import write_part
+from ..writer import TraceWriter
 from .checkpoints import DTYPES
 from .reader import WeightReader
 
@@ -77,7 +77,7 @@ def attach(
         _check_model(snapshot, model, there)
         replaced = _to_replace(store, version, force)
         has_tokenizer = of_tokenizer is not None and not store.files(TOKENIZER)
-        writer = ImportWriter(building)
+        writer = TraceWriter(building, journals=False)
         writer.state.attached_from = there
         writer.state.model = described(model, there, model.config.to_dict())
         if of_tokenizer is not None:

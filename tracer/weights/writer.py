@@ -6,7 +6,6 @@ Shapes: E elements in all tensors of one dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -62,15 +61,6 @@ ENCODERS = 2
 
 ChunkChanges = dict[str, list[Changes]]
 """dtype -> one entry per chunk with that chunk's changes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """How a version will be stored in the current segment."""
-
-    base_row: int | None = None
-    changes: ChunkChanges | None = None
-    """Changes relative to the base row; None to store the XOR between the bits of this row and the previous one."""
 
 
 class WeightWriter:
@@ -174,6 +164,7 @@ class WeightWriter:
             is_few = sum(num_changed.values()) <= FEW * sum(layout.num_elements.values())
             plan = self._plan(known.row + 1, delta, bits, is_few=is_few)
         follows = plan is not None
+        base_row, changes = plan or (None, None)
         row = known.row + 1 if known is not None and follows else 0
         if not follows:
             self._begin_segment(layout)
@@ -186,8 +177,8 @@ class WeightWriter:
         chunks, num_bytes = {}, 0
         for dtype, row_E in (delta if follows else bits).items():
             folder = self.folder / self._segment.name / dtype
-            if plan is not None and plan.changes is not None:
-                chunks[dtype], size = self._write_changes(folder, row, plan.changes[dtype])
+            if changes is not None:
+                chunks[dtype], size = self._write_changes(folder, row, changes[dtype])
             else:
                 chunks[dtype], size = write_row(folder, dtype, row, row_E, self._encoders)
             num_bytes += size
@@ -202,19 +193,24 @@ class WeightWriter:
             chain=chain_hash(known.chain if known is not None else None, hashes),
             num_bytes=num_bytes,
             stored_at=now(),
-            base_row=None if plan is None else plan.base_row,
+            base_row=base_row,
             layout_hash=self._layout_hash,
         )
         self._write_document(f"{self._segment.name}.{version}.json", record.to_json().encode())
         self._written, self._last, self._spare = record, bits, delta
         self._stored, self._of_deltas = (self._stored, self._of_deltas + num_bytes) if follows else (num_bytes, 0)
 
-    def _plan(self, row: int, delta: Bits, bits: Bits, *, is_few: bool) -> _Plan | None:
-        """Return how to store a version as the given row of the segment; None if a new segment has to be started."""
+    def _plan(
+        self, row: int, delta: Bits, bits: Bits, *, is_few: bool
+    ) -> tuple[int, ChunkChanges] | tuple[None, None] | None:
+        """Return how to store a version as the given row of the segment; None if a new segment has to be started.
+
+        A version is stored as changes relative to a base row or, without one, as the XOR with the previous row's bits.
+        """
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
             has_room = row < self.rows or (self._of_deltas < self._stored and row < self.most_rows)
-            return _Plan() if has_room else None
+            return (None, None) if has_room else None
         if not is_few or row >= self.most_rows:
             return None
         changes = {dtype: self._by_chunk(delta[dtype], bits[dtype], dtype) for dtype in delta}
@@ -233,7 +229,7 @@ class WeightWriter:
         self._recent.extend([] for _ in range(level + 1 - len(self._recent)))
         self._recent[level].append(changes)
         self._on_the_way.append(on_the_way)
-        return _Plan(base_row=base_row, changes=changes)
+        return base_row, changes
 
     def _by_chunk(self, delta_E: np.ndarray, bits_E: np.ndarray, dtype: str) -> list[Changes]:
         size = chunk_elements(dtype, len(bits_E))

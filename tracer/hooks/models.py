@@ -1,0 +1,257 @@
+"""A trained model: its identity, what determines its numerics, and the tensors that are recorded, sent or held."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from typing import Any
+
+from ..routing import facts
+from ..weights.layout import flat_parameter, is_sharded, model_parameters, model_tensors, num_elements
+
+_unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def trained_model(trainer: Any) -> Any:
+    """Return the trained model, cached, without accelerate's wrappers; FSDP1's stays, as it has the parameters."""
+    known = _unwrapped.get(trainer.model)
+    model = None if known is None else known()
+    if model is None:
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if model is not trainer.model and hasattr(trainer.model, "modules"):
+            wrappers = (m for m in trainer.model.modules() if m._modules.get("_fsdp_wrapped_module") is model)
+            model = next(wrappers, model)
+        _unwrapped[trainer.model] = weakref.ref(model)
+    return model
+
+
+def is_whole(model: Any) -> bool:
+    """Return True if no tensor of a model is sharded: this process holds each one in full."""
+    return not any(
+        is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
+    )
+
+
+def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
+    """Return the name under which TRL sends a parameter to vLLM; None if it is not sent."""
+    if adapter_prefix is not None:
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        if adapter_prefix in name or "original_module" in name:
+            return None
+        name = name.replace("modules_to_save.default.", "")
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def is_quantised(parameter: Any) -> bool:
+    """Return True if a parameter holds packed values, which an engine receives unpacked."""
+    return not parameter.is_floating_point() or type(parameter).__module__.startswith("bitsandbytes.")
+
+
+def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each tensor's name, the tensor, and the tensor without its adapter (None if no adapter changes it).
+
+    Quantised tensors are skipped.
+
+    The adapter is merged by PEFT's own code, in a temporary copy of the layer.
+    """
+    prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
+    merged = _adapted(model) if prefix is not None else {}
+    for name, parameter in model.named_parameters():
+        given = transfer_name(name, prefix)
+        if given is None or is_quantised(parameter):
+            continue
+        layer, _, inner = name.rpartition(".base_layer.")
+        if layer in merged:
+            yield given, _merged(merged[layer], inner), parameter.data
+        else:
+            yield given, parameter.data, None
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """Return name -> layer, for all layers whose adapter is not currently merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BaseTunerLayer) and hasattr(module, "merge") and not module.merged
+    }
+
+
+def _merged(layer: Any, inner: str) -> Any:
+    import torch
+
+    with torch.no_grad():
+        twin = copy.deepcopy(layer)
+        twin.merge()
+        return twin.get_base_layer().get_parameter(inner).data
+
+
+def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each sent weight that is found among the model's parameters, and the tensor that the model
+    holds for it.
+
+    `shapes` maps the name of each sent weight to its shape. A fused parameter (qkv, gate and up) is split in the
+    model's order, and vocabulary padding is cut off. Tensors that are sharded, packed for a kernel, or stacked as
+    experts are left out.
+    """
+    parameters = dict(model.named_parameters())
+    parts_of: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
+    fused_with = {part: (fused, parts) for fused, parts in parts_of.items() for part in parts}
+    for name, shape in shapes.items():
+        own = _engine_name(model, name)
+        module, _, kind = own.rpartition(".")
+        leaf = module.rpartition(".")[2]
+        if own in parameters:
+            parameter, first = parameters[own].data, 0
+            held, is_vocabulary = tuple(parameter.shape), "embed_tokens" in own or "lm_head" in own
+            fits = held == shape or (is_vocabulary and held[:1] > shape[:1] and held[1:] == shape[1:])
+        elif leaf in fused_with:
+            fused, parts = fused_with[leaf]
+            parameter = getattr(parameters.get(f"{module.removesuffix(leaf)}{fused}.{kind}"), "data", None)
+            given = name.rpartition(".")[0].removesuffix(leaf)
+            rows = [shapes.get(f"{given}{part}.{kind}", (0,))[:1] or (0,) for part in parts]
+            first = sum(length for (length,) in rows[: parts.index(leaf)])
+            fits = parameter is not None and (sum(length for (length,) in rows), *shape[1:]) == tuple(parameter.shape)
+        else:
+            continue
+        if fits and parameter is not None:
+            yield name, parameter[first : first + shape[0]] if shape else parameter
+
+
+def _engine_name(model: Any, name: str) -> str:
+    """Return the vLLM model's own name for a tensor, using the model's mapping from transformers checkpoints."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
+    # Some mappers return the fused parameter's name, but fused tensors must be looked up under their separate names.
+    return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
+
+
+_REMEDY = "replaying needs them; record with --weights delta, or pass the run's checkpoints with --weights-from DIR"
+
+
+class KeptWeights:
+    """Records the weights of one trained model, each policy version once."""
+
+    def __init__(self, session: Any):
+        self._session = session
+        self._is_kept: bool | None = None
+        self._version: int | None = None
+
+    def keep(self, version: int, model: Any, *, is_first: bool) -> None:
+        """Record a policy version once. The first process (`is_first`) also records tensors that are not sharded."""
+        if self._version == version:
+            return
+        self._version = version
+        if self._is_kept is None:
+            self._is_kept = keeps_weights(self._session, model)
+        if self._is_kept:
+            self._session.recorder.add_weights(version, own_tensors(model, is_first=is_first))
+
+
+def keeps_weights(session: Any, model: Any) -> bool:
+    """Return True if this run's weights are recorded; otherwise note the reason."""
+    order = session.order
+    if order.weights == "none":
+        return False
+    problem = _problem(model)
+    if problem:
+        session.note(f"weights are not recorded: {problem}")
+        return False
+    num_bytes = sum(num_elements(parameter) * parameter.element_size() for parameter in model_parameters(model))
+    if order.weights == "auto" and num_bytes > order.weights_below:
+        session.note(
+            f"weights are not recorded: the model has {num_bytes / 1e9:.2f} GB, more than --weights-below "
+            f"{order.weights_below / 1e9:g}GB; {_REMEDY}"
+        )
+        return False
+    return True
+
+
+def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
+    """Return this process's shards; in the first process, also the tensors that are not sharded."""
+    tensors = model_tensors(model).items()
+    return {name: t for name, t in tensors if is_first or (is_sharded(t) and not getattr(t, "is_replicated", False))}
+
+
+def _problem(model: Any) -> str | None:
+    if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
+        return f"DeepSpeed ZeRO-3 shards cannot be read from here; {_REMEDY}"
+    flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
+    if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
+        return f"FSDP1 flattened parameters that are also sharded in another way; use FSDP2, or: {_REMEDY}"
+    return None
+
+
+def numerics(model: Any) -> dict[str, Any]:
+    """Return a model's class, dtypes, FSDP casts, attention, experts, quantization and adapters."""
+    return {
+        "class": class_path(model),
+        "dtypes": dtypes(model),
+        **fsdp_casts(model),
+        "attention": getattr(model.config, "_attn_implementation", None),
+        "experts": getattr(model.config, "_experts_implementation", None),
+        "quantization": str(getattr(model.config, "quantization_config", None) or "") or None,
+        "adapters": sorted(getattr(model, "peft_config", None) or {}),
+        **facts(model),
+    }
+
+
+def fsdp_casts(model: Any) -> dict[str, str]:
+    """Return the dtypes that FSDP's mixed precision casts to in a forward pass.
+
+    The keys are `parameters_dtype`, `buffers_dtype` and `outputs_dtype`.
+
+    Casts that are not configured are left out; the result is empty for a model without FSDP. Autocast is separate, and
+    not included.
+    """
+    if hasattr(type(model), "_get_fsdp_state"):
+        policy = model._get_fsdp_state()._mp_policy
+    else:
+        policy = getattr(model, "mixed_precision", None) if "_fsdp_wrapped_module" in model._modules else None
+    names = {"param_dtype": "parameters_dtype", "buffer_dtype": "buffers_dtype", "output_dtype": "outputs_dtype"}
+    found = {name: getattr(policy, field, None) for field, name in names.items()}
+    return {name: str(dtype).removeprefix("torch.") for name, dtype in found.items() if dtype is not None}
+
+
+def class_path(model: Any) -> str:
+    """Return the module and name of a model's class, ignoring FSDP1's wrapper and FSDP2's subclass."""
+    kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
+    if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
+        kind = kind.__bases__[-1]
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def dtypes(model: Any) -> dict[str, int]:
+    """Return dtype -> number of the model's parameters with that dtype."""
+    counts: Counter[str] = Counter()
+    for parameter in model_parameters(model):
+        counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
+    return dict(sorted(counts.items()))
+
+
+def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's identity: the given name and config, its class, and the number and dtypes of its parameters."""
+    counts = dtypes(model)
+    return {
+        "name": name,
+        "class": class_path(model),
+        "num_parameters": sum(counts.values()),
+        "dtypes": counts,
+        "config": config,
+    }
+
+
+def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
+    """Return the identity of the run's tokenizer, with a hash over its whole definition."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return {
+        "name": getattr(tokenizer, "name_or_path", None),
+        "class": f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}",
+        "vocab_size": len(tokenizer),
+        "sha256": None if backend is None else sha256(backend.to_str().encode()).hexdigest(),
+    }

@@ -1,0 +1,182 @@
+"""Import formats of prime-rl and NeMo-RL: JSON Lines of token ids with a loss mask, which begins at the response.
+
+A line of prime-rl is a packed row, which may hold several sequences; in NeMo-RL's, every value is a list with one element.
+
+Shapes: S tokens in a packed row, or the padded sequence length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import ImportFailed
+from .fields import Fields, Values
+from .format import DumpFolder, Format, Part, read_rows
+
+_FILE = r"step_(\d+)/rank_(\d+)\.jsonl"
+_MARKER = "STABLE"
+_VERSION = 1
+
+COLUMNS = {
+    "tokens": ("token_ids",),
+    "positions": ("position_ids",),
+    "response_mask": ("loss_mask",),
+    "rollout_logprobs": ("inference_logprobs",),
+    "train_logprobs": ("trainer_logprobs",),
+    "entropy": ("entropy",),
+    "advantage": ("advantages",),
+    "reward": ("rewards",),
+    "environment": ("env_name",),
+}
+
+
+def _parts(folder: DumpFolder) -> list[Part]:
+    steps: dict[int, list[str]] = {}
+    for name, found in folder.matching(_FILE):
+        steps.setdefault(int(found[1]), []).append(name)
+    parts = []
+    for step, names in sorted(steps.items()):
+        unstable = [name for name in names if folder.beside(name, _MARKER) is None]
+        waits = (
+            f"step {step} has no {_MARKER} yet; skipped until a later import (--partial reads it)" if unstable else None
+        )
+        parts.append(Part(files=tuple(names), step=step, waits_for=waits))
+    return parts
+
+
+_PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
+
+
+def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
+    tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
+    if tokens is None or mask is None:
+        raise ImportFailed(f"{fields.where}: lacks token_ids or its loss mask")
+    return tokens, mask
+
+
+def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
+    """Yield a line's sequences, split where positions restart at 0; those without a token in the loss are skipped."""
+    if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
+        raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
+    tokens, mask = _tokens(fields)
+    positions = fields.ids("positions")
+    found = {name: fields.values(name) for name in (*_PER_TOKEN, "reward")}
+    lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}
+    odd = next((name for name, length in lengths.items() if length != len(tokens)), None)
+    if odd is not None or (positions is not None and len(positions) != len(tokens)):
+        raise ImportFailed(f"{fields.where}: {odd or 'position_ids'} is not as long as token_ids ({len(tokens)})")
+    again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
+    for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
+        if not mask[start:end].any():
+            continue
+        first = start + int(mask[start:end].argmax())
+        yield {
+            "prompt_ids": tokens[start:first],
+            "response_ids": tokens[first:end],
+            "response_mask": mask[first:end],
+            **{name: _part(found[name], start, first, end) for name in _PER_TOKEN},
+            "reward": _reward(found["reward"], first, end),
+        }
+
+
+def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
+    """Return the values for the response tokens. The first token in a sequence has no context and therefore no value."""
+    if values is None or not values.known[first:end].any():
+        return None
+    part = Values(values.values[first:end], values.known[first:end].copy())
+    if first == start and len(part):
+        part.known[0] = False
+    return part
+
+
+def _reward(values: Values | None, first: int, end: int) -> float | None:
+    known = None if values is None else values.values[first:end][values.known[first:end]]
+    return None if known is None or not len(known) else float(known[-1])
+
+
+PRIME_RL = Format(
+    name="prime-rl",
+    writes="`trainer.enable_token_export = true`",
+    files="token_exports/step_<N>/rank_<r>.jsonl",
+    columns=COLUMNS,
+    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null means no "
+    "logprob; the response begins at the first token in the loss mask",
+    pattern=_FILE,
+    parts=_parts,
+    read=lambda reading: read_rows(reading, _prime_rows, at_once=64),
+)
+
+
+_nemo_rl_COLUMNS = {
+    "tokens": ("token_ids",),
+    "length": ("input_lengths",),
+    "response_mask": ("token_loss_mask",),
+    "counts": ("sample_loss_mask",),
+    "rollout_logprobs": ("generation_logprobs",),
+    "train_logprobs": ("prev_logprobs",),
+    "reference_logprobs": ("reference_policy_logprobs",),
+    "advantage": ("advantages",),
+    "reward": ("rewards",),
+}
+
+
+def _nemo_rl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
+    record = fields.record.items()
+    plain = {name: value[0] if isinstance(value, list) and len(value) == 1 else value for name, value in record}
+    cells = _cells(fields.of(plain, fields.where))
+    return [{"seq_id": str(fields.record.get("idx", number - 1)), **cells}]
+
+
+def _cells(fields: Fields) -> dict[str, Any]:
+    """Return the cells of a sample. Lists in the file are padded on the right, and the token at index 0 has no logprob."""
+    tokens, mask = _tokens(fields)
+    length = fields.integer("length")
+    length = len(tokens) if length is None else length
+    if not 0 < length <= len(tokens) or len(mask) != len(tokens):
+        raise ImportFailed(
+            f"{fields.where}: input_lengths is {length}, token_ids has {len(tokens)} entries and token_loss_mask {len(mask)}"
+        )
+    first = int(mask[:length].argmax()) if mask[:length].any() else length
+    counts = fields.number("counts")
+    cells: dict[str, Any] = {
+        "prompt_ids": tokens[:first],
+        "response_ids": tokens[first:length],
+        "response_mask": mask[first:length] & (counts is None or counts != 0),
+        "reward": fields.number("reward"),
+    }
+    for column in ("rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage"):
+        if column == "advantage" and isinstance(fields.get(column), (int, float)):
+            cells[column] = fields.number(column)
+            continue
+        values = fields.values(column)
+        if values is None:
+            continue
+        if column == "advantage" and len(values) == 1 != len(tokens):
+            cells[column] = float(values.values[0])
+            continue
+        if len(values) != len(tokens):
+            raise ImportFailed(f"{fields.where}: {column} has {len(values)} values for {len(tokens)} tokens")
+        known = values.known.copy()
+        known[0] = known[0] and column == "advantage"
+        if column != "advantage":
+            known &= (values.values != 0.0) | mask
+        cells[column] = Values(values.values, known)[first:length]
+    return cells
+
+
+NEMO_RL = Format(
+    name="nemo-rl",
+    writes="the logger, by default (not with NeMo-Gym's response logging)",
+    files="train_data_step<N>.jsonl",
+    columns=_nemo_rl_COLUMNS,
+    alignment="index i belongs to token_ids[i], index 0 has no value; prompt and tool tokens have 0; if prev_logprobs "
+    "are all 0, they were not computed (force_on_policy_ratio)",
+    pattern=r"train_data_step(\d+)\.jsonl",
+    read=lambda reading: read_rows(reading, _nemo_rl_rows, at_once=64),
+    lacks={
+        "train": "prev_logprobs are all 0: NeMo-RL does not compute them with force_on_policy_ratio=true; turn it off"
+    },
+)
