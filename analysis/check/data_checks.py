@@ -1,14 +1,15 @@
 """Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. With these faults, two passes may be comparable and
 the training still wrong.
 
-Shapes: N sequences, S steps.
+Shapes: N rows, i.e. sequences, of the run or of one step; S steps.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,7 +21,6 @@ from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.ragged import array_of
-from .advantage_rule import BATCH, count_of, mean_of, rule_of
 from .sample import Sample, run_lengths
 
 KINDS = {
@@ -115,6 +115,7 @@ _UNLIKELY, _STRETCH = -3.0, 4
 """Value of logprob + entropy, nats, below which a token is unlikely, and minimum number of consecutive unlikely tokens.
 5 % of sampled tokens are unlikely, so 1 in 10^5 stretches of four is.
 """
+BATCH = "a constant for the whole batch"
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
@@ -225,7 +226,7 @@ def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Compare advantages with rewards step by step, and name the rule at most of the steps that do not use the group
+    """Find the rule that turns rewards into advantages at each step, and report the most frequent one that is not the group's
     mean as baseline.
     """
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
@@ -235,24 +236,13 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         return
     group = _numbered(labels, at)
     is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
-    explain, label, rules = is_grouped and not run.is_per_token, group if is_grouped else at, {}
-    for step, part in _parts(at):
-        rule = rule_of(r[part], a[part], label[part] - label[part].min(), explain=explain)
-        if rule.name != "none":
-            rules[step] = rule
-    names = [rule.name for rule in rules.values()]
-    others = [name for name in names if name not in ("own", "constant", "")]
-    name = max(others, key=others.count, default="")
-    if 2 * others.count(name) < len(others) + names.count(""):
-        name = ""  # with a few small steps, some rule fits by chance
+    explain, label = is_grouped and not run.is_per_token, group if is_grouped else at
+    rules = {step: rule_of(r[part], a[part], label[part], explain=explain) for step, part in _parts(at)}
+    rules = {step: rule for step, rule in rules.items() if rule.name != "none"}
 
-    def found(
-        code: str, steps: list[int], numbers: Numbers, *, notice: bool = False, changed: bool = True
-    ) -> DataFinding:
-        """Build a finding; with `changed`, a change during the run is a fault rather than a notice."""
+    def found(code: str, steps: Iterable[int], numbers: Numbers, *, notice: bool = False) -> DataFinding:
         judged = at[np.isin(at, [*rules])]
-        built = run.finding(code, np.isin(judged, steps), judged, _BY_GROUP, numbers, notice=notice)
-        return replace(built, is_notice=notice and not (changed and built.since is not None))
+        return run.finding(code, np.isin(judged, [*steps]), judged, _BY_GROUP, numbers, notice=notice)
 
     constant = [step for step, rule in rules.items() if rule.name == "constant"]
     if sum(rules[step].freedom for step in constant) >= 4 and not run.is_per_token:
@@ -261,38 +251,161 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     scaled = {step: rule.factor for step, rule in rules.items() if rule.factor is not None}
     factors = np.array([*scaled.values()])
     if 10 * len(scaled) > len(rules) and np.ptp(factors) < 0.1 * np.median(factors):  # groups may differ in scale
-        yield found("advantages_scaled", [*scaled], {"factor": float(np.median(factors))}, notice=True)
+        yield _fault_if_changed(found("advantages_scaled", scaled, {"factor": float(np.median(factors))}, notice=True))
+    others = Counter(rule.name for rule in rules.values() if rule.name not in ("own", "constant", ""))
+    num_unknown = sum(rule.name == "" for rule in rules.values())
+    name, num = others.most_common(1)[0] if others else ("", 0)
+    if 2 * num < others.total() + num_unknown:
+        name = ""  # with a few small steps, some rule fits by chance
     off = {step: rule for step, rule in rules.items() if rule.name == name}
     freedom = sum(rule.freedom for rule in off.values())
     if not freedom:
         return
-    correlation = sum(rule.correlation * rule.freedom for rule in off.values()) / freedom
-    error, values = _ERRORS / freedom**0.5, a[np.isin(at, [*off])]
-    of_rule = {
-        key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")
-    }
+    values = a[np.isin(at, [*off])]
+    correlation, error = sum(rule.correlation * rule.freedom for rule in off.values()) / freedom, _ERRORS / freedom**0.5
     numbers: Numbers = {
-        **of_rule, "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()),
-        "explanation": name,
+        **{key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")},
+        "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()), "explanation": name,
     }  # fmt: skip
-    declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
-    if name == "clipped":
-        yield found("advantages_clipped", [*off], numbers, notice=True, changed=False)
-    elif name.startswith("rewards"):
-        yield found("rewards_of_other_rows", [*off], numbers)
-    elif name == BATCH:
+    if name == BATCH:
+        declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
         numbers["explanation"] = _constant(r, a, at, off)
-        baseline = found("baseline", [*off], numbers, notice=not _NAMES_GROUP.search(declared))
+        baseline = found("baseline", off, numbers, notice=not _NAMES_GROUP.search(declared))
         if baseline.since is not None or not _NAMES_OTHER.search(declared):
-            yield baseline
+            yield _fault_if_changed(baseline)
     elif name:
-        yield found("baseline", [*off], numbers)
+        code = (
+            "advantages_clipped"
+            if name == "clipped"
+            else "rewards_of_other_rows"
+            if name.startswith("rewards")
+            else "baseline"
+        )
+        yield found(code, off, numbers, notice=name == "clipped")
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
-        yield found("advantages_inverted", [*off], numbers)
+        yield found("advantages_inverted", off, numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
-        yield found("advantages_unrelated", [*off], numbers)
+        yield found("advantages_unrelated", off, numbers)
     elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change in time
-        yield found("baseline_unknown", [*off], numbers, notice=True, changed=False)
+        yield found("baseline_unknown", off, numbers, notice=True)
+
+
+def _fault_if_changed(finding: DataFinding) -> DataFinding:
+    """Return a finding that may be intended if it holds for the whole run, as a fault if it begins during the run."""
+    return replace(finding, is_notice=finding.is_notice and finding.since is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRule:
+    """The rule that turns rewards into advantages at one step."""
+
+    name: str
+    """`own` for the group's mean, `constant`, `clipped`, or the name of the baseline or reward order that fits; empty
+    if nothing fits; `none` if rewards are equal within every group.
+    """
+    correlation: float = 0.0
+    """Mean correlation between rewards and advantages within groups."""
+    freedom: float = 0.0
+    """Number of rows minus the number of groups."""
+    between: float = 0.0
+    """Standard deviation of the group means of the advantages, relative to the rms of all advantages."""
+    fit: float = 0.0
+    """Correlation between the recorded advantages and those that the rule gives."""
+    own: float = 0.0
+    """The same for the group's mean as baseline."""
+    factor: float | None = None
+    """Scale of the advantages that no usual normalisation by group or batch explains; None if there is none."""
+
+
+def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, *, explain: bool) -> AdvantageRule:
+    """Compare rewards, [N], and advantages, [N], of a step within groups, [N] ordered labels; without `explain`, return
+    only their correlation.
+    """
+    g = label - label.min()
+    n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
+    spread, spread_a = np.sqrt(mean_of(g, x * x)), np.sqrt(mean_of(g, y * y))
+    varies = spread > 1e-6 * np.abs(r).max()
+    both = varies & (spread_a > 1e-6 * np.sqrt(mean_of(g, a * a)))
+    if not both.any():
+        return AdvantageRule(name="constant" if varies.any() else "none", freedom=float((1 - 1 / n[varies]).sum()))
+    correlation = float(np.mean((x * y)[both] / (spread * spread_a)[both]))
+    freedom = float((1 - 1 / n[both]).sum())
+    if not explain:
+        return AdvantageRule(name="own" if correlation > 0.1 else "", correlation=correlation, freedom=freedom)
+    between = float(np.sqrt(np.mean((a - y - a.mean()) ** 2) / np.mean(a * a)))
+    spread[~varies] = np.nan
+    own = max(_fit(x, a), _fit(x / spread, a))
+    # With any other baseline, group means scatter by at least about 1 / sqrt(n) of the advantages; with the group's
+    # own, only by rounding.
+    has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
+    others = {} if has_own and own > 0.99 else _others(r, a, g, spread)
+    fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
+    name = max(fits, key=fits.__getitem__, default="")
+    if has_own and name != "clipped":
+        return AdvantageRule(name="own", factor=_factor(r, a, x, spread, n), correlation=correlation, freedom=freedom)
+    # A correct rule leaves less than 1 % of the variance unexplained (eps, rounding), far less than the group mean
+    # leaves.
+    is_clear = fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
+    return AdvantageRule(
+        name=name if is_clear else "", correlation=correlation, freedom=freedom, between=between, fit=fits[name], own=own
+    )  # fmt: skip
+
+
+def _others(r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray) -> dict[str, list[np.ndarray]]:
+    """Return the advantages that other rules give, raw and normalised."""
+
+    def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
+        centred = rewards - mean_of(label, rewards)
+        size = np.sqrt(mean_of(label, centred**2))
+        return [centred, centred / np.where(size > 1e-6 * np.abs(r).max(), size, np.nan)]
+
+    means, n, order = np.bincount(g, r) / np.bincount(g), np.median(count_of(g)), np.empty(len(r), np.int64)
+    order[np.lexsort((a, g))] = np.lexsort((r, g))
+    rules = {
+        BATCH: [r],
+        "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
+        f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
+        "rewards of the same group in another order": normalised(r[order], g),
+    }
+    for name, by in (("previous", 1), ("next", -1)):
+        other = r - np.roll(means, by)[g]
+        rules[f"the {name} group's mean"] = [other, other / spread]
+    for by in (1, -1, 2, -2, 3, -3, 4, -4):
+        rules[f"rewards {abs(by)} rows {'later' if by > 0 else 'earlier'}"] = normalised(np.roll(r, -by), g)
+    return rules
+
+
+def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
+    """Return the ratio between the advantages and the rewards minus the group mean; None if it is a usual one or not
+    constant.
+    """
+    few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
+    kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
+    x = np.where(np.isfinite(spread), x, np.nan)
+    # Leave-one-out multiplies by n / (n - 1). The batch may be normalised over tokens instead of rows.
+    usual = (
+        (x / spread, kept * np.sqrt(1 - 1 / few), 1.0), (x, 1.0, few / (few - 1)), (x / np.std(r), 0.6, 1.8), (x / of_batch, 0.6, 1.8),
+    )  # fmt: skip
+    found = [(np.nansum(p * a) / np.nansum(p * p), low, high) for p, low, high in usual if _fit(p, a) > 0.999]
+    is_usual = any(0.9 * low < factor < 1.1 * high for factor, low, high in found)
+    return None if is_usual or not found else float(found[0][0])
+
+
+def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
+    """Name the batch-wide constant that was subtracted from the rewards at most steps."""
+    names, means = Counter[str](), [0.0]
+    for step, part in _parts(at):
+        if step in steps:
+            constants = {
+                "the batch's mean": float(r[part].mean()), "nothing": 0.0, "the previous step's mean": means[-1],
+                "the running mean": float(np.mean(means[1:] or [0])),
+            }  # fmt: skip
+            slope, intercept = np.polyfit(r[part], a[part], 1)
+            distances = {name: abs(intercept / slope + constant) for name, constant in constants.items()}
+            best = min(distances, key=distances.__getitem__)
+            names[best if distances[best] < 0.01 * np.std(r[part]) else BATCH] += 1
+        means.append(float(r[part].mean()))
+    return names.most_common(1)[0][0]
 
 
 def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
@@ -302,24 +415,27 @@ def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
         yield int(step), slice(first, end)
 
 
-def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
-    """Name the batch-wide constant that was subtracted from the rewards at most steps."""
-    names, means = [], [0.0]
-    for step, part in _parts(at):
-        mean, spread = float(r[part].mean()), float(np.std(r[part]))
-        constants = {
-            "the batch's mean": mean,
-            "nothing": 0.0,
-            "the previous step's mean": means[-1],
-            "the running mean": float(np.mean(means[1:] or [0])),
-        }
-        if step in steps:
-            slope, intercept = np.polyfit(r[part], a[part], 1)
-            distances = {name: abs(intercept / slope + constant) for name, constant in constants.items()}
-            best = min(distances, key=distances.__getitem__)
-            names.append(best if distances[best] < 0.01 * spread else BATCH)
-        means.append(mean)
-    return max(names, key=names.count)
+def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the mean [N] of the rows with the same label; labels are indices from 0."""
+    return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
+
+
+def count_of(label: np.ndarray) -> np.ndarray:
+    """Return the number [N] of rows with the same label."""
+    return np.asarray(np.bincount(label)[label])
+
+
+def _fit(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the correlation over the rows without NaN; 0 if fewer than 8 remain, or if one input is constant up to
+    rounding.
+    """
+    x, y = x[known := np.isfinite(x)], y[known]
+    if len(x) < 8:
+        return 0.0
+    dx, dy = x - x.mean(), y - y.mean()
+    xx, yy = dx @ dx, dy @ dy
+    is_constant = min(xx / max(x @ x, 1e-300), yy / max(y @ y, 1e-300)) < 1e-12
+    return 0.0 if is_constant else float(dx @ dy / np.sqrt(xx * yy))
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:

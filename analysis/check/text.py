@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ...schemas.steps import ALL_STEPS
 from ..info import steps_text
-from ..rows import shown
+from ..rows import of_steps, shown, wrapped
+from .check import CheckResult, Note
 from .data_checks import DataFinding, data_text
 from .faults import evidence_text
 from .finding import Finding
-from .result import CheckResult, Note
 
 _INDENT = "  "
 _DATA = "rewards, advantages and groups (the comparison of logprobs does not depend on them):"
@@ -92,23 +90,10 @@ def _data_text(finding: DataFinding) -> str:
     return f"{finding.title}{since}: {data_text(finding)}{following}"
 
 
-def of_steps(steps: str) -> str:
-    """Return a phrase that names the steps covered by a result, to be put after the trace's name; empty if all steps
-    are covered."""
-    return "" if steps == ALL_STEPS else f" (steps {steps})"
-
-
-def wrapped(text: str, indent: str, width: int | None) -> str:
-    """Wrap text to a width, indenting each line; if the width is None, return one line."""
-    if width is None:
-        return indent + text
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-
-
 def checked_json(result: CheckResult) -> dict[str, Any]:
     """Return a check result as JSON: codes, all numbers, and the sentences rendered from them."""
     findings = [
-        asdict(each)
+        {name: value for name, value in asdict(each).items() if name != "tokens"}
         | {"title": each.title, "fails": each.fails, "broken": each.broken, "evidence": evidence_text(each)}
         for each in result.findings
     ]

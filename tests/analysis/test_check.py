@@ -24,11 +24,10 @@ from bigrams import (
 from builders import ROOT, tim_trace
 from shared import rest_slow
 from tim_trace import cli
-from tim_trace.analysis.check.check import check, gather, read_pair_sums
+from tim_trace.analysis.check.check import CheckResult, check, gather, read_pair_sums
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES, evidence_text
 from tim_trace.analysis.check.faults.copies import EQUAL
 from tim_trace.analysis.check.finding import Finding
-from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.check.rounding import dtype_of, precisions, value_precision
 from tim_trace.analysis.check.structure import along_movement, error_structure, variance_between
 from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_text
@@ -270,7 +269,7 @@ def test_sums_of_tokens_are_those_that_the_trace_keeps(tmp_path):
     for name, values in of_tokens.columns.items():
         combine = np.max if name == "max_abs_d" else np.sum
         assert combine(values) == pytest.approx(combine(kept.columns[name]), rel=1e-12), name
-    assert of_tokens.worst_steps() == kept.worst_steps()
+    assert of_tokens.worst_steps == kept.worst_steps
 
 
 def test_a_temperature_is_fitted(tmp_path):
