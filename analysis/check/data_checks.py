@@ -6,6 +6,7 @@ Shapes: N rows, i.e. sequences, of the run or of one step; S steps.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections import Counter
@@ -21,7 +22,7 @@ from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.ragged import array_of
-from .sample import Sample, run_lengths
+from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, Sample, run_lengths
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -111,10 +112,6 @@ _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
 """Number of standard errors that chance does not reach, even once in a thousand steps."""
-_UNLIKELY, _STRETCH = -3.0, 4
-"""Value of logprob + entropy, nats, below which a token is unlikely, and minimum number of consecutive unlikely tokens.
-5 % of sampled tokens are unlikely, so 1 in 10^5 stretches of four is.
-"""
 BATCH = "a constant for the whole batch"
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
@@ -393,18 +390,18 @@ def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: 
 
 def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
     """Name the batch-wide constant that was subtracted from the rewards at most steps."""
-    names, means = Counter[str](), [0.0]
-    for step, part in _parts(at):
+    means = np.array([r[part].mean() for _, part in _parts(at)])
+    constants = {
+        "the batch's mean": means, "nothing": 0.0 * means, "the previous step's mean": np.r_[0.0, means[:-1]],
+        "the running mean": np.r_[0.0, np.cumsum(means)[:-1] / np.arange(1, len(means))],
+    }  # fmt: skip
+    names = Counter[str]()
+    for place, (step, part) in enumerate(_parts(at)):
         if step in steps:
-            constants = {
-                "the batch's mean": float(r[part].mean()), "nothing": 0.0, "the previous step's mean": means[-1],
-                "the running mean": float(np.mean(means[1:] or [0])),
-            }  # fmt: skip
             slope, intercept = np.polyfit(r[part], a[part], 1)
-            distances = {name: abs(intercept / slope + constant) for name, constant in constants.items()}
+            distances = {name: abs(intercept / slope + values[place]) for name, values in constants.items()}
             best = min(distances, key=distances.__getitem__)
             names[best if distances[best] < 0.01 * np.std(r[part]) else BATCH] += 1
-        means.append(float(r[part].mean()))
     return names.most_common(1)[0][0]
 
 
@@ -469,40 +466,37 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             continue
         rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error))
         steps, mean, errors = rows["step"], rows["mean"], rows["error"]
-        if not len(steps):
-            continue
         found = []
-        for name, later in ((name, later) for name in names if name in known_names for later in (0, 1, -1)):
+        for name, later in itertools.product(filter(known_names.__contains__, names), (0, 1, -1)):
             value = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
-            known = np.isfinite(value)
-            ends, sums = np.flatnonzero(known), np.r_[0.0, np.cumsum(mean)]
-            averaged = mean.copy()  # since the step that was logged before
-            averaged[ends] = np.diff(np.r_[0.0, sums[ends + 1]]) / np.diff(np.r_[0, ends + 1])
-            distance = np.minimum(np.abs(value - mean), np.abs(value - averaged))
-            off = known & (distance > 1e-3 * np.abs(mean).max(initial=1e-9))
-            is_sample = 2 * int(off.sum()) >= int(known.sum())
+            ends = np.flatnonzero(np.isfinite(value))
+            if len(ends) <= 2:
+                continue
+            averaged = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(
+                np.r_[-1, ends]
+            )  # since it was logged before
+            distance = np.abs(value - mean)[ends]
+            nearest = np.minimum(distance, np.abs(value[ends] - averaged))
+            off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
+            is_sample = 2 * int(off.sum()) >= len(off)
             # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
-            if is_sample or not off[known][off[known].argmax() :].all():
-                off &= distance > np.maximum(errors, errors.sum() / max(len(errors), 1))
-            if known.sum() > 2:
-                found.append((is_sample, int(off.sum()), abs(later), name, value, off, known))
-        is_sample, num, _, name, value, off, known = min(
-            found, key=lambda entry: entry[:3], default=(True, 0, 0, "", mean, mean, mean)
-        )
-        if num > 2 and (not is_sample or 2 * num > known.sum()):
-            worst = int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
+            if is_sample or not off[off.argmax() :].all():
+                off &= nearest > np.maximum(errors, errors.mean())[ends]
+            found.append((is_sample, int(off.sum()), abs(later), name, value, ends, off, distance))
+        if not found:
+            continue
+        is_sample, num, _, name, value, ends, off, distance = min(found, key=lambda entry: entry[:3])
+        if num > 2 and (not is_sample or 2 * num > len(off)):
+            worst = ends[np.argmax(np.where(off, distance, -1.0))]
             numbers: Numbers = {
-                "name": name,
-                "logged": float(value[worst]),
-                "recorded": float(mean[worst]),
-                "step": int(steps[worst]),
-            }
-            at = np.searchsorted(run.steps, steps[known])
-            yield run.finding("metric_contradicts", off[known], at, _BY_STEP, numbers, notice=is_sample)
+                "name": name, "logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst]),
+            }  # fmt: skip
+            at = np.searchsorted(run.steps, steps[ends])
+            yield run.finding("metric_contradicts", off, at, _BY_STEP, numbers, notice=is_sample)
 
 
 _EQUAL = """
-SELECT a.step, a.iteration > 0 AS is_reused, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num,
+SELECT a.step, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
        coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag,
        any_value(a.contract) AS contract_a, any_value(b.contract) AS contract_b
 FROM scores AS a JOIN scores AS b USING (run, step, seq_id) JOIN sequences AS s USING (run, step, seq_id)
@@ -516,21 +510,20 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
     differ.
     """
     execute, loss = run.database.connection.execute, read_loss(run.settings)
-    updates = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
-    reuses = any(value not in ("0", "1", "0.0", "1.0") for value in updates)
+    uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[1]] or rows  # a batch that is used again has seen updates in between
-        is_equal, num_equal = np.array([row[2] for row in rows], bool), sum(row[2] for row in rows)
-        if 2 * num_equal <= len(rows):
+        rows = [row for row in rows if row[3]] or rows  # a batch that is used again has seen updates in between
+        equal = [row for row in rows if row[1]]
+        if 2 * len(equal) <= len(rows):
             continue
-        _, is_reused, _, _, lag, *scored = max((row for row in rows if row[2]), key=lambda row: row[4])
-        dtypes = [set(re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(contract)))) for contract in scored]
+        *_, is_reused, lag, contract_a, contract_b = max(equal, key=lambda row: row[4])
+        dtypes = [{*re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(key)))} for key in (contract_a, contract_b)]
         is_notice = False
         if lag > 0:
             reason = f"the weights of {a} are {lag} updates newer"
-        elif is_reused or (reuses and a == "current"):
+        elif is_reused or (a == "current" and not {*uses} <= {"0", "1", "0.0", "1.0"}):
             reason = "each batch is used several times, with updates in between"
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
             reason = f"{a} was computed in {', '.join(dtypes[0])}, {b} in {', '.join(dtypes[1])}"
@@ -538,43 +531,45 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
             reason, is_notice = "clipping has no effect, which is right only with one update per batch", True
         else:
             continue
-        numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[3] for row in rows if row[2]), "reason": reason}
-        at = np.searchsorted(run.steps, [row[0] for row in rows])
+        numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[2] for row in equal), "reason": reason}
         # If warm-up starts from a learning rate of 0, the first update does not change the weights.
-        is_notice |= num_equal < 2
+        is_notice |= len(equal) < 2
+        steps, is_equal = (np.array(column) for column in list(zip(*rows, strict=True))[:2])
+        at = np.searchsorted(run.steps, steps)
         yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
 
 
 def _unsampled(run: _Run) -> Iterator[DataFinding]:
     """Detect tokens in the loss that the engine did not sample: padding after the end token, and stretches from tools."""
     sample = run.sample
-    sides = {} if sample is None else {side.name: side for side in (sample.a, sample.b)}
-    if sample is None or "rollout" not in sides or not len(sample.tokens):
+    if sample is None or "rollout" not in (sample.a.name, sample.b.name) or not len(sample.tokens):
         return
-    engine, seq, tokens = sides.pop("rollout"), sample.seq, sample.tokens
-    (other,) = sides.values()
-    entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
-    with np.errstate(invalid="ignore"):
-        unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < _UNLIKELY
+    engine, other = (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
+    seq, tokens = sample.seq, sample.tokens
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
     if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 has a smaller effect
         certain[:] = False
+    entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
+    with np.errstate(invalid="ignore"):
+        unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
     odd = missing | (sample.mask & unlikely)
-    differs = tokens != tokens[np.maximum(sample.starts[1:] - 1, 0)][seq]
     last_other = sample.starts[:-1] - 1
+    differs = tokens != tokens[np.maximum(sample.starts[1:] - 1, 0)][seq]
     np.maximum.at(last_other, seq[differs], np.flatnonzero(differs))
     repeats_end = np.arange(len(tokens)) > last_other[seq] + 1
     padding, odd = odd & repeats_end, odd & ~repeats_end
     size = run_lengths(odd, seq)
-    inside = odd & (size >= _STRETCH) & (size < sample.lengths[seq])
+    inside = odd & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # sampled tokens lack logprobs, too
+    at = np.searchsorted(run.steps, sample.steps)
     for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
         rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
         if len(rows) < max(3, 0.05 * sample.num_sequences) or (found is padding and counts.max() < 0.9 * counts.sum()):
             continue
-        name, step = sample.seq_ids[rows[0]].replace("'", "''"), int(sample.steps[rows[0]])
-        numbers: Numbers = {"num_tokens": int(found.sum()), "num_rows": len(rows), "seq_id": name, "step": step}
-        at = np.searchsorted(run.steps, sample.steps)
+        numbers: Numbers = {
+            "num_tokens": int(found.sum()), "num_rows": len(rows), "seq_id": sample.seq_ids[rows[0]].replace("'", "''"),
+            "step": int(sample.steps[rows[0]]),
+        }  # fmt: skip
         yield run.finding(code, np.isin(np.arange(len(at)), rows), at, _TOKENS, numbers)

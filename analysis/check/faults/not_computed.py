@@ -16,18 +16,12 @@ from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, dtype_of, precisions
 from ..rows import row_spreads
-from ..sample import PassSample, Sample, run_lengths
+from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .truncation import recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
 them."""
-UNSAMPLED_NATS = -3.0
-"""logprob + entropy, nats, below which a token counts as unlikely. With a flat-tailed model, 5 % of sampled tokens are
-below it."""
-MIN_UNSAMPLED_RUN = 4
-"""Minimum number of consecutive unlikely tokens that suggests they were not sampled. In healthy runs, fewer than 2 % of the
-sequences contain as many."""
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
 MIN_CONSTANT_TOKENS = 3
@@ -68,7 +62,6 @@ _EVIDENCE = {
     "{equal_elsewhere:.1%} of the tokens of the others: these rows were copied from the other pass",
 }
 _REASONS = {
-    "begin_alike": "; all sequences of a prompt begin with them, so they belong to the prompt",
     "improbable": "; elsewhere it has {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
     "after_end": "; they follow the first end of the response: padding counts in the loss",
     "floor": "; all lower values of {other} have it: the values are cut off there",
@@ -266,9 +259,7 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
     num_runs = int((where & ~np.r_[False, where[:-1] & (np.diff(sample.seq) == 0)]).sum())
     is_last = np.r_[np.diff(sample.seq) != 0, True]
     reason = "none"
-    if _are_given(sample, other, where):
-        reason = "begin_alike"
-    elif mean < min(1.5 * usual, usual - 1) and where.sum() >= 2 * num_runs:
+    if mean < min(1.5 * usual, usual - 1) and where.sum() >= 2 * num_runs:
         reason = "after_end" if np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99 else "improbable"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
         reason = "floor"
@@ -281,31 +272,6 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
             "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason,
         },
     )  # fmt: skip
-
-
-def _are_given(sample: Sample, other: PassSample, where: np.ndarray) -> bool:
-    """Return True if the tokens in `where` begin their sequences and are identical across the sequences for a prompt,
-    unlike sampled tokens."""
-    given: dict[object, set[tuple[int, ...]]] = {}
-    num, covered, surprise = 0, 0, 0.0
-    rows = np.unique(sample.seq[where])[:256]
-    for row in rows:
-        own = slice(sample.starts[row], sample.starts[row + 1])
-        flags, prompt = where[own], sample.prompts[row]
-        run = len(flags) if flags.all() else int(np.argmin(flags))
-        if run == 0 or prompt is None:
-            continue
-        num += 1
-        covered += run
-        surprise -= float(other.logprobs[own][:run].sum())
-        given.setdefault((sample.steps[row], sample.group_ids[row] or tuple(prompt)), set()).add(
-            tuple(sample.tokens[own][:run].tolist())
-        )
-    shared = num - len(given)
-    different = sum(len(starts) - 1 for starts in given.values())
-    most = covered > 0.8 * where[np.isin(sample.seq, rows)].sum()
-    expected = shared * -np.expm1(-surprise / max(num, 1))
-    return bool(most and expected > 5 and different < 0.2 * expected)
 
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
