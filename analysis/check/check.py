@@ -209,16 +209,19 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Return the owner of every compared token of the sample."""
-    owners = []
+    """Return the owner of every compared token of the sample. Findings after `unexplained` are guesses about its tokens."""
+    owners, nobody = [], 0
     for finding in findings:
-        if finding.side is None or finding.code == "unexplained":
-            continue
         num = data.num_kept
-        data = data if finding.tokens is None else data.without(finding.tokens)
-        owners.append(TokenOwner(owner=finding.code, num_tokens=num - data.num_kept))
-    num = int(nobodys(data).sum()) if data.num_kept else 0
-    rest = {"rounding": data.num_kept - num, "nobody": num}
+        if finding.side is not None and finding.tokens is not None:
+            data = data.without(finding.tokens)
+        if finding.code == "unexplained":
+            nobody = num - data.num_kept
+            break
+        if finding.side is not None:
+            owners.append(TokenOwner(owner=finding.code, num_tokens=num - data.num_kept))
+    num = int(nobodys(data).sum()) if data.num_kept and not nobody else 0
+    rest = {"rounding": data.num_kept - num, "nobody": nobody + num}
     return (*owners, *(TokenOwner(owner=owner, num_tokens=num) for owner, num in rest.items()))
 
 

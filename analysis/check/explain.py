@@ -126,7 +126,8 @@ def _explained(data: PairData) -> list[Finding]:
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
             return _added(found, left, behind)
-        found = _added(found, _dated(data, best, _with_cause(data, best)), behind)
+        dated = _dated(data, best, _with_cause(data, best))
+        found = _added(found, [replace(each, tokens=best.tokens & data.keep) for each in dated], behind)
         if best.right is None:
             data = data.without(best.tokens)
         else:

@@ -624,6 +624,35 @@ def test_json_has_codes_numbers_and_sentences():
     assert "3 tokens (statistics on all, 2 inspected individually)" in checked_text(some)
 
 
+def test_every_inspected_token_has_an_owner(tmp_path):
+    result = check(PLANTED["placeholders"].write(tmp_path / "holes"))
+    (finding,) = result.findings
+    num = finding.numbers["num_tokens"]
+    rest = result.num_sampled_tokens - num
+    told = checked_json(result)
+    assert list(told["owners"]) == [
+        {"owner": "placeholders", "num_tokens": num},
+        {"owner": "rounding", "num_tokens": rest},
+        {"owner": "nobody", "num_tokens": 0},
+    ]
+    assert "tokens" not in told["findings"][0]
+
+
+def test_tokens_that_no_cause_explains_belong_to_nobody(tmp_path):
+    def scattered(step, number):
+        draw = np.random.default_rng(number)
+        return changed(
+            in_float32(step, number), lambda row: row - draw.choice([0, 2, 5], len(row), p=[0.98, 0.01, 0.01])
+        )
+
+    result = check(Recording(rollout=scattered, contracts=BOTH_FP32).write(tmp_path / "run"))
+    owners = {each.owner: each.num_tokens for each in result.owners}
+    assert result.findings[0].code == "unexplained"
+    assert owners["nobody"] == result.findings[0].numbers["num_tokens"]
+    assert owners["nobody"] > 10
+    assert sum(owners.values()) == result.num_sampled_tokens
+
+
 def test_one_fault_among_findings_fails():
     recording, computation = replace(EQUAL, broken="recording"), replace(EQUAL, broken="computation")
     assert result_of(EQUAL).is_valid
