@@ -26,7 +26,7 @@ from .explain import explain
 from .finding import Broken, Finding
 from .likelihood import nobodys
 from .pair_data import PairData
-from .sample import PairSums, Sample, read_pair_sums, read_sample
+from .sample import Sample, read_pair_sums, read_sample
 
 FEW_TOKENS = 500
 """Number of tokens below which only gross faults can be detected."""
@@ -117,34 +117,17 @@ def check(
     database.check_whole(partial=partial)
     with database.telling(progress):
         names = parse_pair(pair)
-        tell_sampled(database, names)
-        sums = _sums(database, names)
-        question = (names, os.fspath(trace), sums.total, sums.worst_steps)
-        (found,) = spread(database, _judged, [question])
-    return found
-
-
-_Question = tuple[Pair, str, PairSums, list[int]]
-"""The passes, the path of the trace as given by the caller, sums over the whole run in one row, and the worst steps: input of
-`_judged`, which runs in the process that reads the sampled tokens."""
-
-
-def _judged(database: Database, question: _Question) -> Iterator[CheckResult]:
-    pair, trace, sums, worst_steps = question
-    sample = read_sample(database, pair, worst_steps)
-    yield judge(_pair_data(database, pair, trace, sums, sample), ":".join(pair), data_findings(database, sample))
+        data = gather(database, names, trace=os.fspath(trace))
+        return judge(data, ":".join(names), data_findings(database, data.sample))
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
-    """Read the data that the detectors need.
+    """Read the data that the detectors need. On a cluster, actors read the tokens.
 
     Raises NothingToCompare if the passes share no token.
     """
     tell_sampled(database, pair)
-    return _pair_data(database, pair, trace, _sums(database, pair), _sample(database, pair))
-
-
-def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sample: Sample) -> PairData:
+    sample = _sample(database, pair)
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
     execute, source = database.connection.execute, database.sources[0]
@@ -154,7 +137,7 @@ def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sampl
         steps=database.steps,
         condition=database.step_condition(),
         sample=sample,
-        sums=sums,
+        sums=_sums(database, pair),
         contracts={name: json.loads(text) for name, text in contracts if text},
         passes=[name for (name,) in execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()],
         has_weights=source.store.exists(WEIGHTS),
@@ -167,6 +150,20 @@ def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sampl
     )
 
 
+_engine = cached(read_engine_verdict)
+_sums = cached(read_pair_sums)
+
+
+@cached
+def _sample(database: Database, pair: Pair) -> Sample:
+    (sample,) = spread(database, _read, [(pair, _sums(database, pair).worst_steps)])
+    return sample
+
+
+def _read(database: Database, asked: tuple[Pair, list[int]]) -> Iterator[Sample]:
+    yield read_sample(database, *asked)
+
+
 def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
     """Return the run's first step and the rms of d there, nats; None if that step is among the selected ones."""
     if database.steps == ALL_STEPS:
@@ -174,15 +171,6 @@ def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
     query = f"SELECT step, rms_d FROM pair_steps('{pair[0]}', '{pair[1]}') ORDER BY step LIMIT 1"
     asked, first = (each.connection.execute(query).fetchall() for each in (database, database.of_steps(ALL_STEPS)))
     return None if not first or not asked or first[0][0] == asked[0][0] else (int(first[0][0]), float(first[0][1]))
-
-
-_engine = cached(read_engine_verdict)
-_sums = cached(read_pair_sums)
-
-
-@cached
-def _sample(database: Database, pair: Pair) -> Sample:
-    return read_sample(database, pair, _sums(database, pair).worst_steps)
 
 
 def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> CheckResult:

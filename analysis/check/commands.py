@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from ...schemas.steps import ALL_STEPS
@@ -16,10 +17,13 @@ def sql(data: PairData, query: str) -> Advice:
     tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
     if data.condition:
         tables = {name: f"(FROM {table} WHERE {data.condition})" for name, table in tables.items()}
-    text = query.format(**tables)
-    for special in ("\\", '"', "$", "`"):
-        text = text.replace(special, f"\\{special}")
-    return Advice(f'tim-trace sql {_trace(data)} "{text}"')
+    return sql_of(data.trace, query.format(**tables))
+
+
+def sql_of(trace: str, query: str) -> Advice:
+    """Return a `tim-trace sql` command for a trace, with the query quoted for a shell."""
+    text = re.sub(r'(["$`\\])', r"\\\1", query)
+    return Advice(f'tim-trace sql {shlex.quote(trace)} "{text}"')
 
 
 def tokens(data: PairData, where: str = "mask", order: str = "step, seq_id, position LIMIT 40") -> Advice:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from ..trace.columns import sequence_columns
 from ..trace.database import Database
 from ..trace.hyperparameters import read_hyperparameters
 from ..trace.ragged import array_of
+from . import commands
 from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, Sample, run_lengths
 
 KINDS = {
@@ -153,10 +153,9 @@ class _Run:
         """Build a finding from a mask over rows, pairs or steps, and the step index of each."""
         condition = self.database.step_condition()
         rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
-        text = re.sub(r'(["$`\\])', r"\\\1", query.format(rows=rows, **numbers))
         return DataFinding(
             code=code, share=float(np.mean(affected)), since=self.since(affected, at), is_notice=notice, numbers=numbers,
-            next=Advice(f'tim-trace sql {shlex.quote(self.database.given[0])} "{text}"'),
+            next=commands.sql_of(self.database.given[0], query.format(rows=rows, **numbers)),
         )  # fmt: skip
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
@@ -197,9 +196,8 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
         return
     group, prompt = (_numbered(run.rows[name][known], at) for name in ("group", "prompt"))
     cell = _numbered(group, prompt)
-    is_first = np.zeros(len(at))
-    is_first[np.unique(cell, return_index=True)[1]] = 1
-    prompts, groups = np.bincount(group, is_first)[group], np.bincount(prompt, is_first)[prompt]
+    firsts = np.unique(cell, return_index=True)[1]
+    prompts, groups = np.bincount(group[firsts])[group], np.bincount(prompt[firsts])[prompt]
     in_group, repeated = count_of(group), count_of(prompt) > 1
     if in_group.max() == 1 and repeated.mean() > 0.5:
         yield run.finding("one_row_groups", repeated, at, _BY_GROUP, {"rows_per_prompt": len(at) / (prompt.max() + 1)})
@@ -444,12 +442,15 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
     one, two = order[same], order[same + 1]
     least = 1e-6 * np.abs(reward[np.isfinite(reward)]).max(initial=0.0)
-    differs = np.abs(reward[one] - reward[two]) > least
+
+    def unequal(rewards: np.ndarray) -> np.ndarray:
+        return np.asarray(np.abs(rewards[one] - rewards[two]) > least)
+
+    differs = unequal(reward)
     if (num := int(differs.sum())) < 20:  # fewer pairs may become equal by chance
         return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
-    moved = {by: reward[firsts + (place - firsts + by) % sizes] for by in (*range(-8, 0), *range(1, 9))}
-    left = {by: int((np.abs(values[one] - values[two]) > least).sum()) for by, values in moved.items()}
+    left = {by: int(unequal(reward[firsts + (place - firsts + by) % sizes]).sum()) for by in range(-8, 9) if by}
     shift = min(left, key=lambda by: (left[by], abs(by)))
     if 10 * left[shift] <= num:
         numbers: Numbers = {"num": num, "num_pairs": len(one), "shift": shift, "num_moved": left[shift]}

@@ -46,13 +46,13 @@ _SUMS = (*COUNTS, *OF_DIFFERENCES)
 class PairSums:
     """Sums of d and of quantities derived from d; see schemas.sums.
 
-    Shapes: R rows, one per sequence, or a single one for the run.
+    Shapes: R sequences.
     """
 
     steps: np.ndarray
-    """[R] step that each row belongs to."""
+    """[R] step of each sequence."""
     columns: dict[str, np.ndarray]
-    """Name of a sum -> [R] values; 0 for rows without a finite logprob in both passes."""
+    """Name of a sum -> [R] values; 0 for sequences without a finite logprob in both passes."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,14 +66,8 @@ class PairSums:
 
     @property
     def rms_d(self) -> float:
-        """Root mean square of d, nats. The result does not depend on the order of rows."""
+        """Root mean square of d, nats. The result does not depend on the order of sequences."""
         return float(np.sqrt(np.sort(self.columns["sum_d2"]).sum() / max(self.num_tokens, 1)))
-
-    @property
-    def total(self) -> PairSums:
-        """Token counts and the sum of d^2 over the whole run, as one row with step 0."""
-        columns = {name: np.asarray([np.sort(self.columns[name]).sum()]) for name in (*COUNTS, "sum_d2")}
-        return PairSums(steps=np.zeros(1, np.int64), columns=columns)
 
     @property
     def worst_steps(self) -> list[int]:

@@ -14,7 +14,7 @@ from .. import commands
 from ..finding import Fault, Finding
 from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
-from ..rounding import allowed_noise, dtype_of, precisions
+from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
 from ..rows import row_spreads
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .truncation import recorded_filter
@@ -29,13 +29,10 @@ MIN_CONSTANT_TOKENS = 3
 the token."""
 IMPOSSIBLE_LOGPROB = -80.0
 """Logprob, nats, below which a value is a placeholder, such as -100 or -9999: no sampled token has a probability of 1e-35."""
-MIN_SHARED_COUNT = 20
-"""Minimum number of tokens with the same value in both passes for it to be tested."""
+_SHARED_FACTOR = 10
+"""Minimum number of contexts in which both passes have the same value, relative to nearby values, for it to be a placeholder."""
 _WINDOW_NATS = 0.05
 """Maximum distance, nats, between a constant and the nearby values that show how often a value repeats by chance."""
-_TIE_NATS = 4e-3
-"""Maximum distance, nats, between a value and -ln 2, ..., -ln 8 for it to count as a tie between logits: the largest
-rounding error of -ln 8 in bfloat16."""
 MIN_COPIED_TOKENS = 4
 """Minimum number of bitwise-equal logprobs below -1e-3 nats for a row to count as copied."""
 COPIED_BY_CHANCE = 1e-4
@@ -226,29 +223,29 @@ def find_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if a value that one pass has at the tokens in `where`, [N] bool, is not the logprob of these tokens."""
+    """Return True if a value that one pass has at the tokens in `where`, [N] bool, is not the logprob of these tokens: the
+    other pass is as far from it there as elsewhere, or all below it, as under a floor.
+    """
+    rest = data.keep & ~where
     off = other.logprobs[where] - value
     if value <= IMPOSSIBLE_LOGPROB:
         return bool(np.median(np.abs(off)) > abs(value) / 2)
-    rest = data.keep & ~where
-    d = data.sample.d[rest]
-    far = np.abs(off) > max(0.1, 10 * float(np.median(np.abs(d))) if len(d) else 0.0)
-    if far.sum() < 2 or np.std(other.logprobs[where]) <= 0.05:
-        return False
-    if value == 0.0:
-        # A token that is alone in its nucleus has 0, too; the truncation then raises the logprobs of all other tokens.
-        moved = d[np.abs(d) > 1e-3]
-        is_truncated = len(moved) and max(np.mean(moved > 0), np.mean(moved < 0)) > 0.98
-        return not (is_truncated and np.abs(off).max() < 1.2)
+    usual = float(np.median(np.abs(data.sample.d[rest]))) if rest.any() else 0.0
+    far = np.abs(off) > max(0.1, 10 * usual)
     # In a repeated context, a token has the same logprob each time.
     kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
-    if value > -1e-5 or len(off) < 8 or min(len(np.unique(kind)) for kind in kinds) < MIN_CONSTANT_TOKENS:
+    is_repeated = len(off) >= 8 and min(len(np.unique(kind)) for kind in kinds) >= MIN_CONSTANT_TOKENS
+    if (
+        far.sum() < 2
+        or np.std(off) <= 0.05
+        or -1e-5 < value < 0
+        or not (value == 0.0 or (is_repeated and far.mean() > 0.5))
+    ):
         return False
-    # The other pass's values scatter around a genuine logprob, such as -ln 2 for two equal rounded logits. If the value is a
-    # floor, they are all below it.
-    is_around = min(np.mean(off > 0), np.mean(off < 0)) > 0.1
-    is_near = rest.any() and np.mean(np.abs(off)) < 0.5 * np.mean(np.abs(other.logprobs[rest] - value))
-    return bool(far.mean() > 0.5 and not (is_around and is_near))
+    # A certain token has a logprob of 0, too, and a token that is alone in its nucleus.
+    off = off[far] if value == 0.0 else off
+    elsewhere = np.mean(np.abs(other.logprobs[rest] - value)) if rest.any() else 0.0
+    return bool(np.mean(np.abs(off)) > elsewhere / 2 or (value < 0 and np.mean(off < 0) > 0.9))
 
 
 def _constant(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> Finding:
@@ -276,14 +273,14 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
 
 def find_shared_constants(data: PairData) -> list[Hypothesis]:
     """Detect values that both passes share far more often than nearby values."""
-    sample = data.sample
+    sample, found = data.sample, []
     same = data.keep & (sample.a.logprobs == sample.b.logprobs)
     values, counts = np.unique(sample.a.logprobs[same], return_counts=True)
-    often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
-    found = []
-    for value in values[often[counts[often] >= MIN_SHARED_COUNT]].tolist():
+    for value in values[np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]].tolist():
         where = same & (sample.a.logprobs == value)
-        if not _is_shared_constant(data, value, where):
+        # Each context is counted once, because a repeated context repeats the value.
+        contexts, ids = (len(np.unique(each[where])) for each in (sample.token_keys, sample.tokens))
+        if ids < MIN_CONSTANT_TOKENS or contexts <= _SHARED_FACTOR * _by_chance(data, value, where):
             continue
         finding = PLACEHOLDERS.finding(
             data, "constant_in_both", where[data.keep], effect=0.0,
@@ -296,25 +293,24 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
     return found
 
 
-def _is_shared_constant(data: PairData, value: float, where: np.ndarray) -> bool:
-    # Each context is counted once, because a repeated context repeats the value.
-    contexts = len(np.unique(data.sample.token_keys[where]))
-    if contexts < MIN_SHARED_COUNT or len(np.unique(data.sample.tokens[where])) < MIN_CONSTANT_TOKENS:
-        return False
+def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
+    """Return the number of tokens, at least 1, that share a value like this one, at the tokens `where`, without a fault."""
     if value == 0.0:
         # Certain tokens have an entropy of 0. A recorded filter makes tokens certain, and the entropy may be that of all
         # tokens.
         if data.entropy is None or recorded_filter(data):
-            return False
+            return np.inf
         inside = where[data.keep]
-        return bool(np.mean(data.entropy[inside]) > max(0.1, 0.25 * np.mean(data.entropy[~inside])))
-    if value > -_WINDOW_NATS or any(abs(value + np.log(ties)) < _TIE_NATS for ties in range(2, 9)):
-        return False  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
+        is_certain = np.mean(data.entropy[inside]) <= max(0.1, 0.25 * np.mean(data.entropy[~inside]))
+        return np.inf if is_certain else 1.0
+    ties = -np.log(np.arange(2, 9))
+    if value > -_WINDOW_NATS or np.any(np.abs(value - ties) <= half_ulp(ties, "bfloat16")):
+        return np.inf  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
     # 16-bit values are sparse, so neighbours are sought in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
     near = data.keep & ~where & (np.abs(data.sample.a.logprobs - value) < width)
     _, counts = np.unique(data.sample.a.logprobs[near], return_counts=True)
-    return bool(contexts > 10 * (np.quantile(counts, 0.9) if len(counts) else 1.0))
+    return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
 
 
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
