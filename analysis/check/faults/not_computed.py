@@ -17,6 +17,7 @@ from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
 from ..rows import row_spreads
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
+from ..where import places
 from .truncation import recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
@@ -38,6 +39,8 @@ MIN_COPIED_TOKENS = 4
 COPIED_BY_CHANCE = 1e-4
 """Maximum expected number of groups of rows that are equal by chance, estimated from the share of equal tokens in all other
 rows."""
+_OF_FORWARD = ("forward_row", "pad_left", "not_first", "shorter")
+"""First words of the features that describe a row's place in its forward pass."""
 
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
@@ -376,6 +379,9 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     expected = size * max(equal_elsewhere, 1e-3) ** telling[copied].max()
     if few or expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:
         return []
+    batched = (each for each in places(data) if each.feature.startswith(_OF_FORWARD))
+    if any(np.array_equal(place.inside, others[data.seq]) for place in batched):
+        return []  # the others are off because of their place in the forward, for example behind the first row of a pack
     return [
         COPIES.finding(
             data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
