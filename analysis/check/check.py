@@ -33,18 +33,6 @@ FEW_TOKENS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """A test that the trace does not allow, or a remark on its data."""
-
-    code: str
-    """A key in text.NOTES."""
-    num_tokens: int
-    """Number of tokens compared individually."""
-    attempts: tuple[AttemptInfo, ...] = ()
-    """All training attempts; empty unless the code is `attempts`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOwner:
     """How many of the tokens inspected individually one finding explains."""
 
@@ -80,8 +68,10 @@ class CheckResult(Result):
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison, which may be valid
     although the training is not.
     """
-    notes: tuple[Note, ...] = ()
-    """Tests that the trace does not allow, and, if there are several training attempts, which ones are used."""
+    notes: tuple[str, ...] = ()
+    """Codes of tests that the trace does not allow, and of remarks on its data: keys in text.NOTES."""
+    attempts: tuple[AttemptInfo, ...] = ()
+    """Training attempts; empty if there was only one."""
 
     @property
     def is_valid(self) -> bool:
@@ -193,6 +183,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
         owners=_owners(data, findings),
         data=of_data,
         notes=_notes(data),
+        attempts=data.attempts,
     )
 
 
@@ -213,7 +204,7 @@ def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
     return (*owners, *(TokenOwner(owner=owner, num_tokens=num) for owner, num in rest.items()))
 
 
-def _notes(data: PairData) -> tuple[Note, ...]:
+def _notes(data: PairData) -> tuple[str, ...]:
     sample = data.sample
     applies = {
         "few_tokens": data.num_kept < FEW_TOKENS,
@@ -223,8 +214,4 @@ def _notes(data: PairData) -> tuple[Note, ...]:
         "no_prompts": all(prompt is None for prompt in sample.prompts),
         "attempts": len(data.attempts) > 1,
     }
-    return tuple(
-        Note(code=code, num_tokens=data.num_kept, attempts=data.attempts if code == "attempts" else ())
-        for code, holds in applies.items()
-        if holds
-    )
+    return tuple(code for code, holds in applies.items() if holds)

@@ -30,7 +30,7 @@ from tim_trace.analysis.check.faults.not_computed import EQUAL
 from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.check.rounding import dtype_of, precisions, value_precision
 from tim_trace.analysis.check.structure import along_movement, error_structure, variance_between
-from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_text
+from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_texts
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -418,7 +418,7 @@ def test_what_cannot_be_asked_is_said(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[[2, 3]])
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.000001]])
-    notes = " ".join(map(note_text, check(tmp_path / "trace").notes))
+    notes = " ".join(note_texts(check(tmp_path / "trace")))
     for part in ("only 2 comparable tokens", "no contract", "no entropies", "fewer than three steps", "no prompts"):
         assert part in notes
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....schemas.contract import Contract
 from .. import commands
-from ..finding import Fault, Finding
+from ..finding import Fault, Finding, Number
 from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
@@ -341,7 +341,7 @@ def find_equal(data: PairData) -> list[Finding]:
     if not data.num_kept or np.any(data.d != 0.0):
         return []
     a, b = data.contract("a"), data.contract("b")
-    numbers = {"num_tokens": data.num_kept, **data.names}
+    numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
     if differing := _differing(a, b):
         # Two engines can be built to give equal bits; two dtypes cannot.
         return [
