@@ -268,15 +268,10 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         baseline = found("baseline", off, numbers, notice=not _NAMES_GROUP.search(declared))
         if baseline.since is not None or not _NAMES_OTHER.search(declared):
             yield _fault_if_changed(baseline)
+    elif name == "clipped":
+        yield found("advantages_clipped", off, numbers, notice=True)
     elif name:
-        code = (
-            "advantages_clipped"
-            if name == "clipped"
-            else "rewards_of_other_rows"
-            if name.startswith("rewards")
-            else "baseline"
-        )
-        yield found(code, off, numbers, notice=name == "clipped")
+        yield found("rewards_of_other_rows" if name.startswith("rewards") else "baseline", off, numbers)
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
         yield found("advantages_inverted", off, numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:

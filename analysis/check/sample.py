@@ -11,7 +11,6 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ...schemas.tables import SAMPLING
 from ...tracer.arrow_arrays import number_array
@@ -286,11 +285,9 @@ def _within(table: pa.Table) -> pa.Table:
     tokens = array_of(table["num_response_tokens"])
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table
-    steps = array_of(table["step"])
-    kept = np.zeros(len(steps), bool)
-    for step in np.unique(steps):
-        rows = np.flatnonzero(steps == step)
-        kept[rows[np.cumsum(tokens[rows]) <= MAX_SAMPLED_TOKENS // len(np.unique(steps))]] = True
+    steps, first, place = np.unique(array_of(table["step"]), return_index=True, return_inverse=True)
+    total = np.cumsum(tokens)
+    kept = total - (total - tokens)[first][place] <= MAX_SAMPLED_TOKENS // len(steps)
     return table.filter(number_array(kept, pa.bool_()))
 
 
@@ -332,8 +329,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
     """Convert a column to int64, masked where NULL."""
-    known = pc.coalesce(values, number_array(np.zeros(len(values)), values.type))
-    return np.ma.MaskedArray(array_of(known), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
+    return np.ma.MaskedArray(array_of(values.fill_null(0)), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:

@@ -636,6 +636,8 @@ def test_every_inspected_token_has_an_owner(tmp_path):
         {"owner": "nobody", "num_tokens": 0},
     ]
     assert "tokens" not in told["findings"][0]
+    cut = check(PLANTED["lengths"].write(tmp_path / "cut"))
+    assert [each.num_tokens for each in cut.owners] == [0, cut.num_sampled_tokens, 0]
 
 
 def test_tokens_that_no_cause_explains_belong_to_nobody(tmp_path):

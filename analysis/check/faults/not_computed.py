@@ -139,7 +139,7 @@ def find_missing(data: PairData) -> list[Finding]:
         share = float(elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1))
         found.append(
             HOLES.finding(
-                data, "missing_elsewhere", effect=float("nan"), share=share, next=commands.stats(data, "step"),
+                data, "missing_elsewhere", np.zeros(data.num_kept, bool), effect=float("nan"), share=share, next=commands.stats(data, "step"),
                 numbers={"num_tokens": elsewhere, **data.names},
             )
         )  # fmt: skip
@@ -164,7 +164,7 @@ def _missing(
     cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at the end of a sequence by chance
     kinds = {"NULL": nulls, "-inf": np.isneginf(values), "inf": np.isinf(values)}
     return (LENGTHS if cut else HOLES).finding(
-        data, signal, effect=float("nan"), share=float(share),
+        data, signal, np.zeros(data.num_kept, bool), effect=float("nan"), share=float(share),
         next=commands.sql(
             data,
             "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
