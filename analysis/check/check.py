@@ -199,7 +199,7 @@ def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
             break
         if finding.side is not None:
             owners.append(TokenOwner(owner=finding.code, num_tokens=num - data.num_kept))
-    num = int(nobodys(data).sum()) if data.num_kept and not nobody else 0
+    num = int(nobodys(data).sum()) if owners and data.num_kept and not nobody else 0
     rest = {"rounding": data.num_kept - num, "nobody": nobody + num}
     return (*owners, *(TokenOwner(owner=owner, num_tokens=num) for owner, num in rest.items()))
 

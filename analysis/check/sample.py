@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from ...schemas.tables import SAMPLING
 from ...tracer.arrow_arrays import number_array
@@ -329,7 +330,9 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
     """Convert a column to int64, masked where NULL."""
-    return np.ma.MaskedArray(array_of(values.fill_null(0)), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
+    # Python scalars in Arrow would import pandas.
+    known = pc.coalesce(values, number_array(np.zeros(len(values)), values.type))
+    return np.ma.MaskedArray(array_of(known), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
 
 
 def _numbers(values: pa.ChunkedArray) -> np.ndarray:

@@ -235,16 +235,13 @@ def _stands_for_none(data: PairData, other: PassSample, value: float, where: np.
         return bool(np.median(np.abs(off)) > abs(value) / 2)
     usual = float(np.median(np.abs(data.sample.d[rest]))) if rest.any() else 0.0
     far = np.abs(off) > max(0.1, 10 * usual)
-    # In a repeated context, a token has the same logprob each time.
-    kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
-    is_repeated = len(off) >= 8 and min(len(np.unique(kind)) for kind in kinds) >= MIN_CONSTANT_TOKENS
-    if (
-        far.sum() < 2
-        or np.std(off) <= 0.05
-        or -1e-5 < value < 0
-        or not (value == 0.0 or (is_repeated and far.mean() > 0.5))
-    ):
+    if far.sum() < 2 or np.std(off) <= 0.05 or -1e-5 < value < 0:
         return False
+    if value != 0.0:
+        # In a repeated context, a token has the same logprob each time.
+        kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
+        if len(off) < 8 or far.mean() <= 0.5 or min(len(np.unique(kind)) for kind in kinds) < MIN_CONSTANT_TOKENS:
+            return False
     # A certain token has a logprob of 0, too, and a token that is alone in its nucleus.
     off = off[far] if value == 0.0 else off
     elsewhere = np.mean(np.abs(other.logprobs[rest] - value)) if rest.any() else 0.0
@@ -279,7 +276,8 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
     sample, found = data.sample, []
     same = data.keep & (sample.a.logprobs == sample.b.logprobs)
     values, counts = np.unique(sample.a.logprobs[same], return_counts=True)
-    for value in values[np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]].tolist():
+    often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
+    for value in values[often[counts[often] > _SHARED_FACTOR]].tolist():
         where = same & (sample.a.logprobs == value)
         # Each context is counted once, because a repeated context repeats the value.
         contexts, ids = (len(np.unique(each[where])) for each in (sample.token_keys, sample.tokens))
