@@ -100,7 +100,7 @@ def checked_json(result: CheckResult) -> dict[str, Any]:
         | {"title": each.title, "fails": each.fails, "broken": each.broken, "evidence": evidence_text(each)}
         for each in result.findings
     ]
-    return asdict(result) | {
+    return {name: value for name, value in asdict(result).items() if name != "attempts"} | {
         "is_valid": result.is_valid,
         "broken": result.broken,
         "findings": findings,
