@@ -16,6 +16,7 @@ from typing import Any
 
 from ..schemas.errors import ColumnsLeftOut
 from ..schemas.results import Table
+from ..schemas.steps import ALL_STEPS
 from .main_columns import NO_NEWS
 
 
@@ -277,6 +278,19 @@ def _spelled(code: int) -> str:
 def printable_lines(text: str) -> str:
     """Apply `printable` to each line of a text."""
     return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def wrapped(text: str, indent: str, width: int | None) -> str:
+    """Wrap text to a width, indenting each line; if the width is None, return one line."""
+    if width is None:
+        return indent + text
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def of_steps(steps: str) -> str:
+    """Return a phrase that names the steps covered by a result, to be put after the trace's name; empty if all steps
+    are covered."""
+    return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 
 def shown(value: Any) -> Any:

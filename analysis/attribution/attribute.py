@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
-from ..check.result import CheckResult
+from ..check.check import CheckResult
 from ..statement import Statement
 from ..trace.database import Database
 from ..trace.macros import parse_pair

@@ -12,8 +12,7 @@ import numpy as np
 
 from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.steps import ALL_STEPS
-from ..check.check import gather, judge
-from ..check.result import CheckResult
+from ..check.check import CheckResult, gather, judge
 from ..facts import thresholds as ft
 from ..facts.changes import MIN_VALUES, ChangePoint, RunOutcomes, known_run, read_changes, read_outcomes
 from ..facts.conditions import REFERENCE, SETTING

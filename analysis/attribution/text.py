@@ -8,10 +8,9 @@ from typing import Any
 
 from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
-from ..check.text import of_steps
 from ..facts.change_text import change_sentence, interval_text
 from ..facts.fall import Fall
-from ..rows import shown
+from ..rows import of_steps, shown
 from ..statement import Statement, sentences
 from .attribution import Attribution, NotFinite
 from .silent import SilentChange

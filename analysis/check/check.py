@@ -5,33 +5,83 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-import pyarrow as pa
 
 from ...schemas.errors import NothingToCompare
 from ...schemas.layout import WEIGHTS
+from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..engine_weights import read_engine_verdict
-from ..info import attempts
-from ..trace.columns import sequence_columns
+from ..info import AttemptInfo, attempts
 from ..trace.database import Database, cached
-from ..trace.macros import parse_pair, quoted, tell_sampled, why_nothing
-from ..trace.pair_sums import OF_DIFFERENCES, finite, pair_sums
-from ..trace.ragged import array_of, counted
+from ..trace.macros import parse_pair, tell_sampled, why_nothing
 from ..trace.source import Pair
 from ..trace.spread import spread
-from ..trace.sums import ensure
-from ..trace.tokens import PassRows, token_query, tokens_by_step, tokens_of_rows
 from ..views import open_database
 from .data_checks import DataFinding, data_findings
 from .explain import explain
-from .pair_data import LOST, PairData, PairSums
-from .result import CheckResult, notes
-from .sample import Sample, read_sample
+from .finding import Broken, Finding
+from .likelihood import nobodys
+from .pair_data import PairData
+from .sample import Sample, read_pair_sums, read_sample
 
-_COLUMNS = ("num_tokens", *LOST, *OF_DIFFERENCES)
+FEW_TOKENS = 500
+"""Number of tokens below which only gross faults can be detected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOwner:
+    """How many of the tokens inspected individually one finding explains."""
+
+    owner: str
+    """Code of a finding; `rounding` for tokens that differ by no more than rounding; `nobody` for tokens that differ by
+    more and that no known cause explains."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult(Result):
+    """Result of checking whether two passes may be compared."""
+
+    _text = "tim_trace.analysis.check.text:checked_text"
+
+    trace: str
+    pair: str
+    """Names of the compared passes, as a:b. d is logprob(a) - logprob(b)."""
+    steps: str = ALL_STEPS
+    """The `steps` option as given."""
+    num_tokens: int
+    """Number of tokens that count in the loss and have a finite logprob in both passes."""
+    num_sampled_tokens: int
+    """Number of compared tokens inspected individually; all other tokens are included only in sums."""
+    rms_d: float
+    """Root mean square of d over the compared tokens, nats."""
+    findings: tuple[Finding, ...]
+    """Findings, most probable first; never empty."""
+    owners: tuple[TokenOwner, ...] = ()
+    """Owner of every token inspected individually: the first finding that covers it, in the order of `findings`, then
+    rounding, then nobody."""
+    data: tuple[DataFinding, ...] = ()
+    """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison, which may be valid
+    although the training is not.
+    """
+    notes: tuple[str, ...] = ()
+    """Codes of tests that the trace does not allow, and of remarks on its data: keys in text.NOTES."""
+    attempts: tuple[AttemptInfo, ...] = ()
+    """Training attempts; empty if there was only one."""
+
+    @property
+    def is_valid(self) -> bool:
+        """True if no fault was found."""
+        return not any(finding.fails for finding in self.findings)
+
+    @property
+    def broken(self) -> Broken | None:
+        """What must be fixed according to the most probable fault; None if the comparison is valid."""
+        return next((finding.broken for finding in self.findings if finding.fails), None)
 
 
 def check(
@@ -57,55 +107,51 @@ def check(
     database.check_whole(partial=partial)
     with database.telling(progress):
         names = parse_pair(pair)
-        tell_sampled(database, names)
-        sums = _sums(database, names)
-        question = (names, os.fspath(trace), sums.total, sums.worst_steps(), sums.worst_lost_steps())
-        (found,) = spread(database, _judged, [question])
-    return found
-
-
-_Question = tuple[Pair, str, PairSums, list[int], list[int]]
-"""The passes, the path of the trace as given by the caller, sums over the whole run in one row, and the steps with the largest
-mismatch and with the most lost values: input of `_judged`, which runs in the process that reads the sampled tokens."""
-
-
-def _judged(database: Database, question: _Question) -> Iterator[CheckResult]:
-    pair, trace, sums, worst_steps, lost_steps = question
-    sample = read_sample(database, pair, worst_steps, lost_steps)
-    yield judge(_pair_data(database, pair, trace, sums, sample), ":".join(pair), data_findings(database, sample))
+        data = gather(database, names, trace=os.fspath(trace))
+        return judge(data, ":".join(names), data_findings(database, data.sample))
 
 
 def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
-    """Read the data that the detectors need.
+    """Read the data that the detectors need. On a cluster, actors read the tokens.
 
     Raises NothingToCompare if the passes share no token.
     """
     tell_sampled(database, pair)
-    return _pair_data(database, pair, trace, _sums(database, pair), _sample(database, pair))
-
-
-def _pair_data(database: Database, pair: Pair, trace: str, sums: PairSums, sample: Sample) -> PairData:
+    sample = _sample(database, pair)
     if not sample.mask.any():
         raise NothingToCompare(why_nothing(database, pair))
-    contracts = database.connection.execute("SELECT contract, contract_json FROM passes").fetchall()
+    execute, source = database.connection.execute, database.sources[0]
+    contracts = execute("SELECT contract, contract_json FROM passes").fetchall()
     return PairData(
         trace=trace,
         steps=database.steps,
         condition=database.step_condition(),
         sample=sample,
-        sums=sums,
+        sums=_sums(database, pair),
         contracts={name: json.loads(text) for name, text in contracts if text},
-        passes=[
-            name for (name,) in database.connection.execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()
-        ],
-        has_weights=database.sources[0].store.exists(WEIGHTS),
-        is_import=database.sources[0].manifest.is_import,
-        model=next((state.model for state in database.sources[0].store.writers()[0] if state.model), {}),
+        passes=[name for (name,) in execute('SELECT DISTINCT "pass" FROM scores ORDER BY 1').fetchall()],
+        has_weights=source.store.exists(WEIGHTS),
+        is_import=source.manifest.is_import,
+        model=next((state.model for state in source.store.writers()[0] if state.model), {}),
         attempts=attempts(database),
         engine=_engine(database),
         first=_first_step(database, pair),
         keep=sample.compared,
     )
+
+
+_engine = cached(read_engine_verdict)
+_sums = cached(read_pair_sums)
+
+
+@cached
+def _sample(database: Database, pair: Pair) -> Sample:
+    (sample,) = spread(database, _read, [(pair, _sums(database, pair).worst_steps)])
+    return sample
+
+
+def _read(database: Database, asked: tuple[Pair, list[int]]) -> Iterator[Sample]:
+    yield read_sample(database, *asked)
 
 
 def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
@@ -117,68 +163,13 @@ def _first_step(database: Database, pair: Pair) -> tuple[int, float] | None:
     return None if not first or not asked or first[0][0] == asked[0][0] else (int(first[0][0]), float(first[0][1]))
 
 
-def read_pair_sums(database: Database, pair: Pair) -> PairSums:
-    """Return the sums stored in the trace, or compute them from the tokens. On a cluster, the computed sums are stored
-    first."""
-    if database.ray is not None:
-        ensure(database, pair, of_run=False, progress=database.progress)
-    if database.sums.covers(pair):
-        kept = database.connection.execute(_kept(pair, has_mask=sequence_columns(database).mask)).fetchnumpy()
-        columns = {name: np.asarray(values) for name, values in kept.items()}
-    else:
-        # Without a mask no other table needs to be read.
-        query = token_query(
-            {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, ["a.step"],
-            lists=["mask"] if sequence_columns(database).mask else [],
-        )  # fmt: skip
-        parts = []
-        with database.progress("reading tokens", sum(tokens_by_step(database).values())) as advance:
-            for num_read, part in database.connection.mapped_batches(query, _of_tokens):
-                advance(num_read)
-                parts.append(part)
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    return PairSums(steps=columns.pop("step"), columns=columns)
-
-
-def _kept(pair: Pair, *, has_mask: bool) -> str:
-    chosen = ", ".join(f"coalesce(sums.{name}, 0) AS {name}" for name in _COLUMNS)
-    counted = "list_sum(response_mask::INTEGER[])" if has_mask else "NULL"
-    finite_or_not = " - ".join(f"coalesce(sums.{name}, 0)" for name in ("num_tokens", *LOST))
-    return (
-        f"SELECT step, {chosen}, greatest(coalesce({counted}, num_response_tokens) - {finite_or_not}, 0) AS num_null "
-        f"FROM sequence_sums AS sums JOIN sequences USING (run, step, seq_id) WHERE pass_a = {quoted(pair[0])} "
-        f"AND pass_b = {quoted(pair[1])} AND iteration_a = 0 AND iteration_b = 0"
-    )
-
-
-def _of_tokens(rows: pa.RecordBatch) -> tuple[int, dict[str, np.ndarray]]:
-    """Return the number of tokens, and for each sequence its step and its sums over the tokens with finite logprobs in
-    both passes."""
-    tokens = tokens_of_rows(rows, ("a", "b"))
-    sums = pair_sums(finite(tokens), _COLUMNS)
-    mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
-    counted_N = tokens.lengths_N if mask_T is None else np.bincount(tokens.sequence_T, mask_T, len(tokens.lengths_N))
-    sums["num_null"] = counted_N - sum(sums[name] for name in ("num_tokens", *LOST))
-    return int(tokens.lengths_N.sum()), {"step": array_of(rows.column("step")), **sums}
-
-
-_engine = cached(read_engine_verdict)
-_sums = cached(read_pair_sums)
-
-
-@cached
-def _sample(database: Database, pair: Pair) -> Sample:
-    sums = _sums(database, pair)
-    return read_sample(database, pair, sums.worst_steps(), sums.worst_lost_steps())
-
-
 def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> CheckResult:
     """Run every detector and return the findings.
 
     Raises NothingToCompare if no token has a finite logprob in both passes and no finding explains it.
     """
     sums = data.sums
-    findings = tuple(explain(data))
+    findings = explain(data)
     if not sums.num_tokens and not any(finding.fails for finding in findings):
         raise NothingToCompare(f"{data.trace}: no token in the loss has a finite logprob in both passes of {pair}")
     return CheckResult(
@@ -187,8 +178,40 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
         steps=data.steps,
         num_tokens=sums.num_tokens,
         num_sampled_tokens=int(data.sample.compared.sum()),
-        rms_d=float(np.sqrt(sums.mean("sum_d2"))),
-        findings=findings,
+        rms_d=sums.rms_d,
+        findings=tuple(replace(finding, tokens=None) for finding in findings),
+        owners=_owners(data, findings),
         data=of_data,
-        notes=tuple(notes(data)),
+        notes=_notes(data),
+        attempts=data.attempts,
     )
+
+
+def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
+    """Return the owner of every compared token of the sample. Findings after `unexplained` are guesses about its tokens."""
+    owners, nobody = [], 0
+    for finding in findings:
+        num = data.num_kept
+        if finding.side is not None and finding.tokens is not None:
+            data = data.without(finding.tokens)
+        if finding.code == "unexplained":
+            nobody = num - data.num_kept
+            break
+        if finding.side is not None:
+            owners.append(TokenOwner(owner=finding.code, num_tokens=num - data.num_kept))
+    num = int(nobodys(data).sum()) if owners and data.num_kept and not nobody else 0
+    rest = {"rounding": data.num_kept - num, "nobody": nobody + num}
+    return (*owners, *(TokenOwner(owner=owner, num_tokens=num) for owner, num in rest.items()))
+
+
+def _notes(data: PairData) -> tuple[str, ...]:
+    sample = data.sample
+    applies = {
+        "few_tokens": data.num_kept < FEW_TOKENS,
+        "no_contract": not any(sample.a.contracts) or not any(sample.b.contracts),
+        "no_entropies": data.entropy is None,
+        "few_steps": len(np.unique(sample.steps)) < 3,
+        "no_prompts": all(prompt is None for prompt in sample.prompts),
+        "attempts": len(data.attempts) > 1,
+    }
+    return tuple(code for code, holds in applies.items() if holds)

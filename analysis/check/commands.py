@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from ...schemas.steps import ALL_STEPS
@@ -16,38 +17,34 @@ def sql(data: PairData, query: str) -> Advice:
     tables = {"pair": f"pair('{a}', '{b}')", "sequences": f"pair_sequences('{a}', '{b}')"}
     if data.condition:
         tables = {name: f"(FROM {table} WHERE {data.condition})" for name, table in tables.items()}
-    text = query.format(**tables)
-    for special in ("\\", '"', "$", "`"):
-        text = text.replace(special, f"\\{special}")
-    return Advice(f'tim-trace sql {_trace(data)} "{text}"')
+    return sql_of(data.trace, query.format(**tables))
 
 
-def tokens(data: PairData) -> Advice:
-    """Return a `tim-trace sql` command that lists the first tokens with their values in both passes."""
+def sql_of(trace: str, query: str) -> Advice:
+    """Return a `tim-trace sql` command for a trace, with the query quoted for a shell."""
+    text = re.sub(r'(["$`\\])', r"\\\1", query)
+    return Advice(f'tim-trace sql {shlex.quote(trace)} "{text}"')
+
+
+def tokens(data: PairData, where: str = "mask", order: str = "step, seq_id, position LIMIT 40") -> Advice:
+    """Return a `tim-trace sql` command that lists tokens under a condition with their values in both passes."""
+    where = where.replace("{", "{{").replace("}", "}}")
     return sql(
         data,
-        "SELECT step, seq_id, position, token_id, logprob_a, logprob_b FROM {pair} WHERE mask "
-        "ORDER BY step, seq_id, position LIMIT 40",
+        "SELECT step, seq_id, position, token_id, mask, logprob_a, logprob_b, d FROM {pair} "
+        f"WHERE {where} ORDER BY {order}",
     )
 
 
 def far_tokens(data: PairData) -> Advice:
     """Return a `tim-trace sql` command that lists the tokens with the largest |d|."""
-    return sql(
-        data,
-        "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, d FROM {pair} WHERE mask ORDER BY abs(d) DESC LIMIT 40",
-    )
+    return tokens(data, order="abs(d) DESC LIMIT 40")
 
 
 def row(data: PairData, number: int) -> Advice:
     """Return a `tim-trace sql` command that lists the tokens of one sampled sequence."""
-    name = data.sample.seq_ids[number].replace("'", "''").replace("{", "{{").replace("}", "}}")
-    step = int(data.sample.steps[number])
-    return sql(
-        data,
-        "SELECT position, token_id, mask, logprob_a, logprob_b, d FROM {pair} "
-        f"WHERE step = {step} AND seq_id = '{name}' ORDER BY position",
-    )
+    name = data.sample.seq_ids[number].replace("'", "''")
+    return tokens(data, f"step = {int(data.sample.steps[number])} AND seq_id = '{name}'", "position")
 
 
 def query(data: PairData, name: str) -> Advice:

@@ -1,14 +1,15 @@
 """Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. With these faults, two passes may be comparable and
 the training still wrong.
 
-Shapes: N sequences, S steps.
+Shapes: N rows, i.e. sequences, of the run or of one step; S steps.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
-import shlex
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -19,8 +20,8 @@ from ..facts.series import by_step
 from ..trace.columns import read_hyperparameters, sequence_columns
 from ..trace.database import Database
 from ..trace.ragged import array_of
-from .advantage_rule import BATCH, count_of, mean_of, rule_of
-from .sample import Sample, run_lengths
+from . import commands
+from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, Sample, run_lengths
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -110,10 +111,7 @@ _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
 """Number of standard errors that chance does not reach, even once in a thousand steps."""
-_UNLIKELY, _STRETCH = -3.0, 4
-"""Value of logprob + entropy, nats, below which a token is unlikely, and minimum number of consecutive unlikely tokens.
-5 % of sampled tokens are unlikely, so 1 in 10^5 stretches of four is.
-"""
+BATCH = "a constant for the whole batch"
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
@@ -154,10 +152,9 @@ class _Run:
         """Build a finding from a mask over rows, pairs or steps, and the step index of each."""
         condition = self.database.step_condition()
         rows = f"(FROM sequences WHERE {condition})" if condition else "sequences"
-        text = re.sub(r'(["$`\\])', r"\\\1", query.format(rows=rows, **numbers))
         return DataFinding(
             code=code, share=float(np.mean(affected)), since=self.since(affected, at), is_notice=notice, numbers=numbers,
-            next=Advice(f'tim-trace sql {shlex.quote(self.database.given[0])} "{text}"'),
+            next=commands.sql_of(self.database.given[0], query.format(rows=rows, **numbers)),
         )  # fmt: skip
 
     def since(self, affected: np.ndarray, at: np.ndarray) -> int | None:
@@ -198,9 +195,8 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
         return
     group, prompt = (_numbered(run.rows[name][known], at) for name in ("group", "prompt"))
     cell = _numbered(group, prompt)
-    is_first = np.zeros(len(at))
-    is_first[np.unique(cell, return_index=True)[1]] = 1
-    prompts, groups = np.bincount(group, is_first)[group], np.bincount(prompt, is_first)[prompt]
+    firsts = np.unique(cell, return_index=True)[1]
+    prompts, groups = np.bincount(group[firsts])[group], np.bincount(prompt[firsts])[prompt]
     in_group, repeated = count_of(group), count_of(prompt) > 1
     if in_group.max() == 1 and repeated.mean() > 0.5:
         yield run.finding("one_row_groups", repeated, at, _BY_GROUP, {"rows_per_prompt": len(at) / (prompt.max() + 1)})
@@ -224,7 +220,7 @@ def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Compare advantages with rewards step by step, and name the rule at most of the steps that do not use the group
+    """Find the rule that turns rewards into advantages at each step, and report the most frequent one that is not the group's
     mean as baseline.
     """
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
@@ -234,24 +230,13 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         return
     group = _numbered(labels, at)
     is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
-    explain, label, rules = is_grouped and not run.is_per_token, group if is_grouped else at, {}
-    for step, part in _parts(at):
-        rule = rule_of(r[part], a[part], label[part] - label[part].min(), explain=explain)
-        if rule.name != "none":
-            rules[step] = rule
-    names = [rule.name for rule in rules.values()]
-    others = [name for name in names if name not in ("own", "constant", "")]
-    name = max(others, key=others.count, default="")
-    if 2 * others.count(name) < len(others) + names.count(""):
-        name = ""  # with a few small steps, some rule fits by chance
+    explain, label = is_grouped and not run.is_per_token, group if is_grouped else at
+    rules = {step: rule_of(r[part], a[part], label[part], explain=explain) for step, part in _parts(at)}
+    rules = {step: rule for step, rule in rules.items() if rule.name != "none"}
 
-    def found(
-        code: str, steps: list[int], numbers: Numbers, *, notice: bool = False, changed: bool = True
-    ) -> DataFinding:
-        """Build a finding; with `changed`, a change during the run is a fault rather than a notice."""
+    def found(code: str, steps: Iterable[int], numbers: Numbers, *, notice: bool = False) -> DataFinding:
         judged = at[np.isin(at, [*rules])]
-        built = run.finding(code, np.isin(judged, steps), judged, _BY_GROUP, numbers, notice=notice)
-        return replace(built, is_notice=notice and not (changed and built.since is not None))
+        return run.finding(code, np.isin(judged, [*steps]), judged, _BY_GROUP, numbers, notice=notice)
 
     constant = [step for step, rule in rules.items() if rule.name == "constant"]
     if sum(rules[step].freedom for step in constant) >= 4 and not run.is_per_token:
@@ -260,38 +245,156 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     scaled = {step: rule.factor for step, rule in rules.items() if rule.factor is not None}
     factors = np.array([*scaled.values()])
     if 10 * len(scaled) > len(rules) and np.ptp(factors) < 0.1 * np.median(factors):  # groups may differ in scale
-        yield found("advantages_scaled", [*scaled], {"factor": float(np.median(factors))}, notice=True)
+        yield _fault_if_changed(found("advantages_scaled", scaled, {"factor": float(np.median(factors))}, notice=True))
+    others = Counter(rule.name for rule in rules.values() if rule.name not in ("own", "constant", ""))
+    num_unknown = sum(rule.name == "" for rule in rules.values())
+    name, num = others.most_common(1)[0] if others else ("", 0)
+    if 2 * num < others.total() + num_unknown:
+        name = ""  # with a few small steps, some rule fits by chance
     off = {step: rule for step, rule in rules.items() if rule.name == name}
     freedom = sum(rule.freedom for rule in off.values())
     if not freedom:
         return
-    correlation = sum(rule.correlation * rule.freedom for rule in off.values()) / freedom
-    error, values = _ERRORS / freedom**0.5, a[np.isin(at, [*off])]
-    of_rule = {
-        key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")
-    }
+    values = a[np.isin(at, [*off])]
+    correlation, error = sum(rule.correlation * rule.freedom for rule in off.values()) / freedom, _ERRORS / freedom**0.5
     numbers: Numbers = {
-        **of_rule, "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()),
-        "explanation": name,
+        **{key: float(np.median([getattr(rule, key) for rule in off.values()])) for key in ("fit", "own", "between")},
+        "correlation": correlation, "error": error, "low": float(values.min()), "high": float(values.max()), "explanation": name,
     }  # fmt: skip
-    declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
-    if name == "clipped":
-        yield found("advantages_clipped", [*off], numbers, notice=True, changed=False)
-    elif name.startswith("rewards"):
-        yield found("rewards_of_other_rows", [*off], numbers)
-    elif name == BATCH:
+    if name == BATCH:
+        declared = " ".join(str(value) for key, value in run.settings.items() if _IS_ALGORITHM.search(key))
         numbers["explanation"] = _constant(r, a, at, off)
-        baseline = found("baseline", [*off], numbers, notice=not _NAMES_GROUP.search(declared))
+        baseline = found("baseline", off, numbers, notice=not _NAMES_GROUP.search(declared))
         if baseline.since is not None or not _NAMES_OTHER.search(declared):
-            yield baseline
+            yield _fault_if_changed(baseline)
+    elif name == "clipped":
+        yield found("advantages_clipped", off, numbers, notice=True)
     elif name:
-        yield found("baseline", [*off], numbers)
+        yield found("rewards_of_other_rows" if name.startswith("rewards") else "baseline", off, numbers)
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
-        yield found("advantages_inverted", [*off], numbers)
+        yield found("advantages_inverted", off, numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
-        yield found("advantages_unrelated", [*off], numbers)
+        yield found("advantages_unrelated", off, numbers)
     elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change in time
-        yield found("baseline_unknown", [*off], numbers, notice=True, changed=False)
+        yield found("baseline_unknown", off, numbers, notice=True)
+
+
+def _fault_if_changed(finding: DataFinding) -> DataFinding:
+    """Return a finding that may be intended if it holds for the whole run, as a fault if it begins during the run."""
+    return replace(finding, is_notice=finding.is_notice and finding.since is None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdvantageRule:
+    """The rule that turns rewards into advantages at one step."""
+
+    name: str
+    """`own` for the group's mean, `constant`, `clipped`, or the name of the baseline or reward order that fits; empty
+    if nothing fits; `none` if rewards are equal within every group.
+    """
+    correlation: float = 0.0
+    """Mean correlation between rewards and advantages within groups."""
+    freedom: float = 0.0
+    """Number of rows minus the number of groups."""
+    between: float = 0.0
+    """Standard deviation of the group means of the advantages, relative to the rms of all advantages."""
+    fit: float = 0.0
+    """Correlation between the recorded advantages and those that the rule gives."""
+    own: float = 0.0
+    """The same for the group's mean as baseline."""
+    factor: float | None = None
+    """Scale of the advantages that no usual normalisation by group or batch explains; None if there is none."""
+
+
+def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, *, explain: bool) -> AdvantageRule:
+    """Compare rewards, [N], and advantages, [N], of a step within groups, [N] ordered labels; without `explain`, return
+    only their correlation.
+    """
+    g = label - label.min()
+    n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
+    spread, spread_a = np.sqrt(mean_of(g, x * x)), np.sqrt(mean_of(g, y * y))
+    varies = spread > 1e-6 * np.abs(r).max()
+    both = varies & (spread_a > 1e-6 * np.sqrt(mean_of(g, a * a)))
+    if not both.any():
+        return AdvantageRule(name="constant" if varies.any() else "none", freedom=float((1 - 1 / n[varies]).sum()))
+    correlation = float(np.mean((x * y)[both] / (spread * spread_a)[both]))
+    freedom = float((1 - 1 / n[both]).sum())
+    if not explain:
+        return AdvantageRule(name="own" if correlation > 0.1 else "", correlation=correlation, freedom=freedom)
+    between = float(np.sqrt(np.mean((a - y - a.mean()) ** 2) / np.mean(a * a)))
+    spread[~varies] = np.nan
+    own = max(_fit(x, a), _fit(x / spread, a))
+    # With any other baseline, group means scatter by at least about 1 / sqrt(n) of the advantages; with the group's
+    # own, only by rounding.
+    has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
+    others = {} if has_own and own > 0.99 else _others(r, a, g, spread)
+    fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
+    name = max(fits, key=fits.__getitem__, default="")
+    if has_own and name != "clipped":
+        return AdvantageRule(name="own", factor=_factor(r, a, x, spread, n), correlation=correlation, freedom=freedom)
+    # A correct rule leaves less than 1 % of the variance unexplained (eps, rounding), far less than the group mean
+    # leaves.
+    is_clear = fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
+    return AdvantageRule(
+        name=name if is_clear else "", correlation=correlation, freedom=freedom, between=between, fit=fits[name], own=own
+    )  # fmt: skip
+
+
+def _others(r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray) -> dict[str, list[np.ndarray]]:
+    """Return the advantages that other rules give, raw and normalised."""
+
+    def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
+        centred = rewards - mean_of(label, rewards)
+        size = np.sqrt(mean_of(label, centred**2))
+        return [centred, centred / np.where(size > 1e-6 * np.abs(r).max(), size, np.nan)]
+
+    means, n, order = np.bincount(g, r) / np.bincount(g), np.median(count_of(g)), np.empty(len(r), np.int64)
+    order[np.lexsort((a, g))] = np.lexsort((r, g))
+    rules = {
+        BATCH: [r],
+        "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
+        f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
+        "rewards of the same group in another order": normalised(r[order], g),
+    }
+    for name, by in (("previous", 1), ("next", -1)):
+        other = r - np.roll(means, by)[g]
+        rules[f"the {name} group's mean"] = [other, other / spread]
+    for by in (1, -1, 2, -2, 3, -3, 4, -4):
+        rules[f"rewards {abs(by)} rows {'later' if by > 0 else 'earlier'}"] = normalised(np.roll(r, -by), g)
+    return rules
+
+
+def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
+    """Return the ratio between the advantages and the rewards minus the group mean; None if it is a usual one or not
+    constant.
+    """
+    few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
+    kept, of_batch = size / (size + 1e-4), float(np.std(x))  # eps is up to 1e-4
+    x = np.where(np.isfinite(spread), x, np.nan)
+    # Leave-one-out multiplies by n / (n - 1). The batch may be normalised over tokens instead of rows.
+    usual = (
+        (x / spread, kept * np.sqrt(1 - 1 / few), 1.0), (x, 1.0, few / (few - 1)), (x / np.std(r), 0.6, 1.8), (x / of_batch, 0.6, 1.8),
+    )  # fmt: skip
+    found = [(np.nansum(p * a) / np.nansum(p * p), low, high) for p, low, high in usual if _fit(p, a) > 0.999]
+    is_usual = any(0.9 * low < factor < 1.1 * high for factor, low, high in found)
+    return None if is_usual or not found else float(found[0][0])
+
+
+def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
+    """Name the batch-wide constant that was subtracted from the rewards at most steps."""
+    means = np.array([r[part].mean() for _, part in _parts(at)])
+    constants = {
+        "the batch's mean": means, "nothing": 0.0 * means, "the previous step's mean": np.r_[0.0, means[:-1]],
+        "the running mean": np.r_[0.0, np.cumsum(means)[:-1] / np.arange(1, len(means))],
+    }  # fmt: skip
+    names = Counter[str]()
+    for place, (step, part) in enumerate(_parts(at)):
+        if step in steps:
+            slope, intercept = np.polyfit(r[part], a[part], 1)
+            distances = {name: abs(intercept / slope + values[place]) for name, values in constants.items()}
+            best = min(distances, key=distances.__getitem__)
+            names[best if distances[best] < 0.01 * np.std(r[part]) else BATCH] += 1
+    return names.most_common(1)[0][0]
 
 
 def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
@@ -301,24 +404,27 @@ def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
         yield int(step), slice(first, end)
 
 
-def _constant(r: np.ndarray, a: np.ndarray, at: np.ndarray, steps: Collection[int]) -> str:
-    """Name the batch-wide constant that was subtracted from the rewards at most steps."""
-    names, means = [], [0.0]
-    for step, part in _parts(at):
-        mean, spread = float(r[part].mean()), float(np.std(r[part]))
-        constants = {
-            "the batch's mean": mean,
-            "nothing": 0.0,
-            "the previous step's mean": means[-1],
-            "the running mean": float(np.mean(means[1:] or [0])),
-        }
-        if step in steps:
-            slope, intercept = np.polyfit(r[part], a[part], 1)
-            distances = {name: abs(intercept / slope + constant) for name, constant in constants.items()}
-            best = min(distances, key=distances.__getitem__)
-            names.append(best if distances[best] < 0.01 * spread else BATCH)
-        means.append(mean)
-    return max(names, key=names.count)
+def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the mean [N] of the rows with the same label; labels are indices from 0."""
+    return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
+
+
+def count_of(label: np.ndarray) -> np.ndarray:
+    """Return the number [N] of rows with the same label."""
+    return np.asarray(np.bincount(label)[label])
+
+
+def _fit(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the correlation over the rows without NaN; 0 if fewer than 8 remain, or if one input is constant up to
+    rounding.
+    """
+    x, y = x[known := np.isfinite(x)], y[known]
+    if len(x) < 8:
+        return 0.0
+    dx, dy = x - x.mean(), y - y.mean()
+    xx, yy = dx @ dx, dy @ dy
+    is_constant = min(xx / max(x @ x, 1e-300), yy / max(y @ y, 1e-300)) < 1e-12
+    return 0.0 if is_constant else float(dx @ dy / np.sqrt(xx * yy))
 
 
 def _repeated(run: _Run) -> Iterator[DataFinding]:
@@ -330,12 +436,15 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
     same = np.flatnonzero((np.diff(at[order]) == 0) & (response[order][1:] == response[order][:-1]))
     one, two = order[same], order[same + 1]
     least = 1e-6 * np.abs(reward[np.isfinite(reward)]).max(initial=0.0)
-    differs = np.abs(reward[one] - reward[two]) > least
+
+    def unequal(rewards: np.ndarray) -> np.ndarray:
+        return np.asarray(np.abs(rewards[one] - rewards[two]) > least)
+
+    differs = unequal(reward)
     if (num := int(differs.sum())) < 20:  # fewer pairs may become equal by chance
         return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
-    moved = {by: reward[firsts + (place - firsts + by) % sizes] for by in (*range(-8, 0), *range(1, 9))}
-    left = {by: int((np.abs(values[one] - values[two]) > least).sum()) for by, values in moved.items()}
+    left = {by: int(unequal(reward[firsts + (place - firsts + by) % sizes]).sum()) for by in range(-8, 9) if by}
     shift = min(left, key=lambda by: (left[by], abs(by)))
     if 10 * left[shift] <= num:
         numbers: Numbers = {"num": num, "num_pairs": len(one), "shift": shift, "num_moved": left[shift]}
@@ -352,40 +461,37 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             continue
         rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error))
         steps, mean, errors = rows["step"], rows["mean"], rows["error"]
-        if not len(steps):
-            continue
         found = []
-        for name, later in ((name, later) for name in names if name in known_names for later in (0, 1, -1)):
+        for name, later in itertools.product(filter(known_names.__contains__, names), (0, 1, -1)):
             value = np.array([logged.get((name, int(step) + later), np.nan) for step in steps])
-            known = np.isfinite(value)
-            ends, sums = np.flatnonzero(known), np.r_[0.0, np.cumsum(mean)]
-            averaged = mean.copy()  # since the step that was logged before
-            averaged[ends] = np.diff(np.r_[0.0, sums[ends + 1]]) / np.diff(np.r_[0, ends + 1])
-            distance = np.minimum(np.abs(value - mean), np.abs(value - averaged))
-            off = known & (distance > 1e-3 * np.abs(mean).max(initial=1e-9))
-            is_sample = 2 * int(off.sum()) >= int(known.sum())
+            ends = np.flatnonzero(np.isfinite(value))
+            if len(ends) <= 2:
+                continue
+            averaged = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(
+                np.r_[-1, ends]
+            )  # since it was logged before
+            distance = np.abs(value - mean)[ends]
+            nearest = np.minimum(distance, np.abs(value[ends] - averaged))
+            off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
+            is_sample = 2 * int(off.sum()) >= len(off)
             # Logged means that are exact only at scattered steps were computed over other rows and match by chance.
-            if is_sample or not off[known][off[known].argmax() :].all():
-                off &= distance > np.maximum(errors, errors.sum() / max(len(errors), 1))
-            if known.sum() > 2:
-                found.append((is_sample, int(off.sum()), abs(later), name, value, off, known))
-        is_sample, num, _, name, value, off, known = min(
-            found, key=lambda entry: entry[:3], default=(True, 0, 0, "", mean, mean, mean)
-        )
-        if num > 2 and (not is_sample or 2 * num > known.sum()):
-            worst = int(np.argmax(np.where(off, np.abs(value - mean), -1.0)))
+            if is_sample or not off[off.argmax() :].all():
+                off &= nearest > np.maximum(errors, errors.mean())[ends]
+            found.append((is_sample, int(off.sum()), abs(later), name, value, ends, off, distance))
+        if not found:
+            continue
+        is_sample, num, _, name, value, ends, off, distance = min(found, key=lambda entry: entry[:3])
+        if num > 2 and (not is_sample or 2 * num > len(off)):
+            worst = ends[np.argmax(np.where(off, distance, -1.0))]
             numbers: Numbers = {
-                "name": name,
-                "logged": float(value[worst]),
-                "recorded": float(mean[worst]),
-                "step": int(steps[worst]),
-            }
-            at = np.searchsorted(run.steps, steps[known])
-            yield run.finding("metric_contradicts", off[known], at, _BY_STEP, numbers, notice=is_sample)
+                "name": name, "logged": float(value[worst]), "recorded": float(mean[worst]), "step": int(steps[worst]),
+            }  # fmt: skip
+            at = np.searchsorted(run.steps, steps[ends])
+            yield run.finding("metric_contradicts", off, at, _BY_STEP, numbers, notice=is_sample)
 
 
 _EQUAL = """
-SELECT a.step, a.iteration > 0 AS is_reused, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num,
+SELECT a.step, bool_and(a.logprobs = b.logprobs) AS equal, sum(len(a.logprobs)) AS num, a.iteration > 0 AS is_reused,
        coalesce(max(a.policy_version - coalesce(b.policy_version, s.policy_version)), 0) AS lag,
        any_value(a.contract) AS contract_a, any_value(b.contract) AS contract_b
 FROM scores AS a JOIN scores AS b USING (run, step, seq_id) JOIN sequences AS s USING (run, step, seq_id)
@@ -399,21 +505,20 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
     differ.
     """
     execute, loss = run.database.connection.execute, read_loss(run.settings)
-    updates = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
-    reuses = any(value not in ("0", "1", "0.0", "1.0") for value in updates)
+    uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[1]] or rows  # a batch that is used again has seen updates in between
-        is_equal, num_equal = np.array([row[2] for row in rows], bool), sum(row[2] for row in rows)
-        if 2 * num_equal <= len(rows):
+        rows = [row for row in rows if row[3]] or rows  # a batch that is used again has seen updates in between
+        equal = [row for row in rows if row[1]]
+        if 2 * len(equal) <= len(rows):
             continue
-        _, is_reused, _, _, lag, *scored = max((row for row in rows if row[2]), key=lambda row: row[4])
-        dtypes = [set(re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(contract)))) for contract in scored]
+        *_, is_reused, lag, contract_a, contract_b = max(equal, key=lambda row: row[4])
+        dtypes = [{*re.findall(r"\b(?:bfloat|float)\d+", str(contracts.get(key)))} for key in (contract_a, contract_b)]
         is_notice = False
         if lag > 0:
             reason = f"the weights of {a} are {lag} updates newer"
-        elif is_reused or (reuses and a == "current"):
+        elif is_reused or (a == "current" and not {*uses} <= {"0", "1", "0.0", "1.0"}):
             reason = "each batch is used several times, with updates in between"
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
             reason = f"{a} was computed in {', '.join(dtypes[0])}, {b} in {', '.join(dtypes[1])}"
@@ -421,43 +526,45 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
             reason, is_notice = "clipping has no effect, which is right only with one update per batch", True
         else:
             continue
-        numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[3] for row in rows if row[2]), "reason": reason}
-        at = np.searchsorted(run.steps, [row[0] for row in rows])
+        numbers: Numbers = {"a": a, "b": b, "num_tokens": sum(row[2] for row in equal), "reason": reason}
         # If warm-up starts from a learning rate of 0, the first update does not change the weights.
-        is_notice |= num_equal < 2
+        is_notice |= len(equal) < 2
+        steps, is_equal = (np.array(column) for column in list(zip(*rows, strict=True))[:2])
+        at = np.searchsorted(run.steps, steps)
         yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
 
 
 def _unsampled(run: _Run) -> Iterator[DataFinding]:
     """Detect tokens in the loss that the engine did not sample: padding after the end token, and stretches from tools."""
     sample = run.sample
-    sides = {} if sample is None else {side.name: side for side in (sample.a, sample.b)}
-    if sample is None or "rollout" not in sides or not len(sample.tokens):
+    if sample is None or "rollout" not in (sample.a.name, sample.b.name) or not len(sample.tokens):
         return
-    engine, seq, tokens = sides.pop("rollout"), sample.seq, sample.tokens
-    (other,) = sides.values()
-    entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
-    with np.errstate(invalid="ignore"):
-        unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < _UNLIKELY
+    engine, other = (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
+    seq, tokens = sample.seq, sample.tokens
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
     if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 has a smaller effect
         certain[:] = False
+    entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
+    with np.errstate(invalid="ignore"):
+        unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
     odd = missing | (sample.mask & unlikely)
-    differs = tokens != tokens[np.maximum(sample.starts[1:] - 1, 0)][seq]
     last_other = sample.starts[:-1] - 1
+    differs = tokens != tokens[np.maximum(sample.starts[1:] - 1, 0)][seq]
     np.maximum.at(last_other, seq[differs], np.flatnonzero(differs))
     repeats_end = np.arange(len(tokens)) > last_other[seq] + 1
     padding, odd = odd & repeats_end, odd & ~repeats_end
     size = run_lengths(odd, seq)
-    inside = odd & (size >= _STRETCH) & (size < sample.lengths[seq])
+    inside = odd & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
         return  # sampled tokens lack logprobs, too
+    at = np.searchsorted(run.steps, sample.steps)
     for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
         rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
         if len(rows) < max(3, 0.05 * sample.num_sequences) or (found is padding and counts.max() < 0.9 * counts.sum()):
             continue
-        name, step = sample.seq_ids[rows[0]].replace("'", "''"), int(sample.steps[rows[0]])
-        numbers: Numbers = {"num_tokens": int(found.sum()), "num_rows": len(rows), "seq_id": name, "step": step}
-        at = np.searchsorted(run.steps, sample.steps)
+        numbers: Numbers = {
+            "num_tokens": int(found.sum()), "num_rows": len(rows), "seq_id": sample.seq_ids[rows[0]].replace("'", "''"),
+            "step": int(sample.steps[rows[0]]),
+        }  # fmt: skip
         yield run.finding(code, np.isin(np.arange(len(at)), rows), at, _TOKENS, numbers)

@@ -10,13 +10,19 @@ from dataclasses import replace
 import numpy as np
 
 from ..advice import NOTHING
-from .faults.copies import find_copied_rows, find_equal
 from .faults.kinds import COMPUTATION, equal_weights, find_kinds, find_placed, find_router_flips, is_fault
 from .faults.misplaced import find_misplaced
-from .faults.missing import find_missing, find_unsampled
+from .faults.not_computed import (
+    find_constant_rows,
+    find_constants,
+    find_copied_rows,
+    find_equal,
+    find_missing,
+    find_shared_constants,
+    find_unsampled,
+)
 from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
 from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
-from .faults.placeholders import find_constant_rows, find_constants, find_shared_constants
 from .faults.places import BOUNDARY, BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
 from .faults.row_pairing import find_row_pairing
 from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
@@ -120,7 +126,8 @@ def _explained(data: PairData) -> list[Finding]:
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
             return _added(found, left, behind)
-        found = _added(found, _dated(data, best, _with_cause(data, best)), behind)
+        dated = _dated(data, best, _with_cause(data, best))
+        found = _added(found, [replace(each, tokens=best.tokens & data.keep) for each in dated], behind)
         if best.right is None:
             data = data.without(best.tokens)
         else:

@@ -40,6 +40,8 @@ class Finding:
     """Command that confirms the finding; empty if nothing is left to confirm."""
     numbers: dict[str, Number] = field(default_factory=dict)
     """Fitted or counted values, and the names of the passes concerned."""
+    tokens: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """[N] bool: the sampled tokens that the finding covers; None once their owners are counted."""
     cause: str = ""
     """Name of the fault."""
     side: Broken | None = None
@@ -120,6 +122,7 @@ class Fault:
             is_expected=is_expected,
             next=next,
             numbers=dict(numbers),
+            tokens=data.keep if affected is None else data.marked(affected),
             cause=self.causes.get(str(numbers.get("cause")), self.title),
             side=broken or self.broken,
         )

@@ -1,4 +1,4 @@
-"""Input of the detectors: sampled tokens not yet explained by a finding, contracts, and sums over the run.
+"""Input of the detectors: sampled tokens that no finding explains yet, contracts, and sums over the run.
 
 Shapes: N sampled tokens in S sequences, K kept tokens, i.e. tokens not explained by an earlier finding.
 """
@@ -16,12 +16,10 @@ from ...schemas.contract import Contract
 from ...schemas.steps import ALL_STEPS
 from ..engine_weights import EngineVerdict
 from ..info import AttemptInfo
-from .sample import Sample
+from .sample import PairSums, Sample
 
-Result = TypeVar("Result")
+Value = TypeVar("Value")
 
-LOST = ("num_nan", "num_inf")
-_OF_VERDICT = ("num_tokens", *LOST, "sum_d2")
 MIN_REST = 0.02
 """Minimum 1 - p for a token to be informative, with p its probability: below it, a change in the logits hardly affects
 the logprob."""
@@ -29,53 +27,6 @@ LEAST_REST = 1e-3
 """Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
 """Strength of the shrinkage towards the overall mean when averaging per token id, as a number of added tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairSums:
-    """Sums of d and of quantities derived from d, per sequence, per step or over the run; see schemas.sums.
-
-    Shapes: R rows, one per sequence or step, or a single one for the run.
-    """
-
-    steps: np.ndarray
-    """[R] step that each row belongs to."""
-    columns: dict[str, np.ndarray]
-    """Name of a sum -> [R] values; 0 for rows without a finite logprob in both passes."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens with a finite logprob in both passes."""
-        return int(self.columns["num_tokens"].sum())
-
-    def mean(self, name: str) -> float:
-        """Return a sum over all rows divided by the number of tokens. The result does not depend on the order of
-        rows."""
-        return float(np.sort(self.columns[name]).sum() / max(self.num_tokens, 1))
-
-    @property
-    def total(self) -> PairSums:
-        """Token counts and the sum of d^2 over the whole run, as one row with step 0."""
-        columns = {name: np.asarray([np.sort(self.columns[name]).sum()]) for name in _OF_VERDICT}
-        return PairSums(steps=np.zeros(1, np.int64), columns=columns)
-
-    @property
-    def num_not_finite(self) -> int:
-        """Number of tokens whose logprob is NaN or infinite in either pass."""
-        return int(sum(self.columns[name].sum() for name in LOST))
-
-    def worst_lost_steps(self) -> list[int]:
-        """Return the steps with non-finite or missing logprobs, in descending order of their number."""
-        steps, place = np.unique(self.steps, return_inverse=True)
-        lost = np.bincount(place, sum(self.columns[name] for name in (*LOST, "num_null")))
-        return [int(step) for step in steps[np.argsort(-lost, kind="stable")] if lost[steps == step][0] > 0]
-
-    def worst_steps(self) -> list[int]:
-        """Return the steps in descending order of mean squared d."""
-        steps, place = np.unique(self.steps, return_inverse=True)
-        squares = np.bincount(place, self.columns["sum_d2"])
-        mean = squares / np.maximum(np.bincount(place, self.columns["num_tokens"]), 1)
-        return [int(step) for step in steps[np.argsort(-mean, kind="stable")]]
 
 
 @dataclass(kw_only=True)
@@ -109,8 +60,7 @@ class PairData:
 
     def without(self, explained: np.ndarray) -> PairData:
         """Return the data without the tokens marked in `explained`, [N] bool, which a finding explains."""
-        changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return PairData(**changed | {"keep": self.keep & ~explained})
+        return replace(self, keep=self.keep & ~explained)
 
     def within(self, inside: np.ndarray) -> PairData:
         """Return the data of the kept tokens marked in `inside`, [K] bool, alone."""
@@ -132,8 +82,7 @@ class PairData:
         away = self.keep & ~tokens & (np.abs(np.nan_to_num(self.sample.d)) > was / 4)
         values[np.isin(self.sample.seq, self.sample.seq[away]) & ~tokens] = np.nan
         side = replace(self.sample.b, logprobs=values, entropy=None)
-        changed = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return PairData(**changed | {"sample": replace(self.sample, b=side), "keep": self.keep & np.isfinite(values)})
+        return replace(self, sample=replace(self.sample, b=side), keep=self.keep & np.isfinite(values))
 
     @cached_property
     def a(self) -> np.ndarray:
@@ -242,14 +191,14 @@ class PairData:
         return self.contracts.get(max(set(hashes), key=hashes.count), {}) if hashes else {}
 
 
-def once(work: Callable[[PairData], Result]) -> Callable[[PairData], Result]:
+def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:
     """Decorate a function of PairData so that its result is cached for each PairData."""
 
     @wraps(work)
-    def known(data: PairData) -> Result:
+    def known(data: PairData) -> Value:
         if known not in data.memo:
             data.memo[known] = work(data)
-        result: Result = data.memo[known]
+        result: Value = data.memo[known]
         return result
 
     return known

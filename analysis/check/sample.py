@@ -1,6 +1,6 @@
-"""Tokens in a trace that a check inspects individually.
+"""What a check reads from a trace: sums over all tokens of a pair of passes, and a sample of tokens to inspect individually.
 
-Shapes: N tokens in S sequences, concatenated.
+Shapes: N sampled tokens in S sequences, concatenated.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import pyarrow.compute as pc
 
 from ...schemas.tables import SAMPLING
 from ...tracer.arrow_arrays import number_array
+from ..trace.columns import sequence_columns
 from ..trace.database import Database
+from ..trace.macros import quoted
+from ..trace.pair_sums import COUNTS, OF_DIFFERENCES, finite, pair_sums
 from ..trace.ragged import array_of, counted, fitted, flat
 from ..trace.source import Pair
+from ..trace.sums import ensure
 from ..trace.tokens import PassRows, neighbouring_pairs, token_query, tokens_by_step, tokens_of_rows
 
 MAX_SAMPLED_STEPS = 16
@@ -27,10 +31,91 @@ MIN_SAMPLED_STEPS = 2
 MAX_READ_TOKENS = 2_000_000
 """Approximate maximum number of tokens read from disk. Only whole steps are read, so the actual number may be
 larger."""
-MAX_WORST_STEPS = 1
-"""Number of additional steps read: those with the largest mean squared d."""
 MAX_SAMPLED_TOKENS = 100_000
 """Maximum number of tokens inspected individually. A fault in 0.1 % of the tokens still affects 100 of these."""
+UNSAMPLED_NATS = -3.0
+"""logprob + entropy, nats, below which a token counts as unlikely. With a flat-tailed model, 5 % of sampled tokens are
+below it."""
+MIN_UNSAMPLED_RUN = 4
+"""Minimum number of consecutive unlikely tokens that suggests they were not sampled. In healthy runs, fewer than 2 % of the
+sequences contain as many."""
+_SUMS = (*COUNTS, *OF_DIFFERENCES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairSums:
+    """Sums of d and of quantities derived from d; see schemas.sums.
+
+    Shapes: R sequences.
+    """
+
+    steps: np.ndarray
+    """[R] step of each sequence."""
+    columns: dict[str, np.ndarray]
+    """Name of a sum -> [R] values; 0 for sequences without a finite logprob in both passes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens with a finite logprob in both passes."""
+        return int(self.columns["num_tokens"].sum())
+
+    @property
+    def num_not_finite(self) -> int:
+        """Number of tokens whose logprob is NaN or infinite in either pass."""
+        return int(self.columns["num_nan"].sum() + self.columns["num_inf"].sum())
+
+    @property
+    def rms_d(self) -> float:
+        """Root mean square of d, nats. The result does not depend on the order of sequences."""
+        return float(np.sqrt(np.sort(self.columns["sum_d2"]).sum() / max(self.num_tokens, 1)))
+
+    @property
+    def worst_steps(self) -> list[int]:
+        """The step with the largest mean squared d, and the one with the most non-finite or missing logprobs."""
+        steps, place = np.unique(self.steps, return_inverse=True)
+        of_step = {name: np.bincount(place, values) for name, values in self.columns.items()}
+        squares = of_step["sum_d2"] / np.maximum(of_step["num_tokens"], 1)
+        lost = of_step["num_nan"] + of_step["num_inf"] + of_step["num_null"]
+        return [int(steps[values.argmax()]) for values in (squares, lost) if values.any()]
+
+
+def read_pair_sums(database: Database, pair: Pair) -> PairSums:
+    """Return the sums stored in the trace, or compute them from the tokens. On a cluster, the computed sums are stored
+    first."""
+    if database.ray is not None:
+        ensure(database, pair, of_run=False, progress=database.progress)
+    has_mask = sequence_columns(database).mask
+    if database.sums.covers(pair):
+        counted = "list_sum(response_mask::INTEGER[])" if has_mask else "NULL"
+        kept = database.connection.execute(
+            f"SELECT step, {', '.join(f'coalesce(sums.{name}, 0) AS {name}' for name in _SUMS)}, "
+            f"greatest(coalesce({counted}, num_response_tokens) - {' - '.join(COUNTS)}, 0) AS num_null "
+            f"FROM sequence_sums AS sums JOIN sequences USING (run, step, seq_id) WHERE pass_a = {quoted(pair[0])} "
+            f"AND pass_b = {quoted(pair[1])} AND iteration_a = 0 AND iteration_b = 0"
+        ).fetchnumpy()
+        columns = {name: np.asarray(values) for name, values in kept.items()}
+    else:
+        # Without a mask no other table needs to be read.
+        passes = {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}
+        query = token_query(passes, ["a.step"], lists=["mask"] if has_mask else [])
+        parts = []
+        with database.progress("reading tokens", sum(tokens_by_step(database).values())) as advance:
+            for part in database.connection.mapped_batches(query, _sums_of_rows):
+                advance(int(part.pop("length").sum()))
+                parts.append(part)
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return PairSums(steps=columns.pop("step"), columns=columns)
+
+
+def _sums_of_rows(rows: pa.RecordBatch) -> dict[str, np.ndarray]:
+    """Return for each sequence its step, its length, and its sums over the tokens with finite logprobs in both
+    passes."""
+    tokens = tokens_of_rows(rows, ("a", "b"))
+    sums = pair_sums(finite(tokens), _SUMS)
+    mask_T = counted(rows.column("mask"), tokens.lengths_N) if "mask" in rows.schema.names else None
+    counted_N = tokens.lengths_N if mask_T is None else np.bincount(tokens.sequence_T, mask_T, len(tokens.lengths_N))
+    sums["num_null"] = counted_N - sum(sums[name] for name in COUNTS)
+    return {"step": array_of(rows.column("step")), "length": tokens.lengths_N, **sums}
 
 
 @dataclass(kw_only=True)
@@ -163,11 +248,10 @@ def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
     return np.asarray(np.bincount(run)[run])
 
 
-def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int], lost_steps: Sequence[int] = ()) -> Sample:
-    """Read tokens from steps spread over a run, including the steps with the largest mismatch and those with the most
-    missing values."""
+def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int]) -> Sample:
+    """Read tokens from pairs of consecutive steps spread over a run, and from its worst steps."""
     query = token_query(
-        {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps, lost_steps),
+        {"a": PassRows(name=pair[0]), "b": PassRows(name=pair[1])}, _ROWS, steps=_chosen_steps(database, worst_steps),
         of_sequences=True, lists=["mask"], order="s.step, s.group_id, length(s.seq_id), s.seq_id",
     )  # fmt: skip
     with database.following("reading a sample of steps"):
@@ -175,27 +259,18 @@ def read_sample(database: Database, pair: Pair, worst_steps: Sequence[int], lost
     return _of_table(_within(table), pair)
 
 
+_OF_SEQUENCE = (
+    "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", "reward", "advantage",
+    "finish_reason", *SAMPLING,
+)  # fmt: skip
+_OF_PASS = ("entropy", "policy_version", "contract", "writer", "forward_row", "pad_left")
 _ROWS = [
-    *(
-        f"s.{name}"
-        for name in (
-            "step", "seq_id", "group_id", "prompt_ids", "response_ids", "num_response_tokens", "policy_version", "reward", "advantage", "finish_reason", *SAMPLING,
-        )
-    ),
-    *(
-        f"{side}.{column} AS {name}_{side}"
-        for side in ("a", "b")
-        for name, column in (
-            ("entropy", "entropy"), ("version", "policy_version"), ("contract", "contract"), ("writer", "writer"),
-            ("forward_row", "forward_row"), ("pad_left", "pad_left"),
-        )
-    ),
-]  # fmt: skip
+    *(f"s.{name}" for name in _OF_SEQUENCE),
+    *(f"{side}.{name} AS {name}_{side}" for side in ("a", "b") for name in _OF_PASS),
+]
 
 
-def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] = ()) -> list[int]:
-    """Return pairs of consecutive steps spread over the run, plus the steps with the largest mismatch or the most
-    missing values."""
+def _chosen_steps(database: Database, worst: Sequence[int]) -> list[int]:
     tokens = tokens_by_step(database)
     known = list(tokens)
     most = int(
@@ -203,7 +278,7 @@ def _chosen_steps(database: Database, worst: Sequence[int], lost: Sequence[int] 
     )
     if len(known) <= most:
         return known
-    return sorted({*neighbouring_pairs(known, most), *worst[:MAX_WORST_STEPS], *lost[:MAX_WORST_STEPS]})
+    return sorted({*neighbouring_pairs(known, most), *worst})
 
 
 def _within(table: pa.Table) -> pa.Table:
@@ -211,11 +286,9 @@ def _within(table: pa.Table) -> pa.Table:
     tokens = array_of(table["num_response_tokens"])
     if tokens.sum() <= MAX_SAMPLED_TOKENS:
         return table
-    steps = array_of(table["step"])
-    kept = np.zeros(len(steps), bool)
-    for step in np.unique(steps):
-        rows = np.flatnonzero(steps == step)
-        kept[rows[np.cumsum(tokens[rows]) <= MAX_SAMPLED_TOKENS // len(np.unique(steps))]] = True
+    steps, first, place = np.unique(array_of(table["step"]), return_index=True, return_inverse=True)
+    total = np.cumsum(tokens)
+    kept = total - (total - tokens)[first][place] <= MAX_SAMPLED_TOKENS // len(steps)
     return table.filter(number_array(kept, pa.bool_()))
 
 
@@ -247,7 +320,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
         logprobs=logprobs.astype(np.float64),
         is_null=array_of(flat(table[side])[0].is_null()),
         entropy=None if entropy.null_count == len(entropy) else fitted(entropy, lengths).astype(np.float64),
-        versions=_versions(table[f"version_{side}"]),
+        versions=_versions(table[f"policy_version_{side}"]),
         contracts=table[f"contract_{side}"].to_pylist(),
         writers=table[f"writer_{side}"].to_pylist(),
         forward_row=_numbers(table[f"forward_row_{side}"]),
@@ -257,6 +330,7 @@ def _side(table: pa.Table, name: str, side: str, logprobs: np.ndarray, lengths: 
 
 def _versions(values: pa.ChunkedArray) -> np.ma.MaskedArray:
     """Convert a column to int64, masked where NULL."""
+    # Python scalars in Arrow would import pandas.
     known = pc.coalesce(values, number_array(np.zeros(len(values)), values.type))
     return np.ma.MaskedArray(array_of(known), mask=array_of(values.is_null()))  # type: ignore[no-untyped-call]
 

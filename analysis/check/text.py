@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ...schemas.steps import ALL_STEPS
 from ..info import steps_text
-from ..rows import shown
+from ..rows import of_steps, shown, wrapped
+from .check import CheckResult
 from .data_checks import DataFinding, data_text
 from .faults import evidence_text
 from .finding import Finding
-from .result import CheckResult, Note
 
 _INDENT = "  "
 _DATA = "rewards, advantages and groups (the comparison of logprobs does not depend on them):"
@@ -42,15 +40,18 @@ BROKEN: Mapping[str | None, str] = {
 """Code of what must be fixed (`finding.Broken`) -> phrase."""
 
 
-def note_text(note: Note) -> str:
-    """Return a note as a sentence."""
+def note_texts(result: CheckResult) -> list[str]:
+    """Return the notes of a check as sentences."""
     again = [
         f"{'step' if steps[0][0] == steps[-1][1] else 'steps'} {steps_text(steps)} of attempt {attempt.attempt}"
-        for attempt in note.attempts
+        for attempt in result.attempts
         if (steps := attempt.superseded)
     ]
-    left_out = f"left out, because repeated later: {', '.join(again)}" if again else "no step was repeated"
-    return NOTES[note.code].format(num_tokens=note.num_tokens, num_attempts=len(note.attempts), left_out=left_out)
+    numbers = {
+        "num_tokens": result.num_sampled_tokens, "num_attempts": len(result.attempts),
+        "left_out": f"left out, because repeated later: {', '.join(again)}" if again else "no step was repeated",
+    }  # fmt: skip
+    return [NOTES[code].format_map(numbers) for code in result.notes]
 
 
 def checked_text(result: CheckResult, width: int | None = None) -> str:
@@ -70,7 +71,7 @@ def checked_text(result: CheckResult, width: int | None = None) -> str:
     if result.data:
         told = [wrapped(_data_text(each), _INDENT, width) for each in result.data]
         blocks.append("\n".join([_DATA, *told]))
-    blocks += [wrapped(f"note: {note_text(note)}", "", width) for note in result.notes]
+    blocks += [wrapped(f"note: {note}", "", width) for note in note_texts(result)]
     return "\n\n".join(blocks)
 
 
@@ -92,31 +93,18 @@ def _data_text(finding: DataFinding) -> str:
     return f"{finding.title}{since}: {data_text(finding)}{following}"
 
 
-def of_steps(steps: str) -> str:
-    """Return a phrase that names the steps covered by a result, to be put after the trace's name; empty if all steps
-    are covered."""
-    return "" if steps == ALL_STEPS else f" (steps {steps})"
-
-
-def wrapped(text: str, indent: str, width: int | None) -> str:
-    """Wrap text to a width, indenting each line; if the width is None, return one line."""
-    if width is None:
-        return indent + text
-    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-
-
 def checked_json(result: CheckResult) -> dict[str, Any]:
     """Return a check result as JSON: codes, all numbers, and the sentences rendered from them."""
     findings = [
-        asdict(each)
+        {name: value for name, value in asdict(each).items() if name != "tokens"}
         | {"title": each.title, "fails": each.fails, "broken": each.broken, "evidence": evidence_text(each)}
         for each in result.findings
     ]
-    return asdict(result) | {
+    return {name: value for name, value in asdict(result).items() if name != "attempts"} | {
         "is_valid": result.is_valid,
         "broken": result.broken,
         "findings": findings,
         "data": [asdict(each) | {"title": each.title, "sentence": data_text(each)} for each in result.data],
-        "notes": [note_text(note) for note in result.notes],
-        "note_codes": [note.code for note in result.notes],
+        "notes": note_texts(result),
+        "note_codes": list(result.notes),
     }

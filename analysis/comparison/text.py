@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..check.text import of_steps, wrapped
 from ..main_columns import MAIN_COLUMNS
-from ..rows import Rows, shown, to_text
+from ..rows import Rows, of_steps, shown, to_text, wrapped
 from ..statement import Measured, sentences
 from .comparison import Comparison, RunDifference
 

@@ -19,10 +19,9 @@ from ..attribution.attribute import explain
 from ..attribution.attribution import Attribution
 from ..attribution.thresholds import ABRUPT
 from ..check import commands
-from ..check.check import gather, judge
+from ..check.check import CheckResult, gather, judge
 from ..check.data_checks import data_findings
 from ..check.pair_data import PairData
-from ..check.result import CheckResult
 from ..check.rounding import Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING

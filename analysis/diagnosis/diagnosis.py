@@ -9,8 +9,8 @@ from ...schemas.results import Result
 from ..advice import Advice
 from ..alarms.reading import AlarmReadings
 from ..attribution.attribution import Attribution
+from ..check.check import CheckResult
 from ..check.data_checks import DataFinding
-from ..check.result import CheckResult
 from ..facts.recorded import RecordedChange
 from ..location import Location
 from .figures import PublishedFigure

@@ -17,13 +17,13 @@ from ..attribution.text import (
     silent_clause,
     unsure_clause,
 )
-from ..check.result import CheckResult
-from ..check.text import checked_json, checked_text, wrapped
+from ..check.check import CheckResult
+from ..check.text import checked_json, checked_text
 from ..facts.change_text import change_sentence, interval_text
 from ..facts.changes import MIN_VALUES
 from ..facts.recorded import RecordedChange
 from ..locate_text import location_sentence
-from ..rows import Rows, shown, to_text
+from ..rows import Rows, shown, to_text, wrapped
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults
 
 

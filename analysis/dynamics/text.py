@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..check.text import wrapped
 from ..facts.change_text import interval_text
 from ..facts.changes import FirstChange
 from ..main_columns import MAIN_COLUMNS
-from ..rows import Rows, shown, to_text
+from ..rows import Rows, shown, to_text, wrapped
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
 from .dynamics import Dynamics

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from ..check.text import of_steps, wrapped
-from ..rows import Rows, shown, to_text
+from ..rows import Rows, of_steps, shown, to_text, wrapped
 from .verdict import Objective
 
 NUM_WORST = 5

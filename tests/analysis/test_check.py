@@ -24,14 +24,13 @@ from bigrams import (
 from builders import ROOT, tim_trace
 from shared import rest_slow
 from tim_trace import cli
-from tim_trace.analysis.check.check import check, gather, read_pair_sums
+from tim_trace.analysis.check.check import CheckResult, check, gather, read_pair_sums
 from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES, evidence_text
-from tim_trace.analysis.check.faults.copies import EQUAL
+from tim_trace.analysis.check.faults.not_computed import EQUAL
 from tim_trace.analysis.check.finding import Finding
-from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.check.rounding import dtype_of, precisions, value_precision
 from tim_trace.analysis.check.structure import along_movement, error_structure, variance_between
-from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_text
+from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_texts
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
@@ -270,7 +269,7 @@ def test_sums_of_tokens_are_those_that_the_trace_keeps(tmp_path):
     for name, values in of_tokens.columns.items():
         combine = np.max if name == "max_abs_d" else np.sum
         assert combine(values) == pytest.approx(combine(kept.columns[name]), rel=1e-12), name
-    assert of_tokens.worst_steps() == kept.worst_steps()
+    assert of_tokens.worst_steps == kept.worst_steps
 
 
 def test_a_temperature_is_fitted(tmp_path):
@@ -419,7 +418,7 @@ def test_what_cannot_be_asked_is_said(tmp_path):
         batch = recorder.add_sequences(step=1, response_ids=[[2, 3]])
         recorder.add_scores("rollout", batch, logprobs=[[-1.0, -2.0]])
         recorder.add_scores("train", batch, logprobs=[[-1.0, -2.000001]])
-    notes = " ".join(map(note_text, check(tmp_path / "trace").notes))
+    notes = " ".join(note_texts(check(tmp_path / "trace")))
     for part in ("only 2 comparable tokens", "no contract", "no entropies", "fewer than three steps", "no prompts"):
         assert part in notes
 
@@ -623,6 +622,37 @@ def test_json_has_codes_numbers_and_sentences():
     assert checked_text(result).startswith("VALID: train:rollout of run, 2 tokens (all inspected individually)")
     some = replace(result, num_tokens=3)
     assert "3 tokens (statistics on all, 2 inspected individually)" in checked_text(some)
+
+
+def test_every_inspected_token_has_an_owner(tmp_path):
+    result = check(PLANTED["placeholders"].write(tmp_path / "holes"))
+    (finding,) = result.findings
+    num = finding.numbers["num_tokens"]
+    rest = result.num_sampled_tokens - num
+    told = checked_json(result)
+    assert list(told["owners"]) == [
+        {"owner": "placeholders", "num_tokens": num},
+        {"owner": "rounding", "num_tokens": rest},
+        {"owner": "nobody", "num_tokens": 0},
+    ]
+    assert "tokens" not in told["findings"][0]
+    cut = check(PLANTED["lengths"].write(tmp_path / "cut"))
+    assert [each.num_tokens for each in cut.owners] == [0, cut.num_sampled_tokens, 0]
+
+
+def test_tokens_that_no_cause_explains_belong_to_nobody(tmp_path):
+    def scattered(step, number):
+        draw = np.random.default_rng(number)
+        return changed(
+            in_float32(step, number), lambda row: row - draw.choice([0, 2, 5], len(row), p=[0.98, 0.01, 0.01])
+        )
+
+    result = check(Recording(rollout=scattered, contracts=BOTH_FP32).write(tmp_path / "run"))
+    owners = {each.owner: each.num_tokens for each in result.owners}
+    assert result.findings[0].code == "unexplained"
+    assert owners["nobody"] == result.findings[0].numbers["num_tokens"]
+    assert owners["nobody"] > 10
+    assert sum(owners.values()) == result.num_sampled_tokens
 
 
 def test_one_fault_among_findings_fails():

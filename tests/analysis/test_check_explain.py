@@ -243,9 +243,6 @@ def test_packed_rows_that_see_each_other_are_found_by_their_recorded_place(tmp_p
     assert first.numbers["feature"] in ("forward_row_a", "not_first_of_4")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="copies: rows that are equal bit for bit are called copied before their recorded place is asked"
-)
 def test_rows_that_are_exact_where_they_are_first_of_a_pack_are_no_copies(tmp_path):
     found = recorded_forwards(
         tmp_path / "trace",

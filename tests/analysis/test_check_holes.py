@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from bigrams import BOTH_FP32, HOT, Recording, in_bfloat16, in_float32, moved, sample, table
+from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, in_bfloat16, in_float32, moved, sample, table
 from builders import tim_trace
 from tim_trace.analysis.check.check import check
 from tim_trace.analysis.check.faults import evidence_text
@@ -296,6 +296,21 @@ def test_sequences_that_are_off_as_a_whole_did_not_change_inside(tmp_path):
 
 
 # --- Chance, and what is no fault -------------------------------------------------------------------------------------------
+
+
+def test_rows_copied_from_the_other_pass_are_counted(tmp_path):
+    def rollout(step, number):
+        draw = np.random.default_rng(number)
+        return [
+            own if draw.random() < 0.2 else other
+            for own, other in zip(step.scored(), in_bfloat16(step, number), strict=True)
+        ]
+
+    first = check(
+        Recording(rollout=rollout, contracts={"train": FP32, "rollout": VLLM_BF16}).write(tmp_path / "trace")
+    ).findings[0]
+    assert (first.code, first.signal) == ("copies", "copied_rows")
+    assert 0.1 < first.numbers["num_sequences"] / first.numbers["of_sequences"] < 0.3
 
 
 def test_rows_of_three_tokens_find_partners_by_chance(tmp_path):

@@ -13,9 +13,9 @@ from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.alarms.text import alarm_sentence
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.suspect import Evidence, Suspect
+from tim_trace.analysis.check.check import CheckResult
 from tim_trace.analysis.check.faults import ALL, FAULTS
 from tim_trace.analysis.check.finding import Finding
-from tim_trace.analysis.check.result import CheckResult
 from tim_trace.analysis.check.rounding import Precision
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects

@@ -11,7 +11,7 @@ import pytest
 from builders import PROGRAMS, ROOT, add_step, make_batch, run, tim_trace
 from click.testing import CliRunner
 from tim_trace.analysis.check.check import check
-from tim_trace.analysis.check.text import note_text
+from tim_trace.analysis.check.text import note_texts
 from tim_trace.analysis.info import info
 from tim_trace.analysis.info_text import info_text
 from tim_trace.analysis.report.report import report
@@ -155,7 +155,8 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     assert ["1", "1 to 6", "48", "5 to 6"] in cells
     assert ["2", "5 to 8", "32"] in cells
     assert "2 training attempts. Each step uses its newest attempt: 16 sequences of earlier" in text
-    (note,) = [note_text(note) for note in check(traces[0]).notes if note.code == "attempts"]
+    checked = check(traces[0])
+    note = note_texts(checked)[checked.notes.index("attempts")]
     assert note == (
         "training was attempted 2 times; each step uses its newest attempt; left out, because repeated later: "
         "steps 5 to 6 of attempt 1"
@@ -165,7 +166,7 @@ def test_info_and_check_tell_which_attempt_counts(traces):
     assert told(traces[0], "info")["attempts"][0]["superseded"] == [[5, 6]]
     assert any("attempted 2 times" in note for note in told(traces[0], "check")["notes"])
     assert "training attempts" not in info_text(info(str(traces[1])))
-    assert not any(note.code == "attempts" for note in check(traces[1]).notes)
+    assert "attempts" not in check(traces[1]).notes
 
 
 def attempts_of(path):

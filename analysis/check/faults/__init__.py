@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from ..finding import Finding
 from ..where import where_text
-from .copies import COPIES, EQUAL
 from .kinds import COMPUTATION, NOT_REPEATABLE, ONSET, ROUTER_FLIPS, ROW_CONTEXT
 from .kinds import TITLES as KIND_TITLES
 from .misplaced import MISPLACED
-from .missing import HOLES, LENGTHS, MASK
+from .not_computed import COPIES, EQUAL, HOLES, LENGTHS, MASK, NOT_SAMPLED, PLACEHOLDERS
 from .other_values import UNRELATED
 from .penalty import PENALTY
-from .placeholders import NOT_SAMPLED, PLACEHOLDERS
 from .places import BOUNDARY, ONE_PLACE, SUBSET
 from .row_pairing import ROW_PAIRING
 from .shift import RETOKENISED, SHIFT

@@ -1,0 +1,403 @@
+"""Values that no forward pass computed for the sampled token: missing values, constants, copies, and tokens that were not
+sampled at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ....schemas.contract import Contract
+from .. import commands
+from ..finding import Fault, Finding, Number
+from ..likelihood import Hypothesis, predicting
+from ..pair_data import PairData, declared
+from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
+from ..rows import row_spreads
+from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
+from ..where import places
+from .truncation import recorded_filter
+
+MIN_MISSING_SHARE = 1e-4
+"""Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
+them."""
+MAX_CONSTANTS = 20
+"""Maximum number of values tested as placeholders, most frequent first."""
+MIN_CONSTANT_TOKENS = 3
+"""Minimum number of tokens, and of different token ids, with a value for it to be tested: a placeholder does not depend on
+the token."""
+IMPOSSIBLE_LOGPROB = -80.0
+"""Logprob, nats, below which a value is a placeholder, such as -100 or -9999: no sampled token has a probability of 1e-35."""
+_SHARED_FACTOR = 10
+"""Minimum number of contexts in which both passes have the same value, relative to nearby values, for it to be a placeholder."""
+_WINDOW_NATS = 0.05
+"""Maximum distance, nats, between a constant and the nearby values that show how often a value repeats by chance."""
+MIN_COPIED_TOKENS = 4
+"""Minimum number of bitwise-equal logprobs below -1e-3 nats for a row to count as copied."""
+COPIED_BY_CHANCE = 1e-4
+"""Maximum expected number of groups of rows that are equal by chance, estimated from the share of equal tokens in all other
+rows."""
+_OF_FORWARD = ("forward_row", "pad_left", "not_first", "shorter")
+"""First words of the features that describe a row's place in its forward pass."""
+
+_EVIDENCE = {
+    "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
+    "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
+    "missing_elsewhere": "{a} or {b} has NaN or infinity for {num_tokens:,} tokens of steps that were not inspected individually",
+    "unlikely_runs": "in {num_sequences:,} of {of_sequences:,} sequences, runs of consecutive tokens "
+    "({num_tokens:,} in all) have a mean logprob of {mean_logprob:.3g} nats on both sides and a mean entropy of "
+    "{mean_entropy:.3g}: they were not sampled but come from a prompt or a tool, and they count in the loss",
+    "constant": "{side} is {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences, where {other} has "
+    "{other_mean:.3g} nats on average, down to {other_min:.3g}{reason_text}",
+    "constant_in_both": "{a} and {b} are both {value:g} for {num_tokens:,} tokens of {num_sequences:,} sequences in different "
+    "contexts, far more often than any nearby value",
+    "constant_rows": "{side} has the same value for all tokens of a sequence while {other} varies: each of the {num_tokens:,} "
+    "tokens holds {what} over its sequence",
+    "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
+    "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
+    "{differing}: {copied_text}",
+    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, but only "
+    "{equal_elsewhere:.1%} of the tokens of the others: these rows were copied from the other pass",
+}
+_REASONS = {
+    "improbable": "; elsewhere it has {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
+    "after_end": "; they follow the first end of the response: padding counts in the loss",
+    "floor": "; all lower values of {other} have it: the values are cut off there",
+    "none": "",
+}
+
+
+def _at(numbers: Mapping[str, Any]) -> dict[str, str]:
+    """Return a phrase that states where logprobs are missing."""
+    places = {
+        "scattered": "scattered over {num_sequences:,} sequences",
+        "whole": "(every token of {num_sequences:,} of {of_sequences:,} sequences)",
+    }
+    at = places.get(numbers["place"], "at the {place} of {num_sequences:,} of {of_sequences:,} sequences")
+    return {"at": at.format_map(numbers)}
+
+
+def _differences(n: Mapping[str, Any]) -> dict[str, str]:
+    differing = [f"{what} {n[f'{what}_a']} and {n[f'{what}_b']}" for what in ("engine", "dtype") if f"{what}_a" in n]
+    never = "two such forward passes are never bitwise equal, so one was copied from the other"
+    maybe = "one was copied from the other, or the two are built to be bitwise equal: replay to find out"
+    return {"differing": " and ".join(differing), "copied_text": never if "dtype_a" in n else maybe}
+
+
+_WORDS = {
+    "missing": _at,
+    "missing_in_both": _at,
+    "constant": lambda n: {"reason_text": _REASONS[n["reason"]].format_map(n)},
+    "equal_bits": lambda n: {
+        "contracts_text": "their contracts have the same numerics"
+        if n["contracts_known"]
+        else "no contract gives a reason to differ"
+    },
+    "equal_against_contracts": _differences,
+}
+
+
+def _fault(code: str, title: str, *signals: str) -> Fault:
+    evidence = {signal: _EVIDENCE[signal] for signal in signals}
+    return Fault(
+        code=code, title=title, broken=None if code == "equal" else "recording", evidence=evidence, words=_WORDS
+    )
+
+
+_MISSING = ("missing", "missing_in_both", "missing_elsewhere")
+LENGTHS = _fault("lengths", "tokens are missing on one side", *_MISSING)
+HOLES = _fault("placeholders", "missing values instead of logprobs", *_MISSING)
+PLACEHOLDERS = _fault(
+    "placeholders", "placeholders instead of logprobs", "constant", "constant_in_both", "constant_rows"
+)
+NOT_SAMPLED = _fault("mask", "prompt, tool or padding tokens are counted as sampled tokens", "constant")
+MASK = _fault("mask", "prompt or tool tokens are counted as sampled tokens", "unlikely_runs")
+COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows")
+EQUAL = _fault("equal", "bitwise equal", "equal_bits")
+
+
+def find_missing(data: PairData) -> list[Finding]:
+    """Detect NULL, NaN and infinite logprobs. At the end of a sequence they show that it was cut off, elsewhere that
+    values were lost.
+
+    A NULL counts only if the other pass has a value. NaN and infinities always count, however few, because the logprob
+    of a sampled token is finite. They are also counted in steps that are not inspected individually.
+    """
+    sample = data.sample
+    sides = (sample.a, sample.b)
+    lost_a, lost_b = (sample.mask & ~np.isfinite(side.logprobs) for side in sides)
+    null_a, null_b = (side.is_null for side in sides)
+    missing = (
+        _missing(data, *sides, lost_a & ~lost_b, null_a), _missing(data, *sides[::-1], lost_b & ~lost_a, null_b),
+        _missing(data, *sides, lost_a & lost_b & ~(null_a & null_b), null_a & null_b, signal="missing_in_both"),
+    )  # fmt: skip
+    found = [finding for finding in missing if finding is not None]
+    elsewhere = data.sums.num_not_finite - int(((lost_a & ~null_a) | (lost_b & ~null_b)).sum())
+    if elsewhere > 0:
+        share = float(elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1))
+        found.append(
+            HOLES.finding(
+                data, "missing_elsewhere", np.zeros(data.num_kept, bool), effect=float("nan"), share=share, next=commands.stats(data, "step"),
+                numbers={"num_tokens": elsewhere, **data.names},
+            )
+        )  # fmt: skip
+    return found
+
+
+def _missing(
+    data: PairData, side: PassSample, other: PassSample, missing: np.ndarray, null: np.ndarray, signal: str = "missing"
+) -> Finding | None:
+    sample, num = data.sample, int(missing.sum())
+    share = num / max(int(sample.mask.sum()), 1)
+    nulls, values, seq, position = null[missing], side.logprobs[missing], sample.seq[missing], sample.position[missing]
+    if not num or (nulls.all() and share < MIN_MISSING_SHARE):
+        return None
+    first, last = np.full(sample.num_sequences, np.inf), np.full(sample.num_sequences, -1.0)
+    np.minimum.at(first, sample.seq[~missing], sample.position[~missing])
+    np.maximum.at(last, sample.seq[~missing], sample.position[~missing])
+    in_head, in_tail = float(np.mean(position < first[seq])), float(np.mean(position > last[seq]))
+    rows = np.unique(seq)
+    lost, counted = (np.bincount(each, minlength=sample.num_sequences) for each in (seq, sample.seq[sample.mask]))
+    place = "whole" if np.all(lost[rows] == counted[rows]) else "end" if in_tail >= in_head else "beginning"
+    cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at the end of a sequence by chance
+    kinds = {"NULL": nulls, "-inf": np.isneginf(values), "inf": np.isinf(values)}
+    return (LENGTHS if cut else HOLES).finding(
+        data, signal, np.zeros(data.num_kept, bool), effect=float("nan"), share=float(share),
+        next=commands.sql(
+            data,
+            "SELECT step, seq_id, count(*) AS num_tokens, count(*) FILTER (isfinite(logprob)) AS num_scored FROM "
+            f"(SELECT step, seq_id, unnest(logprobs) AS logprob FROM scores WHERE \"pass\" = '{side.name}') "
+            "GROUP BY ALL HAVING num_scored < num_tokens ORDER BY ALL LIMIT 20",
+        ),
+        numbers={
+            "side": side.name, "other": other.name, "num_tokens": num, "num_sequences": len(rows),
+            "of_sequences": sample.num_sequences, "place": place if cut else "scattered",
+            "value": next((kind for kind, has in kinds.items() if has.all()), "NaN"),
+        },
+    )  # fmt: skip
+
+
+def find_unsampled(data: PairData) -> list[Hypothesis]:
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Needs recorded entropies.
+
+    For sampled tokens, logprob + entropy is 0 on average. After an improbable token the entropy rises, so improbable
+    tokens rarely follow one another.
+    """
+    entropy = data.entropy
+    if entropy is None:
+        return []
+    likely = np.maximum(data.a, data.b)
+    unlikely = likely + entropy < UNSAMPLED_NATS
+    runs = unlikely & (run_lengths(unlikely, data.seq) >= MIN_UNSAMPLED_RUN)
+    rows = np.unique(data.seq[runs])
+    present = len(np.unique(data.seq))
+    if len(rows) < max(4, 0.05 * present):
+        return []
+    finding = MASK.finding(
+        data, "unlikely_runs", runs, weight=0.9, next=commands.row(data, int(rows[0])),
+        numbers={
+            "num_tokens": int(runs.sum()), "num_sequences": len(rows), "of_sequences": present,
+            "mean_logprob": float(likely[runs].mean()), "mean_entropy": float(entropy[runs].mean()),
+        },
+    )  # fmt: skip
+    return [Hypothesis(finding=finding, tokens=data.marked(runs), gain=float("inf"))]
+
+
+def find_constants(data: PairData) -> list[Hypothesis]:
+    """Detect values that one pass repeats where the other pass's logprobs vary."""
+    found = []
+    for side, other in ((data.sample.a, data.sample.b), (data.sample.b, data.sample.a)):
+        values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
+        often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
+        tested = {*often[counts[often] >= MIN_CONSTANT_TOKENS].tolist()}
+        tested |= {*np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()}
+        for value in values[sorted(tested)].tolist():
+            where = data.keep & (side.logprobs == value)
+            if _stands_for_none(data, other, value, where):
+                far = where & (np.abs(other.logprobs - value) > 0.1)
+                if value == 0.0 and far.sum() < 0.02 * where.sum():  # 0 is correct for certain tokens
+                    where = far
+                finding = _constant(data, side, other, value, where)
+                zeros = np.zeros(data.num_kept)
+                found.append(predicting(data, finding, zeros, np.log(data.num_kept), where[data.keep]))
+    return found
+
+
+def _stands_for_none(data: PairData, other: PassSample, value: float, where: np.ndarray) -> bool:
+    """Return True if a value that one pass has at the tokens in `where`, [N] bool, is not the logprob of these tokens: the
+    other pass is as far from it there as elsewhere, or all below it, as under a floor.
+    """
+    rest = data.keep & ~where
+    off = other.logprobs[where] - value
+    if value <= IMPOSSIBLE_LOGPROB:
+        return bool(np.median(np.abs(off)) > abs(value) / 2)
+    usual = float(np.median(np.abs(data.sample.d[rest]))) if rest.any() else 0.0
+    far = np.abs(off) > max(0.1, 10 * usual)
+    if far.sum() < 2 or np.std(off) <= 0.05 or -1e-5 < value < 0:
+        return False
+    if value != 0.0:
+        # In a repeated context, a token has the same logprob each time.
+        kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
+        if len(off) < 8 or far.mean() <= 0.5 or min(len(np.unique(kind)) for kind in kinds) < MIN_CONSTANT_TOKENS:
+            return False
+    # A certain token has a logprob of 0, too, and a token that is alone in its nucleus.
+    off = off[far] if value == 0.0 else off
+    elsewhere = np.mean(np.abs(other.logprobs[rest] - value)) if rest.any() else 0.0
+    return bool(np.mean(np.abs(off)) > elsewhere / 2 or (value < 0 and np.mean(off < 0) > 0.9))
+
+
+def _constant(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> Finding:
+    sample, own, others = data.sample, side.logprobs[data.keep], other.logprobs
+    rest = data.keep & ~where
+    mean = float(np.mean(others[where]))
+    usual = float(np.mean(others[rest])) if rest.any() else mean
+    num_runs = int((where & ~np.r_[False, where[:-1] & (np.diff(sample.seq) == 0)]).sum())
+    is_last = np.r_[np.diff(sample.seq) != 0, True]
+    reason = "none"
+    if mean < min(1.5 * usual, usual - 1) and where.sum() >= 2 * num_runs:
+        reason = "after_end" if np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99 else "improbable"
+    if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
+        reason = "floor"
+    return (PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED).finding(
+        data, "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
+        next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT"),
+        numbers={
+            "side": side.name, "other": other.name, "value": value, "num_tokens": int(where.sum()),
+            "num_sequences": len(np.unique(sample.seq[where])), "other_mean": mean,
+            "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason,
+        },
+    )  # fmt: skip
+
+
+def find_shared_constants(data: PairData) -> list[Hypothesis]:
+    """Detect values that both passes share far more often than nearby values."""
+    sample, found = data.sample, []
+    same = data.keep & (sample.a.logprobs == sample.b.logprobs)
+    values, counts = np.unique(sample.a.logprobs[same], return_counts=True)
+    often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
+    for value in values[often[counts[often] > _SHARED_FACTOR]].tolist():
+        where = same & (sample.a.logprobs == value)
+        # Each context is counted once, because a repeated context repeats the value.
+        contexts, ids = (len(np.unique(each[where])) for each in (sample.token_keys, sample.tokens))
+        if ids < MIN_CONSTANT_TOKENS or contexts <= _SHARED_FACTOR * _by_chance(data, value, where):
+            continue
+        finding = PLACEHOLDERS.finding(
+            data, "constant_in_both", where[data.keep], effect=0.0,
+            next=commands.tokens(data, f"logprob_a = {value!r}::FLOAT AND logprob_b = logprob_a"),
+            numbers={
+                **data.names, "value": value, "num_tokens": int(where.sum()), "num_sequences": len(np.unique(sample.seq[where])),
+            },
+        )  # fmt: skip
+        found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
+    return found
+
+
+def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
+    """Return the number of tokens, at least 1, that share a value like this one, at the tokens `where`, without a fault."""
+    if value == 0.0:
+        # Certain tokens have an entropy of 0. A recorded filter makes tokens certain, and the entropy may be that of all
+        # tokens.
+        if data.entropy is None or recorded_filter(data):
+            return np.inf
+        inside = where[data.keep]
+        is_certain = np.mean(data.entropy[inside]) <= max(0.1, 0.25 * np.mean(data.entropy[~inside]))
+        return np.inf if is_certain else 1.0
+    ties = -np.log(np.arange(2, 9))
+    if value > -_WINDOW_NATS or np.any(np.abs(value - ties) <= half_ulp(ties, "bfloat16")):
+        return np.inf  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
+    # 16-bit values are sparse, so neighbours are sought in a wider window.
+    width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
+    near = data.keep & ~where & (np.abs(data.sample.a.logprobs - value) < width)
+    _, counts = np.unique(data.sample.a.logprobs[near], return_counts=True)
+    return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
+
+
+def find_constant_rows(data: PairData) -> list[Hypothesis]:
+    """Detect a pass with the same value at all tokens in a sequence, such as their mean or sum, while the other pass varies."""
+    for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
+        spread = row_spreads(data, values)
+        asked = np.isfinite(spread) & (row_spreads(data, others) > 0.05)
+        if asked.sum() >= 3 and np.all(spread[asked] < 1e-3) and np.std(values) > 1e-3:
+            count = np.maximum(np.bincount(data.seq, minlength=len(spread)), 1)
+            own, sums = (np.bincount(data.seq, each, len(spread)) for each in (values, others))
+            off_sum, off_mean = np.abs(own / count - sums)[asked], np.abs(own - sums)[asked] / count[asked]
+            finding = PLACEHOLDERS.finding(
+                data, "constant_rows", next=commands.tokens(data),
+                numbers={
+                    "side": data.names[side], "other": data.names[other], "num_tokens": data.num_kept,
+                    "what": "a sum" if np.median(off_sum) < np.median(off_mean) else "a mean",
+                },
+            )  # fmt: skip
+            return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
+    return []
+
+
+def find_equal(data: PairData) -> list[Finding]:
+    """Detect that every compared token has bitwise-equal logprobs in both passes."""
+    if not data.num_kept or np.any(data.d != 0.0):
+        return []
+    a, b = data.contract("a"), data.contract("b")
+    numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
+    if differing := _differing(a, b):
+        # Two engines can be built to give equal bits; two dtypes cannot.
+        return [
+            COPIES.finding(
+                data, "equal_against_contracts", is_expected="dtype_a" not in differing,
+                next=commands.replay(data, "", "as-recorded"), numbers=numbers | differing,
+            )
+        ]  # fmt: skip
+    return [EQUAL.finding(data, "equal_bits", numbers=numbers | {"contracts_known": int(bool(a and b))})]
+
+
+def find_copied_rows(data: PairData) -> list[Finding]:
+    """Detect that some sequences have bitwise-equal logprobs in both passes and all others do not."""
+    if not data.num_kept:
+        return []
+    size, steps = data.sample.num_sequences, data.sample.steps
+    num = np.bincount(data.seq, minlength=size)
+    telling = np.bincount(data.seq, data.b < -1e-3, minlength=size)
+    same = np.bincount(data.seq, data.d == 0.0, minlength=size) == num
+    copied = same & (telling >= MIN_COPIED_TOKENS)
+    others = ~same & (num > 0)
+    if not copied.any() or not others.any() or steps[copied].max() < steps[others].min():
+        return []  # in the last case the engine was exact, or not yet stale, at first
+    # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
+    beside = others & np.isin(steps, steps[copied])
+    beside = beside if beside.any() else others
+    # It is measured in rows at the level of rounding, if there are any: in a row with a fault, no token is equal.
+    fine = beside & (np.bincount(data.seq, data.d**2, size) / np.maximum(num, 1) < allowed_noise(data) ** 2)
+    telling_others = (fine if fine.any() else beside)[data.seq] & (data.b < -1e-3)
+    seq, equal = data.seq[telling_others], data.d[telling_others] == 0.0
+    equal_elsewhere = float(np.mean(equal)) if len(equal) else 1.0
+    # If nothing was copied, fully equal rows occur together with mostly equal ones.
+    mostly = int(np.sum(np.bincount(seq, equal, size) > 0.5 * np.maximum(np.bincount(seq, minlength=size), 1)))
+    few = copied.sum() < 3 and telling[copied].max() < 16  # a short row may be equal by chance
+    expected = size * max(equal_elsewhere, 1e-3) ** telling[copied].max()
+    if few or expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:
+        return []
+    batched = (each for each in places(data) if each.feature.startswith(_OF_FORWARD))
+    if any(np.array_equal(place.inside, others[data.seq]) for place in batched):
+        return []  # the others are off because of their place in the forward, for example behind the first row of a pack
+    return [
+        COPIES.finding(
+            data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
+            numbers={
+                "num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), "equal_elsewhere": equal_elsewhere,
+            },
+        )
+    ]  # fmt: skip
+
+
+def _differing(a: Contract, b: Contract) -> dict[str, str]:
+    """Return the differing contract settings that rule out equal bits, under the keys `engine_a`, `engine_b`,
+    `dtype_a`, `dtype_b`."""
+    sides = {"engine": (declared(a, "engine"), declared(b, "engine")), "dtype": (dtype_of(a), dtype_of(b))}
+    differing = {name: pair for name, pair in sides.items() if all(pair) and pair[0] != pair[1]}
+    # With the same dtype, the engine `exact` gives the same bits as another engine.
+    if "exact" in sides["engine"] and len(differing) < 2:
+        return {}
+    return {
+        f"{name}_{side}": str(value) for name, pair in differing.items() for side, value in zip("ab", pair, strict=True)
+    }
