@@ -21,16 +21,15 @@ NOISE_FACTOR = 20.0
 """Maximum rms error of a logit, in units of the roundoff times the standard deviation of the log-odds log(p / (1 - p)) of the
 sampled tokens: large logits have large errors. Measured 0.3 to 10 on an H100 (models of up to 130 million parameters, six
 attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
-HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
+HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""
 MIN_SPREAD = 1.0
 """Minimum standard deviation of the log-odds assumed when computing the noise."""
 FLOOR_NATS = 1e-5
 """Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
-_GRID_STEPS = {"bfloat16": 2.0**7, "float16": 2.0**12}
-"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16)."""
-_GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
-"""dtype -> maximum distance of a logit difference from the grid, in steps: four times the error of a float32 logprob."""
+_LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
+"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16); maximum distance of a logit difference
+from the grid, in steps: four times the error of a float32 logprob."""
 _TEMPERATURES = tuple(round(0.3 + 0.01 * step, 2) for step in range(121))
 
 
@@ -94,21 +93,34 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or a number
-    of `decimals`; None if too few are informative.
+    """Return the precision that logprobs, [K], were rounded to: a dtype in HALF_ULP or `float32`, a number of `decimals`, or
+    `steps of` a size; None if too few are informative. If 95 % of the values fit a float and a grid, it is the float unless the
+    grid has less than half as many values.
     """
     telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
-    if len(np.unique(telling)) < 8:
+    values, counts = np.unique(telling, return_counts=True)
+    if len(values) < 8:
         return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
     bits = telling.view(np.uint32)
-    for decimals in range(5):
-        scaled = telling * 10.0**decimals
+    lowest = (bits & (~bits + np.uint32(1))).astype(float)
+    significant = np.quantile(24 - np.minimum(np.log2(lowest), 23), 0.95, method="higher")
+    low, high = np.quantile(telling, [0.05, 0.95])
+    possible = {dtype: 2.0 ** (num - 1) * np.log2(high / low) for dtype, num in HALF_ULP.items() if significant <= num}
+    for name, step in _steps(values[counts > 1].astype(float)):
+        scaled = telling / step
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
-            return f"{decimals} decimals"
-    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
-        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
-            return dtype
-    return "float32"
+            possible[name] = 2 * (high - low) / step
+    return min(possible, key=lambda name: possible[name], default="float32")
+
+
+def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
+    """Return grid steps to try, by name: decimals, and the common divisor of values that occur more than once."""
+    steps = [(f"{decimals} decimals", 10.0**-decimals) for decimals in range(5)]
+    least = np.diff(repeated).min() if len(repeated) >= 8 else 0.0
+    if least > 1e-4:
+        step = repeated[-1] / np.round(repeated / least).max()
+        steps.append((f"steps of {step:.6g}", float(f"{step:.6g}")))
+    return steps
 
 
 @once
@@ -138,12 +150,12 @@ def value_rounding(data: PairData) -> np.ndarray:
     return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
-def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return half a unit in the last place of each value, [K], in the dtype, or of its last decimal."""
-    if dtype not in HALF_ULP:
-        return np.full(len(values), 0.5 * 10.0 ** -int(dtype.split()[0]))
-    _, exponent = np.frexp(values)
-    return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[dtype] - 1))
+def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
+    """Return half of the distance between neighbouring values, [K], at a precision named by `value_precision`."""
+    if precision in HALF_ULP:
+        return np.asarray(np.ldexp(1.0, np.frexp(values)[1] - HALF_ULP[precision] - 1))
+    *_, last = precision.split()
+    return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 
 @once
@@ -178,12 +190,11 @@ def _grid_of(difference: np.ndarray, temperatures: list[float]) -> str | None:
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None
-    for dtype, steps in _GRID_STEPS.items():
-        by_chance = 2 * _GRID_TOLERANCE[dtype]
+    for dtype, (steps, tolerance) in _LOGIT_GRIDS.items():
         for temperature in {1.0, *temperatures}:
             scaled = difference * temperature * steps
-            share = float(np.mean(np.abs(scaled - np.round(scaled)) < _GRID_TOLERANCE[dtype]))
-            if share > 0.35 and len(temperatures) * _chance(share, by_chance, len(difference)) < 1e-6:
+            share = float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance))
+            if share > 0.35 and len(temperatures) * _chance(share, 2 * tolerance, len(difference)) < 1e-6:
                 return dtype
     return "float32"
 

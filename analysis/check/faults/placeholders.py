@@ -14,7 +14,7 @@ from ..pair_data import PairData
 from ..rounding import precisions
 from ..rows import row_spreads
 from ..sample import PassSample, Sample
-from .truncation import recorded_filter
+from .sampling import recorded_filter
 
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
