@@ -17,7 +17,7 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..finding import Fault, Finding, Number
+from ..finding import Fault, Number
 from ..kinds import judged, judged_words
 from ..likelihood import Hypothesis, of_signs, predicting, unexplained
 from ..pair_data import MIN_REST, PairData, declared
@@ -201,18 +201,20 @@ def _scale(
         solution, *_ = np.linalg.lstsq(x[keep], off[keep], rcond=None)
         left.append(off - x @ solution)
         slopes.append(float(solution[0]))
-    squares = [float(each[keep] @ each[keep]) for each in left]
     spread = float(np.sum((off[keep] - off[keep].mean()) ** 2))
-    error = float(np.sqrt(squares[0] / keep.sum() / max(float(np.var(own[keep])) * keep.sum(), 1e-30)))
+    error = float(np.sqrt(np.mean(left[0][keep] ** 2) / max(float(np.var(own[keep])) * keep.sum(), 1e-30)))
     # Noise in the reference flattens the slope, so the true scale is between the fits from both sides.
     ends = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])])
     scale = ends[0] if ends[0] > 1 else ends[-1] if ends[-1] < 1 else 1.0
     low, high = ends[0] - 2 * error, ends[-1] + 2 * error
+    if degree == 1:
+        left = [off - np.mean(off[keep]) - (scale - 1) * (own - own[keep].mean())]
+    squares = [float(each[keep] @ each[keep]) for each in left]
     if low <= 0 or not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
         return None
     if side == "b":  # a = scale * b
         low, scale, high = 1 / high, 1 / scale, 1 / low
-    residual = np.where(there, left[int(squares[1] > squares[0])] * weight, np.nan)
+    residual = np.where(there, left[int(np.argmax(squares))] * weight, np.nan)
     return ScaleFit(
         scale, low, high, 1 - max(squares) / max(spread, 1e-30), abs(slopes[0]) / max(error, 1e-12), residual
     )
@@ -360,8 +362,20 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
     if score < (4 if clear else 8):
         return []
-    of = _truncation if _is_cut(data, raised) else _padding
-    found = of_signs(data, of(data, raised, lowered, mass), np.full(data.num_kept, -1.0 if is_negative else 1.0), 4.0)
+    numbers: dict[str, Number] = {"side": data.names[raised], "other": data.names[lowered]}
+    if _is_cut(data, raised):
+        numbers |= {"kept_mass": float(mass.mean()), "least_mass": float(mass.min()), "recorded": recorded_filter(data)}
+        fault, signal, following = (
+            TRUNCATION,
+            "kept_mass",
+            commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
+        )
+    else:
+        numbers = {"side": data.names[lowered], "other": data.names[raised], "lost_mass": float(1 - mass.mean())}
+        query = f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if lowered == 'a' else '>'} 0 GROUP BY step ORDER BY step"
+        fault, signal, following = PADDED_VOCABULARY, "lost_mass", commands.sql(data, query)
+    finding = fault.finding(data, signal, mass < 1 - 1e-6, next=following, numbers=numbers)
+    found = of_signs(data, finding, np.full(data.num_kept, -1.0 if is_negative else 1.0), 4.0)
     # A recorded filter is tested first.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
 
@@ -370,7 +384,7 @@ def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
     """Return True if the recording names a filter whose top-p, if it has one, agrees with the mass kept."""
     if not recorded_filter(data) or data.names[raised] == "train":
         return False
-    least = float(np.nanmin(data.sample.settings["top_p"], initial=1.0))
+    least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
     return least >= 1.0 or float(np.mean(size > -np.log(least) + 3 * allowed_noise(data))) < 0.01
 
 
@@ -407,24 +421,6 @@ def _is_cut(data: PairData, raised: str) -> bool:
     missing = -np.expm1(np.minimum(data.d, 0.0))
     constant = np.subtract(*np.quantile(missing, [0.9, 0.1])) < 0.02 * np.median(missing)
     return bool(constant or np.mean(np.exp(-data.b)) < 0.6 * vocabulary)
-
-
-def _truncation(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
-    return TRUNCATION.finding(
-        data, "kept_mass", mass < 1 - 1e-6, next=commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
-        numbers={
-            "side": data.names[raised], "other": data.names[lowered], "kept_mass": float(mass.mean()),
-            "least_mass": float(mass.min()), "recorded": recorded_filter(data),
-        },
-    )  # fmt: skip
-
-
-def _padding(data: PairData, raised: str, lowered: str, mass: np.ndarray) -> Finding:
-    query = f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if lowered == 'a' else '>'} 0 GROUP BY step ORDER BY step"
-    return PADDED_VOCABULARY.finding(
-        data, "lost_mass", mass < 1 - 1e-6, next=commands.sql(data, query),
-        numbers={"side": data.names[lowered], "other": data.names[raised], "lost_mass": float(1 - mass.mean())},
-    )  # fmt: skip
 
 
 def find_grammar(data: PairData) -> list[Hypothesis]:

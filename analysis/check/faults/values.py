@@ -19,6 +19,7 @@ from ..likelihood import Hypothesis, of_signs, predicting
 from ..pair_data import PairData, declared
 from ..rounding import HALF_ULP, allowed_noise, context_pairs, half_ulp, precisions
 from ..structure import exact_rows, sampled_mean, sampled_score
+from .sampling import recorded_filter, recorded_penalty
 
 MAX_LOGPROB = 1e-4
 """Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""
@@ -46,9 +47,12 @@ _NAMES = {
     "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
     "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
 }
-MAX_FUNCTION_LEFT = 0.1
-"""Maximum share of the typical |d| that may remain after conversion, unless it is rounding: the values of one side are then a
-function of those of the other side."""
+MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
+"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that conversion from a unit, or by a fitted
+function, may leave: the values of one side are then a function of those of the other side."""
+
+MIN_MONOTONE = 0.98
+"""Minimum rank correlation of a function without a name."""
 
 NOT_LOGPROBS = Fault(
     code="not_logprobs",
@@ -75,8 +79,8 @@ LOW_PRECISION = Fault(
     title="one side's head or log-softmax has low precision",
     broken="computation",
     evidence={
-        "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the {part} was computed or stored in low precision",
-        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the {part} was "
+        "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
+        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head was "
         "computed or stored in low precision",
     },
 )
@@ -164,16 +168,15 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
-    # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor.
-    size, spread = _typical(data.d), _typical(data.d - np.median(data.d))
-    most = min(MAX_FUNCTION_LEFT * size, spread)
+    # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor, and a constant any function.
+    size = _typical(data.d)
+    varied = min(size, _typical(data.d - np.median(data.d)), _typical(other - np.median(other)))
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
         residual = nats - other
         left = _typical(residual[np.isfinite(residual)])
-        if np.mean(np.isfinite(nats)) < 0.99 or left > (
-            MAX_FUNCTION_LEFT * min(size, spread) if unit == "curve" else most
-        ):
+        most = (MAX_LEFT_BY_UNIT if cost <= 2 else MAX_LEFT_BY_FIT) * varied
+        if np.mean(np.isfinite(nats)) < 0.99 or left > most:
             continue
         finding = UNIT.finding(
             data, "other_unit", weight=1 - left / max(size, 1e-12),
@@ -219,8 +222,8 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
     (offset, factor), rounded = _line(raised, p)
     if rounded == (1.0, -1.0):
         yield "log_complement", _log(1 - raised), {}, 2.0
-    elif offset > 1e-12 and 0.9 < factor < 1.1 and np.min(values) > np.log(offset) - 1e-3:
-        yield "floor", _log((raised - offset) / factor), {"factor": offset}, 8.0
+    elif offset > 1e-12 and abs(factor - 1) < 0.1 and np.min(values) > np.log(offset) - 1e-3:
+        yield "floor", _log(raised - offset), {"factor": offset}, 8.0
     yield "curve", _curve(data, values, other), {"curve": _shape(values, other)}, 8.0
 
 
@@ -246,16 +249,21 @@ def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Return what each value of a side corresponds to in the other side's logprobs, [K], interpolated between the nearest
-    values that belong to another pair of token and previous token."""
+    values that belong to another pair of token and previous token; NaN if the relation is not monotone."""
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
-    nats = np.full(len(values), np.nan)
-    if len(order) >= 100:
-        part = np.diff(x)[:-1] / np.maximum(x[2:] - x[:-2], 1e-12)
-        nats[order[1:-1]] = y[:-2] + (y[2:] - y[:-2]) * part
-        nats[order[[0, -1]]] = y[[1, -2]]
+    is_step = len(np.unique(y)) < len(y) / 2 or len(y) < 100
+    if is_step or abs(pearson(np.arange(len(y)).astype(float), _ranks(y))) < MIN_MONOTONE:
+        return np.full(len(values), np.nan)
+    nats = np.empty(len(values))
+    nats[order[1:-1]] = y[:-2] + (y[2:] - y[:-2]) * np.diff(x)[:-1] / np.maximum(x[2:] - x[:-2], 1e-12)
+    nats[order[[0, -1]]] = y[[1, -2]]
     return np.asarray(other + (nats - other)[first][inverse])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float)
 
 
 def _shape(values: np.ndarray, other: np.ndarray) -> str:
@@ -275,13 +283,8 @@ def find_shared_unit(data: PairData) -> list[Hypothesis]:
     average to 0. Truncated sampling and penalties change that average too, so nothing is concluded if they are
     recorded."""
     entropy, settings = data.entropy, data.sample.settings
-    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    declared_other = any(
-        bool(np.any(np.isfinite(settings[name]) & (settings[name] != value) & (settings[name] >= 0)))
-        for name, value in neutral.items()
-    )
-    is_greedy = bool(np.any(settings["temperature"] == 0))
-    if entropy is None or declared_other or is_greedy or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
+    declared_other = recorded_filter(data) or recorded_penalty(data) or np.any(settings["temperature"] == 0)
+    if entropy is None or declared_other or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
         return []
     if abs(_score(data.a + entropy)) < 6:
         return []
@@ -325,28 +328,23 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
     """Detect rounded logprobs, or rounded logits in a pass whose contract says float32."""
     found = []
     for side, precision in zip("ab", precisions(data), strict=True):
+        numbers = {"side": data.names[side], "dtype": precision.rounded or precision.logits}
+        following = commands.replay(data, "--logits-dtype bf16", "head")
         if (dtype := precision.rounded) is not None:
-            values = getattr(data, side)
-            half = half_ulp(values, dtype)
+            half = half_ulp(getattr(data, side), dtype)
             share = float(np.sum(np.minimum(half**2 / 3, data.d**2)) / max(np.sum(data.d**2), 1e-30))
             named = precision.declared in HALF_ULP and dtype in ("bfloat16", "float16")
             named |= declared(data.contract(side), "logprobs_dtype") == dtype
             if share > (0.02 if precision.declared else MIN_SHARE):
-                finding = _head(data, side, "rounded_logprobs", dtype, is_expected=named)
+                finding = LOW_PRECISION.finding(
+                    data, "rounded_logprobs", is_expected=named, next=following, numbers=numbers
+                )
                 residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)
                 found.append(predicting(data, finding, residual, 0.0))
         elif precision.logits in HALF_ULP and precision.declared == "float32":
-            finding = _head(data, side, "rounded_logits", precision.logits)
+            finding = LOW_PRECISION.finding(data, "rounded_logits", next=following, numbers=numbers)
             found.append(Hypothesis(finding=finding, tokens=data.keep.copy(), gain=20.0))
     return found
-
-
-def _head(data: PairData, side: str, signal: str, dtype: str | None, *, is_expected: bool = False) -> Finding:
-    part = "log-softmax" if signal == "rounded_logprobs" else "head"
-    return LOW_PRECISION.finding(
-        data, signal, is_expected=is_expected, next=commands.replay(data, "--logits-dtype bf16", "head"),
-        numbers={"side": data.names[side], "dtype": dtype, "part": part},
-    )  # fmt: skip
 
 
 # --- Another quantity, or other tokens --------------------------------------------------------------------------------------
@@ -407,8 +405,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
     """Detect that the values in the two passes are uncorrelated."""
     if data.num_kept < 30 or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
         return []
-    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float) for values in (data.a, data.b)]
-    correlation = max(pearson(data.a, data.b), pearson(*ranks))
+    correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
     if correlation >= MIN_CORRELATION:
         # Values of the right token from a different context share the token's mean, but nothing else.
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
