@@ -343,11 +343,10 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     other = (data.d > 0) if is_negative else (data.d < 0)
     # Differences from rounding have both signs; differences larger than rounding must have only one.
     large = size > 2 * (float(np.quantile(size[other], 0.95)) if other.any() else 0.0)
-    wrong = float(np.mean(other[large])) if large.any() else 1.0
-    clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
+    if not large.any() or np.mean(other[large]) > MAX_MINOR_SHARE or squares[large].sum() < 0.5 * squares.sum():
+        return []
     # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite direction.
-    lean = abs(float(data.d.mean())) / float(size.mean())
-    if lean < (MIN_ONE_SIDED if clear else 0.7):
+    if abs(float(data.d.mean())) < MIN_ONE_SIDED * float(size.mean()):
         return []
     # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
     # some tokens by nats in the other direction.
@@ -360,21 +359,19 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     raised, lowered = ("b", "a") if is_negative else ("a", "b")
     mass = np.minimum(np.exp(data.d if is_negative else -data.d), 1.0)
     score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
-    if score < (4 if clear else 8):
+    if score < 4:
         return []
     numbers: dict[str, Number] = {"side": data.names[raised], "other": data.names[lowered]}
     if _is_cut(data, raised):
         numbers |= {"kept_mass": float(mass.mean()), "least_mass": float(mass.min()), "recorded": recorded_filter(data)}
-        fault, signal, following = (
-            TRUNCATION,
-            "kept_mass",
-            commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut"),
-        )
+        replay = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
+        finding = TRUNCATION.finding(data, "kept_mass", mass < 1 - 1e-6, next=replay, numbers=numbers)
     else:
         numbers = {"side": data.names[lowered], "other": data.names[raised], "lost_mass": float(1 - mass.mean())}
-        query = f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if lowered == 'a' else '>'} 0 GROUP BY step ORDER BY step"
-        fault, signal, following = PADDED_VOCABULARY, "lost_mass", commands.sql(data, query)
-    finding = fault.finding(data, signal, mass < 1 - 1e-6, next=following, numbers=numbers)
+        per_step = f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if is_negative else '>'} 0 GROUP BY step ORDER BY step"
+        finding = PADDED_VOCABULARY.finding(
+            data, "lost_mass", mass < 1 - 1e-6, next=commands.sql(data, per_step), numbers=numbers
+        )
     found = of_signs(data, finding, np.full(data.num_kept, -1.0 if is_negative else 1.0), 4.0)
     # A recorded filter is tested first.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]

@@ -129,18 +129,23 @@ def find_positive(data: PairData) -> list[Hypothesis]:
     """Detect values above 0 in either pass."""
     found = []
     for side in "ab":
-        own, name = getattr(data.sample, side), f"logprob_{side}"
+        own = getattr(data.sample, side)
         where = data.keep & (np.nan_to_num(own.logprobs, nan=-1.0) > MAX_LOGPROB)
-        if where.any():
-            values = own.logprobs[where]
-            query = f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b FROM {{pair}} WHERE mask AND {name} > {MAX_LOGPROB} LIMIT 20"
-            finding = NOT_LOGPROBS.finding(
-                data, "above_zero", where[data.keep], next=commands.sql(data, query),
-                numbers={
-                    "side": own.name, "num_tokens": int(where.sum()), "least": float(values.min()), "largest": float(values.max()),
-                },
-            )  # fmt: skip
-            found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
+        if not where.any():
+            continue
+        values = own.logprobs[where]
+        columns = "step, seq_id, position, token_id, logprob_a, logprob_b"
+        query = f"SELECT {columns} FROM {{pair}} WHERE mask AND logprob_{side} > {MAX_LOGPROB} LIMIT 20"
+        numbers = {
+            "side": own.name,
+            "num_tokens": int(where.sum()),
+            "least": float(values.min()),
+            "largest": float(values.max()),
+        }
+        finding = NOT_LOGPROBS.finding(
+            data, "above_zero", where[data.keep], next=commands.sql(data, query), numbers=numbers
+        )
+        found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
     return found
 
 
@@ -178,15 +183,21 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
         most = (MAX_LEFT_BY_UNIT if cost <= 2 else MAX_LEFT_BY_FIT) * varied
         if np.mean(np.isfinite(nats)) < 0.99 or left > most:
             continue
+        query = "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
+        known: dict[str, Number] = {
+            "side": data.names[side],
+            "unit": unit,
+            "residual": left,
+            "size": size,
+            "factor": None,
+        }
         finding = UNIT.finding(
-            data, "other_unit", weight=1 - left / max(size, 1e-12),
-            next=commands.sql(
-                data, "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
-            ),
-            numbers={
-                "side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": None, **numbers,
-            },
-        )  # fmt: skip
+            data,
+            "other_unit",
+            weight=1 - left / max(size, 1e-12),
+            next=commands.sql(data, query),
+            numbers=known | numbers,
+        )
         hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=unit != "curve")
         found.append(replace(hypothesis, rank=int(unit == "curve")))
     return found
@@ -374,7 +385,8 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
     one, two = context_pairs(data)
     differ = np.abs(others[one] - others[two]) > 0.3
     equal = np.abs(values[one] - values[two])[differ] < MAX_LOGPROB
-    if differ.sum() < 12 or equal.mean() < 0.9:
+    # A single value for all contexts is a placeholder.
+    if differ.sum() < 12 or equal.mean() < 0.9 or np.std(values[one][differ][equal]) < 0.01:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
