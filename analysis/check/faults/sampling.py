@@ -225,11 +225,11 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
     and its logarithm, or NaN if the differences are not proportional; None if there are too few."""
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
-    known = (np.abs(one) > 0.3) & (np.abs(one) < 15)
+    known = (np.maximum(np.abs(one), np.abs(two)) > 0.3) & (np.abs(one) < 15)
     if known.sum() < 12:
         return None
     one, two = one[known], two[known]
-    ratio = two / one
+    ratio = two / np.where(np.abs(one) > 1e-6, one, 1e-6)
     scale = float(np.median(ratio))
     left = two - scale * one
     error = 2 * 1.25 * float(np.median(np.abs(ratio - scale))) / 0.67 / np.sqrt(len(ratio)) + 1e-5 * abs(scale)

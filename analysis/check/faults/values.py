@@ -267,10 +267,12 @@ def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
     is_step = len(np.unique(y)) < len(y) / 2 or len(y) < 100
     if is_step or abs(pearson(np.arange(len(y)).astype(float), _ranks(y))) < MIN_MONOTONE:
         return np.full(len(values), np.nan)
-    nats = np.empty(len(values))
-    nats[order[1:-1]] = y[:-2] + (y[2:] - y[:-2]) * np.diff(x)[:-1] / np.maximum(x[2:] - x[:-2], 1e-12)
-    nats[order[[0, -1]]] = y[[1, -2]]
-    return np.asarray(other + (nats - other)[first][inverse])
+    own = np.argsort(np.argsort(values[first], kind="stable"), kind="stable")[inverse]
+    below, above = np.searchsorted(x, values, "left") - 1, np.searchsorted(x, values, "right")
+    below = np.maximum(below - (below == own), 0)
+    above = np.minimum(above + (above == own), len(x) - 1)
+    part = (values - x[below]) / np.maximum(x[above] - x[below], 1e-12)
+    return np.asarray(y[below] + (y[above] - y[below]) * np.clip(part, 0, 1))
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
@@ -390,7 +392,8 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=float("inf"))]
+    # As with scattered values, only the two separate distributions are predicted.
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
 
 
 def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
@@ -436,7 +439,6 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
             "correlation": correlation, "sampled": sampled, "sampled_mean": mean,
         },
     )  # fmt: skip
-    # As with scattered values, only the two separate distributions are predicted.
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
 
 
