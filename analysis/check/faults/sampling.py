@@ -269,7 +269,8 @@ def _changing(data: PairData, along: np.ndarray, signal: str) -> list[Hypothesis
     cuts = np.quantile(along, [0.25, 0.5, 0.75])
     parts = [np.searchsorted(cuts, along, side="left") == part for part in range(4)]
     fits = [
-        max(_scales(data.within(part)), key=lambda fit: fit.r2, default=None) for part in parts if part.sum() >= 100
+        max(_scales(data.within(part)), key=lambda fit: fit.r2, default=None) if part.sum() >= 100 else None
+        for part in parts
     ]
     scales = [1.0 if fit is None else fit.scale for fit in fits]
     known = [fit for fit in fits if fit is not None and fit.r2 > 0.8]
