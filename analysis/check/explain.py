@@ -78,7 +78,8 @@ def explain(data: PairData) -> list[Finding]:
 def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     above = find_positive(data)
     if above and (units := _best(find_unit(data))):
-        return [units.finding]
+        rest = _explained(data.without(units.tokens))
+        return _added([units.finding], [each for each in rest if each.fails], None)
     facts = [each.finding for each in above]
     if any(finding.share > 0.5 for finding in facts):
         return facts
