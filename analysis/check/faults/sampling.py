@@ -344,10 +344,11 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     other = (data.d > 0) if is_negative else (data.d < 0)
     # Differences from rounding have both signs; differences larger than rounding must have only one.
     large = size > 2 * (float(np.quantile(size[other], 0.95)) if other.any() else 0.0)
-    if not large.any() or np.mean(other[large]) > MAX_MINOR_SHARE or squares[large].sum() < 0.5 * squares.sum():
-        return []
+    wrong = float(np.mean(other[large])) if large.any() else 1.0
+    clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
     # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite direction.
-    if abs(float(data.d.mean())) < MIN_ONE_SIDED * float(size.mean()):
+    lean = abs(float(data.d.mean())) / float(size.mean())
+    if lean < (MIN_ONE_SIDED if clear else 0.7):
         return []
     # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
     # some tokens by nats in the other direction.
@@ -360,7 +361,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     raised, lowered = ("b", "a") if is_negative else ("a", "b")
     mass = np.minimum(np.exp(data.d if is_negative else -data.d), 1.0)
     score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
-    if score < 4:
+    if score < (4 if clear else 8):
         return []
     numbers: dict[str, Number] = {"side": data.names[raised], "other": data.names[lowered]}
     if _is_cut(data, raised):
