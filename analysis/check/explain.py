@@ -21,15 +21,20 @@ from .faults.not_computed import (
     find_shared_constants,
     find_unsampled,
 )
-from .faults.other_values import find_other_quantity, find_scattered, find_unrelated
-from .faults.penalty import find_penalty, find_sampled_elsewhere, find_token_ids
 from .faults.places import BOUNDARY, BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
 from .faults.row_pairing import find_row_pairing
+from .faults.sampling import find_grammar, find_one_sided, find_penalty, find_sampled_elsewhere, find_temperature
 from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
-from .faults.temperature import find_temperature
-from .faults.truncation import find_grammar, find_one_sided
 from .faults.unexplained import rounding, too_few, unexplained_tokens
-from .faults.unit import find_low_precision, find_positive, find_shared_unit, find_unit
+from .faults.values import (
+    find_low_precision,
+    find_other_quantity,
+    find_positive,
+    find_scattered,
+    find_shared_unit,
+    find_unit,
+    find_unrelated,
+)
 from .faults.weights import find_adapter, find_declared, find_earlier_growth, find_engine_weights, weights_agree
 from .finding import Finding, Number
 from .likelihood import Hypothesis, nobodys
@@ -60,10 +65,10 @@ _MAX_PLACES = 16
 
 _VALUES = (
     find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_reversed, find_row_pairing, find_misplaced,
-    find_retokenised, find_temperature, find_one_sided, find_penalty, find_token_ids, find_low_precision, find_unrelated,
+    find_retokenised, find_temperature, find_one_sided, find_penalty, find_low_precision, find_unrelated,
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
-_FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty, find_token_ids)
+_FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
 """Explanations in which one side is a function of the other side's distribution."""
 _PLACES = (find_place, find_subset, find_placed)
 """Explanations that only locate the tokens with a large d."""
@@ -79,7 +84,8 @@ def explain(data: PairData) -> list[Finding]:
 def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     above = find_positive(data)
     if above and (units := _best(find_unit(data))):
-        return [units.finding]
+        rest = _explained(data.without(units.tokens))
+        return _added([units.finding], [each for each in rest if each.fails], None)
     facts = [each.finding for each in above]
     if any(finding.share > 0.5 for finding in facts):
         return facts

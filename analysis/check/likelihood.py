@@ -81,6 +81,11 @@ def scored(data: PairData) -> np.ndarray:
     return np.isin(data.seq, rows[:: max(every, 1)]) if every > 1 else np.ones(data.num_kept, bool)
 
 
+def _fit(data: PairData, residual: np.ndarray, inside: np.ndarray | None = None) -> Fit:
+    chosen = scored(data) if inside is None else scored(data) & inside
+    return fit(residual[chosen], data.scale[chosen], value_rounding(data)[chosen], allowed_noise(data))
+
+
 @once
 def unexplained(data: PairData) -> Fit:
     """Return the fit to d itself, without any explanation."""
@@ -92,22 +97,6 @@ def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
     nats.
     """
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
-
-
-def _fit(data: PairData, residual: np.ndarray) -> Fit:
-    chosen = scored(data)
-    return fit(residual[chosen], data.scale[chosen], value_rounding(data)[chosen], allowed_noise(data))
-
-
-def apart(data: PairData, *parts: np.ndarray) -> float:
-    """Return the gain in log likelihood, nats, of fitting rounding and unexplained errors separately to each part of
-    the tokens, [K] bool.
-    """
-    chosen = scored(data)
-    scale, values, most = data.scale, value_rounding(data), allowed_noise(data)
-    within = [part & chosen for part in parts]
-    own = [fit(data.d[part], scale[part], values[part], most).log_likelihood for part in within if part.any()]
-    return sum(own) - unexplained(data).log_likelihood if len(own) > 1 else 0.0
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
@@ -215,5 +204,7 @@ def located(
     """Return an explanation that predicts at which tokens, [K] bool, d is off, but not by how much. Its gain is that of
     fitting a separate level of mismatch there.
     """
-    gain = apart(data, tokens, ~tokens) - cost - CLAIM_NATS
+    parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
+    apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
+    gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS
     return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=gain, place=place)

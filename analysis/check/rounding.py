@@ -21,17 +21,15 @@ NOISE_FACTOR = 20.0
 """Maximum rms error of a logit, in units of the roundoff times the standard deviation of the log-odds log(p / (1 - p)) of the
 sampled tokens: large logits have large errors. Measured 0.3 to 10 on an H100 (models of up to 130 million parameters, six
 attention kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
-HALF_ULP = {"bfloat16": 8, "float16": 11, "float8": 4}
+HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""
 MIN_SPREAD = 1.0
 """Minimum standard deviation of the log-odds assumed when computing the noise."""
 FLOOR_NATS = 1e-5
 """Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
-_GRID_STEPS = {"bfloat16": 2.0**7, "float16": 2.0**12}
-"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16)."""
-_GRID_TOLERANCE = {"bfloat16": 0.02, "float16": 0.08}
-"""dtype -> maximum distance of a logit difference from the grid, in steps: four times the error of a float32 logprob."""
-_TEMPERATURES = tuple(round(0.3 + 0.01 * step, 2) for step in range(121))
+_LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
+"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16); maximum distance of a logit difference
+from the grid, in steps: four times the error of a float32 logprob."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +62,16 @@ class Precision:
 @once
 def precisions(data: PairData) -> tuple[Precision, Precision]:
     """Return the precision of pass a and of pass b."""
+    first, second = context_pairs(data)
+    recorded = data.sample.settings["temperature"]
+    is_known = bool(np.isfinite(recorded).any())
+    temperatures = {1.0, *([float(np.nanmedian(recorded))] if is_known else np.round(np.arange(0.3, 1.51, 0.01), 2))}
     found = []
-    for side, values, grid in zip("ab", (data.a, data.b), _logit_precision(data), strict=True):
+    for side, values in (("a", data.a), ("b", data.b)):
         contract = data.contract(side)
         has_tf32 = bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
-        found.append(Precision(dtype_of(contract), grid, value_precision(values), has_tf32))
+        logits = _logit_precision(values[first] - values[second], sorted(temperatures))
+        found.append(Precision(dtype_of(contract), logits, value_precision(values), has_tf32))
     return found[0], found[1]
 
 
@@ -94,21 +97,36 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the dtype that logprobs, [K], were rounded to: `float8`, `bfloat16`, `float16` or `float32`, or a number
-    of `decimals`; None if too few are informative.
+    """Return the precision that logprobs, [K], were rounded to: a dtype in HALF_ULP or `float32`, a number of `decimals`, or
+    `steps of` a size; None if too few are informative. If 95 % of the values fit a float and a grid, it is the float unless the
+    grid has less than half as many values.
     """
-    telling = np.abs(logprobs[np.isfinite(logprobs) & (logprobs < -1e-3) & (logprobs > -60)]).astype(np.float32)
-    if len(np.unique(telling)) < 8:
+    size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
+    telling = size[size > 1e-3]
+    values, counts = np.unique(telling, return_counts=True)
+    if len(values) < 8:
         return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
     bits = telling.view(np.uint32)
-    for decimals in range(5):
-        scaled = telling * 10.0**decimals
+    lowest = (bits & (~bits + np.uint32(1))).astype(float)
+    significant = np.quantile(24 - np.minimum(np.log2(lowest), 23), 0.95, method="higher")
+    # Values near 0 have a float of their own, but are all 0 on a grid.
+    low, high = np.quantile(np.maximum(size, 1e-3), [0.05, 0.95])
+    possible = {dtype: 2.0 ** (num - 1) * np.log2(high / low) for dtype, num in HALF_ULP.items() if significant <= num}
+    for name, step in _steps(values[counts > 1].astype(float)):
+        scaled = telling / step
         if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
-            return f"{decimals} decimals"
-    for dtype, low in (("float8", 0xFFFFF), ("bfloat16", 0xFFFF), ("float16", 0x1FFF)):
-        if np.mean((bits & low) == 0) >= 0.95:  # by chance one value in 8,192 has as many zero bits as float16's
-            return dtype
-    return "float32"
+            possible[name] = 2 * (high - low) / step
+    return min(possible, key=lambda name: possible[name], default="float32")
+
+
+def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
+    """Return grid steps to try, by name: decimals, and the common divisor of values that occur more than once."""
+    steps = [(f"{decimals} decimals", 10.0**-decimals) for decimals in range(5)]
+    least = np.diff(repeated).min() if len(repeated) >= 8 else 0.0
+    if least > 1e-4:
+        step = repeated[-1] / np.round(repeated / least).max()
+        steps.append((f"steps of {step:.6g}", float(f"{step:.6g}")))
+    return steps
 
 
 @once
@@ -138,12 +156,12 @@ def value_rounding(data: PairData) -> np.ndarray:
     return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
 
 
-def half_ulp(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return half a unit in the last place of each value, [K], in the dtype, or of its last decimal."""
-    if dtype not in HALF_ULP:
-        return np.full(len(values), 0.5 * 10.0 ** -int(dtype.split()[0]))
-    _, exponent = np.frexp(values)
-    return np.asarray(np.ldexp(1.0, exponent - HALF_ULP[dtype] - 1))
+def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
+    """Return half of the distance between neighbouring values, [K], at a precision named by `value_precision`."""
+    if precision in HALF_ULP:
+        return np.asarray(np.ldexp(1.0, np.frexp(values)[1] - HALF_ULP[precision] - 1))
+    *_, last = precision.split()
+    return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
 
 
 @once
@@ -159,40 +177,28 @@ def levels(data: PairData) -> np.ndarray:
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
-def _logit_precision(data: PairData) -> tuple[str | None, str | None]:
-    """Return the dtype to which the logits in each pass were rounded; None if too few pairs of tokens share a context.
+def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
+    """Return the dtype to which logits were rounded, from differences of logprobs in one context; None if there are too few.
 
     In one context, the logprobs of two tokens differ by the difference of their logits. Logits above 1 in bfloat16 are
     multiples of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the
     spacing.
     """
-    first, second = context_pairs(data)
-    recorded = data.sample.settings["temperature"]
-    temperatures = {1.0} | ({float(np.nanmedian(recorded))} if np.isfinite(recorded).any() else set(_TEMPERATURES))
-    found = [_grid_of(values[first] - values[second], sorted(temperatures)) for values in (data.a, data.b)]
-    return found[0], found[1]
-
-
-def _grid_of(difference: np.ndarray, temperatures: list[float]) -> str | None:
     # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.
     difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
     if len(difference) < 6:
         return None
-    for dtype, steps in _GRID_STEPS.items():
-        by_chance = 2 * _GRID_TOLERANCE[dtype]
-        for temperature in {1.0, *temperatures}:
+    for dtype, (steps, tolerance) in _LOGIT_GRIDS.items():
+        for temperature in temperatures:
             scaled = difference * temperature * steps
-            share = float(np.mean(np.abs(scaled - np.round(scaled)) < _GRID_TOLERANCE[dtype]))
-            if share > 0.35 and len(temperatures) * _chance(share, by_chance, len(difference)) < 1e-6:
+            share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
+            # Chernoff bound on the probability that at least this share of the differences is on the grid by chance.
+            chance = 2 * tolerance
+            divergence = share * np.log(share / chance) if share else 0.0
+            divergence += (1 - share) * np.log((1 - share) / (1 - chance))
+            if share > 0.35 and len(temperatures) * np.exp(-len(difference) * divergence) < 1e-6:
                 return dtype
     return "float32"
-
-
-def _chance(share: float, by_chance: float, num: int) -> float:
-    """Return the Chernoff bound on the probability that at least `share` of `num` differences are on a grid by chance."""
-    share = min(share, 1 - 1e-9)
-    divergence = share * np.log(share / by_chance) + (1 - share) * np.log((1 - share) / (1 - by_chance))
-    return float(np.exp(-num * divergence))
 
 
 @once

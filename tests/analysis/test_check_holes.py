@@ -229,6 +229,49 @@ def test_values_of_something_else_have_a_name_of_their_own(tmp_path, rollout, si
     assert (first.code, first.signal) == ("unrelated", signal)
 
 
+def one_for_a_context(step, number):
+    """A value of each context's distribution: neither its entropy nor its largest logprob."""
+    return [-2 * row for row in step.entropies()]
+
+
+def test_a_side_that_does_not_depend_on_the_token_holds_other_values(tmp_path):
+    first = check(Recording(rollout=one_for_a_context, entropy=False).write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.signal, first.numbers["side"]) == ("unrelated", "same_in_context", "rollout")
+    assert first.numbers["num_equal"] == first.numbers["num_pairs"] >= 12
+
+
+def test_probabilities_in_a_quarter_of_the_sequences_are_named_and_counted(tmp_path):
+    run = Recording(
+        rollout=lambda step, number: [
+            -np.exp(row) if at % 4 == 0 else row for at, row in enumerate(in_float32(step, number))
+        ]
+    )
+    first = check(run.write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.numbers["unit"]) == ("log_base", "negative_probability")
+    assert (first.numbers["part_sequences"], first.numbers["part_of"]) == (32, 128)
+    assert "only 32 of 128 sequences" in evidence_text(first)
+
+
+@pytest.mark.parametrize("step_of", [0.125, 0.05])
+def test_logprobs_on_a_grid_have_low_precision(tmp_path, step_of):
+    run = Recording(rollout=lambda step, number: [np.round(row / step_of) * step_of for row in step.scored()])
+    first = check(run.write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.numbers["dtype"]) == ("low_precision_head", f"steps of {step_of:g}")
+
+
+def biased(rows):
+    """A bias of 2 nats on a third of the ids."""
+    return rows + 2.0 * (np.arange(rows.shape[-1]) % 3 == 0)
+
+
+def test_a_bias_on_many_ids_is_measured_on_tokens_of_one_context(tmp_path):
+    run = Recording(rollout=lambda step, number: step.scored(process=biased), process=biased, entropy=False)
+    first = check(run.write(tmp_path / "trace")).findings[0]
+    assert (first.code, first.signal) == ("penalty", "one_shift")
+    assert first.numbers["bias"] == pytest.approx(2.0, abs=0.01)
+    assert 0 < first.numbers["num_shifted"] < first.numbers["num_pairs"]
+
+
 # --- Two explanations, and a cause beside a part ----------------------------------------------------------------------------
 
 

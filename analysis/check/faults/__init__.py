@@ -8,15 +8,12 @@ from .kinds import COMPUTATION, NOT_REPEATABLE, ONSET, ROUTER_FLIPS, ROW_CONTEXT
 from .kinds import TITLES as KIND_TITLES
 from .misplaced import MISPLACED
 from .not_computed import COPIES, EQUAL, HOLES, LENGTHS, MASK, NOT_SAMPLED, PLACEHOLDERS
-from .other_values import UNRELATED
-from .penalty import PENALTY
 from .places import BOUNDARY, ONE_PLACE, SUBSET
 from .row_pairing import ROW_PAIRING
+from .sampling import GRAMMAR, PADDED_VOCABULARY, PENALTY, TEMPERATURE, TRUNCATION
 from .shift import RETOKENISED, SHIFT
-from .temperature import TEMPERATURE
-from .truncation import GRAMMAR, PADDED_VOCABULARY, TRUNCATION
 from .unexplained import ROUNDING, TOO_FEW, UNEXPLAINED
-from .unit import LOW_PRECISION, NOT_LOGPROBS, UNIT
+from .values import LOW_PRECISION, NOT_LOGPROBS, UNIT, UNRELATED
 from .weights import WEIGHTS
 
 ALL = (

@@ -15,8 +15,8 @@ from ..pair_data import PairData
 from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, precisions
 from ..structure import MIN_REPEATS, growth, level, repeats
 from ..where import Where
-from .other_values import UNRELATED
-from .penalty import PENALTY
+from .sampling import PENALTY
+from .values import UNRELATED
 from .weights import WEIGHTS, measured
 
 MIN_SECOND = 0.2

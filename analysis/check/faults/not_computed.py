@@ -18,7 +18,7 @@ from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
 from ..rows import row_spreads
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from ..where import places
-from .truncation import recorded_filter
+from .sampling import recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts

@@ -1,0 +1,558 @@
+"""Logits that one side changes before it normalises them: a temperature, a filter that leaves tokens out, a penalty or a bias.
+
+In one context, a change c of a token's logit changes its logprob by c minus a constant that all tokens share. The functions
+below differ in c: proportional to the logit (temperature), 0 for every sampled token (filters, padding), or of one size for
+some tokens (penalties, biases).
+
+Shapes: K kept tokens in S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...advice import Advice
+from .. import commands
+from ..finding import Fault, Number
+from ..kinds import judged, judged_words
+from ..likelihood import Hypothesis, of_signs, predicting, unexplained
+from ..pair_data import MIN_REST, PairData, declared
+from ..rounding import allowed_noise, context_pairs, value_rounding
+from ..structure import sampled_mean, sampled_score
+from ..where import repeated_in_row
+
+
+def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
+    names = {"a": f"{numbers['a']}'s contract", "b": f"{numbers['b']}'s contract", "sampling": "sampling"}
+    parts = [f"{name} {numbers[f'recorded_{key}']:g}" for key, name in names.items() if f"recorded_{key}" in numbers]
+    if "logprobs_mode" in numbers:
+        parts.append(f"logprobs_mode {numbers['logprobs_mode']}")
+    return {"recorded_text": f"; recorded: {', '.join(parts)}" if parts else ""}
+
+
+def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
+    value = numbers["recorded"]
+    return {"recorded_text": "" if value is None else f"; recorded: repetition_penalty {value:g}"}
+
+
+_CHANGING = (
+    "{{b}}'s logits are {{a}}'s divided by a temperature that changes along {along}: {{temperatures}} in the four quarters "
+    "{quarters} (fitted), which accounts for {{r2:.0%}} of the mismatch{{recorded_text}}"
+)
+TEMPERATURE = Fault(
+    code="temperature",
+    title="temperature on one side only",
+    broken="recording",
+    evidence={
+        "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
+        "accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "along_response": _CHANGING.format(along="the response", quarters="by position"),
+        "along_steps": _CHANGING.format(along="the steps", quarters="of the steps"),
+    },
+    words=dict.fromkeys(("scaled_logits", "along_response", "along_steps"), _recorded_temperatures),
+    causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
+)
+TRUNCATION = Fault(
+    code="truncation",
+    title="top-p, top-k or min-p renormalised on one side only",
+    broken="recording",
+    evidence={
+        "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, which "
+        "have {kept_mass:.4g} of the probability mass of {other} on average and at least "
+        "{least_mass:.3g}{recorded_text}"
+    },
+    words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
+)
+PADDED_VOCABULARY = Fault(
+    code="padded_vocabulary",
+    title="one side's softmax covers more tokens: vocabulary padding, forbidden tokens, or a shard that the other side "
+    "lacks",
+    broken="computation",
+    evidence={
+        "lost_mass": "{side} is never above {other}: it gives {lost_mass:.3g} of its probability to ids that {other} "
+        "leaves out, i.e. head rows beyond the tokenizer's length, tokens that {other} forbids, or a vocabulary shard "
+        "that {other} lacks"
+    },
+)
+GRAMMAR = Fault(
+    code="grammar",
+    title="one side was sampled under a grammar, so its logprobs cover only the allowed tokens",
+    broken="recording",
+    evidence={
+        "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs cover the allowed "
+        "tokens, those of {other} all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
+        "more than rounding (at most {largest:.3g} nats), and {num_lower:,} are lower"
+    },
+)
+PENALTY = Fault(
+    code="penalty",
+    title="a repetition penalty, logit bias or token filter on one side only",
+    broken="recording",
+    evidence={
+        "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
+        "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",
+        "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against "
+        "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
+        "one_shift": "of {num_pairs:,} pairs of different tokens after the same prefix, the two sides agree on the difference of "
+        "the logprobs in {num_equal:,}, and in {num_shifted:,} they differ by {bias:.3g} nats: one side shifts the logits of "
+        "some tokens, as with a logit bias or a penalty",
+        "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
+        "sampled_elsewhere": "the passes agree, yet logprob + entropy averages to {mean:.3g} nats: the tokens were not "
+        "sampled from the recorded distribution{recorded_text}",
+    },
+    words={
+        "repeated": _recorded_penalty,
+        "token_ids": lambda n: dict(zip(("lowers", "raises"), ("lowers", "raises")[:: 1 if n["mean_ids"] < 0 else -1], strict=True)),
+        "judged": judged_words,
+        "sampled_elsewhere": _recorded_penalty,
+    },
+)  # fmt: skip
+
+# --- A factor ---------------------------------------------------------------------------------------------------------------
+
+MIN_R2 = 0.6
+"""Minimum share of the mismatch that one factor on the logits must explain, whichever side is taken as the reference.
+Other faults that sharpen a distribution leave far more scatter, and faults that make tokens unlikely affect only one
+side.
+"""
+MIN_SHIFT = 0.004
+"""Minimum |log T| for a temperature T to be reported: rounding to bfloat16 changes the scale of logits by less."""
+MAX_TEMPERATURE = 20.0
+"""Largest fitted value accepted as a temperature."""
+_MODEL_ERROR = 0.05
+"""Error of a fitted log T, relative to log T. The fits assume that log-odds scale linearly, which is exact for two
+possible tokens and approximate for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleFit:
+    """Fit of logits_b = scale * logits_a."""
+
+    scale: float
+    """1 / temperature of b relative to a."""
+    lowest: float
+    highest: float
+    """`lowest` to `highest` is the range of the scale fitted from either side, widened by two standard errors."""
+    r2: float
+    """Share of the variance of d explained by the scale; the smaller of the two sides' values."""
+    score: float
+    """Distance between the scale and 1, in standard errors."""
+    residual: np.ndarray
+    """[K] part of d that the scale does not explain, nats; NaN where it predicts nothing."""
+
+
+def find_temperature(data: PairData) -> list[Hypothesis]:
+    """Detect that one pass's logits are the other's times a factor. The factor is fitted to logprob + entropy if
+    entropies are recorded, and to the log-odds; tokens that share a context determine it exactly.
+    """
+    off = np.abs(data.d) > 4 * value_rounding(data)
+    lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
+    if not 0.02 < lower < 0.98:
+        return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
+    exact = _exact_scale(data)
+    found = [_scaled(data, fit, exact) for fit in _scales(data) if exact is None or exact[2] * np.log(fit.scale) > 0]
+    return (
+        found
+        or _changing(data, data.position, "along_response")
+        or _changing(data, data.sample.steps[data.seq], "along_steps")
+    )
+
+
+def _scales(data: PairData) -> list[ScaleFit]:
+    """Return the fitted scales that are far from 1, significantly so, and explain enough of d."""
+    fits = []
+    for side, own, other in (("a", data.a, data.b), ("b", data.b, data.a)):
+        if (recorded := getattr(data.sample, side).entropy) is not None:
+            # To second order, scaling logits by s changes a logprob by (s - 1) u - (s - 1)^2 varentropy / 2, with u the
+            # logprob plus the entropy.
+            entropy = recorded[data.keep]
+            there = np.isfinite(entropy) & (np.abs(own + entropy) < 20)
+            fits.append(_scale(other - own, own + entropy, other + entropy, there, side, 2, np.ones(data.num_kept)))
+            break
+    # With two possible tokens, the log-odds scale exactly; k equally likely alternatives shift the line by (s - 1) log k.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        odds = [x - np.log(-np.expm1(np.minimum(x, 0.0))) for x in (data.a, data.b)]
+        off = odds[1] - odds[0]
+    there = np.isfinite(off) & (data.rest > 1e-5) & (np.minimum(data.a, data.b) > -15)
+    fits.append(_scale(off, odds[0], odds[1], there, "a", 1, data.rest))
+    return [
+        fit
+        for fit in fits
+        if fit is not None and abs(np.log(fit.scale)) >= MIN_SHIFT and fit.score >= 6 and fit.r2 >= MIN_R2
+    ]
+
+
+def _scale(
+    off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
+) -> ScaleFit | None:
+    """Fit off = (s - 1) own, and off = (1 - 1 / s) other, with a constant and, for degree 2, a square. `weight` is d / off."""
+    if there.sum() < 30:
+        return None
+    keep = there & (
+        np.abs(off - np.median(off[there])) <= np.quantile(np.abs(off - np.median(off[there]))[there], 0.98) + 1e-12
+    )
+    slopes, left = [], []
+    for values in (own, other):
+        x = np.stack([values**power for power in (1, 0, 2)[: degree + 1]], axis=1)
+        solution, *_ = np.linalg.lstsq(x[keep], off[keep], rcond=None)
+        left.append(off - x @ solution)
+        slopes.append(float(solution[0]))
+    spread = float(np.sum((off[keep] - off[keep].mean()) ** 2))
+    error = float(np.sqrt(np.mean(left[0][keep] ** 2) / max(float(np.var(own[keep])) * keep.sum(), 1e-30)))
+    # Noise in the reference flattens the slope, so the true scale is between the fits from both sides.
+    ends = sorted([1 + slopes[0], *([1 / (1 - slopes[1])] if slopes[1] < 1 else [])])
+    scale = ends[0] if ends[0] > 1 else ends[-1] if ends[-1] < 1 else 1.0
+    low, high = ends[0] - 2 * error, ends[-1] + 2 * error
+    if degree == 1:
+        left = [off - np.mean(off[keep]) - (scale - 1) * (own - own[keep].mean())]
+    squares = [float(each[keep] @ each[keep]) for each in left]
+    if low <= 0 or not 1 / MAX_TEMPERATURE < scale < MAX_TEMPERATURE:
+        return None
+    if side == "b":  # a = scale * b
+        low, scale, high = 1 / high, 1 / scale, 1 / low
+    residual = np.where(there, left[int(np.argmax(squares))] * weight, np.nan)
+    return ScaleFit(
+        scale, low, high, 1 - max(squares) / max(spread, 1e-30), abs(slopes[0]) / max(error, 1e-12), residual
+    )
+
+
+def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
+    """Return logits_b / logits_a from differences between tokens of one context, in which the normaliser cancels, its error,
+    and its logarithm, or NaN if the differences are not proportional; None if there are too few."""
+    first, second = context_pairs(data)
+    one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
+    known = (np.maximum(np.abs(one), np.abs(two)) > 0.3) & (np.abs(one) < 15)
+    if known.sum() < 12:
+        return None
+    one, two = one[known], two[known]
+    ratio = two / np.where(np.abs(one) > 1e-6, one, 1e-6)
+    scale = float(np.median(ratio))
+    left = two - scale * one
+    error = 2 * 1.25 * float(np.median(np.abs(ratio - scale))) / 0.67 / np.sqrt(len(ratio)) + 1e-5 * abs(scale)
+    is_scale = left @ left < 0.05 * ((two - one) @ (two - one)) or np.sqrt(np.mean(left**2)) < allowed_noise(data)
+    return scale, error, float(np.log(scale)) if scale > 0 and is_scale else float("nan")
+
+
+def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | None) -> Hypothesis:
+    middle, low, high = fit.scale, fit.lowest, fit.highest
+    # A fit over different contexts is exact only to first order in log T.
+    error = max((1 - fit.r2) / 2, _MODEL_ERROR, abs(np.log(middle)) / 2)
+    if exact is not None:
+        middle, low, high, error = exact[0], exact[0] - exact[1], exact[0] + exact[1], 0.0
+    wider = float(np.exp(abs(np.log(middle)) * error))
+    temperature, known = 1 / middle, _temperatures(data)
+    settings = data.sample.settings["temperature"]
+    recorded = float(np.nanmedian(settings)) if np.isfinite(settings).any() else temperature
+    nearest = recorded if abs(np.log(recorded / temperature)) < 0.3 else temperature
+    declared_ones = [value for name, value in known.items() if name != "logprobs_mode"]
+    # A scale is more general than a temperature; it is named if every recorded temperature is 1.
+    cause = {"cause": "scale"} if declared_ones and all(value == 1.0 for value in declared_ones) else {}
+    finding = TEMPERATURE.finding(
+        data, "scaled_logits", weight=fit.r2, next=_confirming(data, nearest),
+        numbers={
+            "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
+            "r2": fit.r2, "standard_errors": fit.score, **data.names, **known, **cause,
+        },
+    )  # fmt: skip
+    hypothesis = predicting(data, finding, fit.residual, 8.0)
+    # A recorded temperature is tested first.
+    is_recorded = low / wider < 1 / nearest < high * wider and abs(np.log(nearest)) > 0.02 and nearest != temperature
+    return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
+
+
+def _changing(data: PairData, along: np.ndarray, signal: str) -> list[Hypothesis]:
+    """Detect a factor that rises or falls along a coordinate, [K]."""
+    cuts = np.quantile(along, [0.25, 0.5, 0.75])
+    parts = [np.searchsorted(cuts, along, side="left") == part for part in range(4)]
+    fits = [
+        max(_scales(data.within(part)), key=lambda fit: fit.r2, default=None) if part.sum() >= 100 else None
+        for part in parts
+    ]
+    scales = [1.0 if fit is None else fit.scale for fit in fits]
+    known = [fit for fit in fits if fit is not None and fit.r2 > 0.8]
+    steps = np.diff(np.log(scales))
+    is_monotonic = np.all(steps > -0.02) or np.all(steps < 0.02)
+    if len(known) < 3 or not is_monotonic or abs(np.log(scales[-1] / scales[0])) < 0.1:
+        return []
+    residual = data.d.copy()
+    for part, fit in zip(parts, fits, strict=True):
+        if fit is not None:
+            residual[part] = fit.residual
+    r2 = float(np.mean([fit.r2 for fit in known]))
+    finding = TEMPERATURE.finding(
+        data, signal, weight=r2,
+        next=commands.stats(data, "step") if signal == "along_steps" else commands.query(data, "by-position"),
+        numbers={
+            "temperatures": ", ".join(f"{1 / scale:.3g}" for scale in scales), "r2": r2, **data.names, **_temperatures(data),
+        },
+    )  # fmt: skip
+    return [predicting(data, finding, residual, 8.0 * len(fits))]
+
+
+def _temperatures(data: PairData) -> dict[str, float | str]:
+    """Return the recorded temperatures, under the keys `recorded_a`, `recorded_b` and `recorded_sampling`, and
+    `logprobs_mode`."""
+    settings = data.sample.settings["temperature"]
+    named = {
+        "recorded_a": declared(data.contract("a"), "temperature"),
+        "recorded_b": declared(data.contract("b"), "sampling", "temperature"),
+        "recorded_sampling": float(np.nanmedian(settings)) if np.isfinite(settings).any() else None,
+    }
+    found: dict[str, float | str] = {name: value for name, value in named.items() if isinstance(value, (int, float))}
+    mode = declared(data.contract("b"), "logprobs_mode")
+    return found | ({"logprobs_mode": str(mode)} if mode else {})
+
+
+def _confirming(data: PairData, temperature: float) -> Advice:
+    """Return a command that replays at the temperature; if the trace has no weights, a query for the scale of the
+    log-odds per step."""
+    if data.has_weights:
+        return commands.replay(data, f"--temperature {temperature:.3g}", "temperature")
+    odds = "ln(exp({0}) / (1 - exp({0})))"
+    return commands.sql(
+        data,
+        f"SELECT step, regr_slope({odds.format('logprob_a')}, {odds.format('logprob_b')}) AS temperature_b "
+        "FROM {pair} WHERE mask AND logprob_a < -0.001 AND logprob_b < -0.001 GROUP BY step ORDER BY step",
+    )
+
+
+# --- Tokens left out --------------------------------------------------------------------------------------------------------
+
+MIN_ONE_SIDED = 0.6
+"""Minimum |mean d| / mean |d| for a mismatch to count as one-sided: the ratio is 1 if all d have one sign, 0 if they cancel
+out."""
+MAX_MINOR_SHARE = 0.05
+"""Maximum share of the larger differences that may have the opposite sign; for rounding it is one half."""
+
+
+def find_one_sided(data: PairData) -> list[Hypothesis]:
+    """Detect that nearly all of the larger differences have the same sign. The mean of exp(-|d|) over sampled tokens is
+    then the probability mass that both passes share.
+
+    A token filter raises the logprobs of likely and unlikely tokens by the same amount. If unlikely tokens are off by
+    far more, one side computes them wrongly.
+    """
+    size = np.abs(data.d)
+    if len(size) < 20 or not size.any():
+        return []
+    squares = size * size
+    is_negative = bool(squares[data.d < 0].sum() > 0.5 * squares.sum())
+    other = (data.d > 0) if is_negative else (data.d < 0)
+    # Differences from rounding have both signs; differences larger than rounding must have only one.
+    large = size > 2 * (float(np.quantile(size[other], 0.95)) if other.any() else 0.0)
+    wrong = float(np.mean(other[large])) if large.any() else 1.0
+    clear = wrong <= MAX_MINOR_SHARE and squares[large].sum() >= 0.5 * squares.sum()
+    # Scaled logits change logprobs in the tail by a lot in one direction, and all others by a little in the opposite direction.
+    lean = abs(float(data.d.mean())) / float(size.mean())
+    if lean < (MIN_ONE_SIDED if clear else 0.7):
+        return []
+    # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
+    # some tokens by nats in the other direction.
+    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > 0.02 * other.sum():
+        return []
+    # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
+    quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
+    if np.median(size[quarters[3]]) > max(3.0, 20 * float(np.median(size[quarters[1]]))):
+        return []
+    raised, lowered = ("b", "a") if is_negative else ("a", "b")
+    mass = np.minimum(np.exp(data.d if is_negative else -data.d), 1.0)
+    score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
+    if score < (4 if clear else 8):
+        return []
+    numbers: dict[str, Number] = {"side": data.names[raised], "other": data.names[lowered]}
+    if _is_cut(data, raised):
+        numbers |= {"kept_mass": float(mass.mean()), "least_mass": float(mass.min()), "recorded": recorded_filter(data)}
+        replay = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
+        finding = TRUNCATION.finding(data, "kept_mass", mass < 1 - 1e-6, next=replay, numbers=numbers)
+    else:
+        numbers = {"side": data.names[lowered], "other": data.names[raised], "lost_mass": float(1 - mass.mean())}
+        per_step = f"SELECT step, avg(1 - exp(-abs(d))) AS lost_mass FROM {{pair}} WHERE mask AND d {'<' if is_negative else '>'} 0 GROUP BY step ORDER BY step"
+        finding = PADDED_VOCABULARY.finding(
+            data, "lost_mass", mass < 1 - 1e-6, next=commands.sql(data, per_step), numbers=numbers
+        )
+    found = of_signs(data, finding, np.full(data.num_kept, -1.0 if is_negative else 1.0), 4.0)
+    # A recorded filter is tested first.
+    return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
+
+
+def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
+    """Return True if the recording names a filter whose top-p, if it has one, agrees with the mass kept."""
+    if not recorded_filter(data) or data.names[raised] == "train":
+        return False
+    least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
+    return least >= 1.0 or float(np.mean(size > -np.log(least) + 3 * allowed_noise(data))) < 0.01
+
+
+def recorded_filter(data: PairData) -> str:
+    """Return the recorded top-p, top-k and min-p that leave out tokens, as text; empty if there are none."""
+    said = []
+    for name in ("top_p", "top_k", "min_p"):
+        values = data.sample.settings[name]
+        cuts = values[(values < 1) if name == "top_p" else (values > 0)]
+        if len(cuts):
+            said.append(f"{name} {float(np.median(cuts)):g}")
+    return ", ".join(said)
+
+
+def _is_cut(data: PairData, raised: str) -> bool:
+    """Return True if tokens were cut off, False if padding rows were added to the vocabulary.
+
+    The mean of 1 / p over sampled tokens estimates how many tokens can be sampled: the whole vocabulary, or only the
+    kept tokens. If the distribution has a flat tail, every nucleus has the same mass; a token alone in its nucleus has
+    logprob 0.
+    """
+    if recorded_filter(data):
+        return True
+    sides = {"a": data.sample.a, "b": data.sample.b}
+    cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
+    if np.any(cut_off & data.sample.mask):
+        return True  # the other pass sampled a token that this pass cut off
+    neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
+    if raised == "a" or all(np.all(data.sample.settings[name] == value) for name, value in neutral.items()):
+        return False  # the recorded settings rule out truncation
+    if np.mean((data.b > -1e-6) & (data.a < -1e-3)) > 0.01:
+        return True
+    vocabulary = int(data.sample.tokens.max()) + 1
+    missing = -np.expm1(np.minimum(data.d, 0.0))
+    constant = np.subtract(*np.quantile(missing, [0.9, 0.1])) < 0.02 * np.median(missing)
+    return bool(constant or np.mean(np.exp(-data.b)) < 0.6 * vocabulary)
+
+
+def find_grammar(data: PairData) -> list[Hypothesis]:
+    """Return a finding for each pass that used a grammar while the other did not.
+
+    The contract must name the grammar, and the values must confirm it: renormalising over fewer tokens raises every
+    logprob, so lower values are evidence against a grammar.
+    """
+    named = {name for name, contract in data.contracts.items() if declared(contract, "structured_outputs") is True}
+    under = {side: np.isin(np.array(getattr(data.sample, side).contracts, str), sorted(named)) for side in "ab"}
+    found = []
+    for side, other in ("ab", "ba"):
+        tokens = data.keep & (under[side] & ~under[other])[data.sample.seq]
+        inside = data.without(~tokens)
+        values, others = getattr(inside, side), getattr(inside, other)
+        if not tokens.any() or np.std(values) < 1e-3:
+            continue
+        rounding = allowed_noise(inside) * np.maximum(-np.expm1(others), MIN_REST)
+        raised, lower = values - others > rounding, others - values > rounding
+        if raised.sum() < 10 or lower.sum() > 0.05 * (raised.sum() + lower.sum()):
+            continue
+        step = int(inside.sample.steps[inside.seq[raised][0]])
+        finding = GRAMMAR.finding(
+            inside, "allowed_tokens", raised, next=commands.whole_vocabulary_replay(inside, data.names[other], step),
+            numbers={
+                "side": data.names[side], "other": data.names[other], "num_tokens": int(raised.sum()),
+                "of_tokens": inside.num_kept, "num_lower": int(lower.sum()), "largest": float((values - others).max()),
+            },
+        )  # fmt: skip
+        found.append(Hypothesis(finding=finding, tokens=tokens, gain=float("inf")))
+    return found
+
+
+# --- Some tokens shifted ----------------------------------------------------------------------------------------------------
+
+MIN_SIGNS = 0.9
+"""Minimum share of the tokens off whose d has the sign that a penalty would cause; by chance, half do."""
+
+
+def find_penalty(data: PairData) -> list[Hypothesis]:
+    """Detect that d has one sign at some tokens and the other sign elsewhere: at tokens that occurred before in the row
+    (repetition penalties) or in the response (frequency and presence penalties), or at a few token ids. Without that, detect
+    that the logits of some tokens are shifted by one size.
+    """
+    if data.num_kept < 200:
+        return []
+    recorded = recorded_penalty(data)
+    found = []
+    for signal, chosen, off, least, numbers, cost in _groups(data):
+        if (off & chosen).sum() < 20 - 16 * (signal == "token_ids") or (off & ~chosen).sum() < 20:
+            continue
+        means = float(data.d[chosen & off].mean()), float(data.d[~chosen & off].mean())
+        sign = np.where(chosen, np.sign(means[0]), np.sign(means[1]))
+        if means[0] * means[1] >= 0 or np.mean(np.sign(data.d[off]) == sign[off]) < least:
+            continue
+        # The penalised side gives repeated tokens a lower logprob.
+        side = "b" if signal == "token_ids" or means[0] > 0 else "a"
+        in_side = [mean if side == "a" else -mean for mean in means]
+        said: dict[str, Number] = {"side": data.names[side], **numbers}
+        if signal == "token_ids":
+            said |= {"mean_ids": in_side[0], "mean_rest": in_side[1]}
+        else:
+            said |= {"mean_repeated": in_side[0], "mean_new": in_side[1], "recorded": recorded}
+        finding = PENALTY.finding(data, signal, off, next=commands.far_tokens(data), numbers=said)
+        found.append(of_signs(data, finding, sign, cost))
+    return found or _one_shift(data)
+
+
+_Group = tuple[str, np.ndarray, np.ndarray, float, dict[str, Number], float]
+"""Signal, tokens chosen and tokens off, [K] bool, minimum share of right signs, numbers, and cost of the choice, nats."""
+
+
+def _groups(data: PairData) -> Iterator[_Group]:
+    off = np.abs(data.d) > 4 * unexplained(data).sigma * np.maximum(data.rest, 1e-3)
+    # A recorded penalty has no fitted parameters.
+    cost = 0.0 if recorded_penalty(data) else 8.0
+    yield "repeated", repeated_in_row(data), off, MIN_SIGNS, {"counted": "row"}, cost
+    yield "repeated", repeated_in_row(data, prompt=False), off, MIN_SIGNS, {"counted": "response"}, cost
+    ids, place = np.unique(data.sample.tokens[data.keep], return_inverse=True)
+    off = np.abs(data.d) > np.maximum(0.25 * np.median(np.abs(data.d)), 4 * value_rounding(data))
+    if data.num_kept < 400 or off.sum() < 50:
+        return
+    num = np.bincount(place[off], minlength=len(ids))
+    lean = np.bincount(place[off], np.sign(data.d[off]), len(ids)) / np.maximum(num, 1)
+    usual = 1.0 if np.sum(np.sign(data.d[off])) > 0 else -1.0
+    other = (num >= 4) & (lean * usual < -0.9)
+    # A bias changes the normaliser, and so every other token.
+    if 1 <= other.sum() <= max(4, len(ids) // 20) and np.mean(off[~other[place]]) >= 0.2:
+        numbers: dict[str, Number] = {
+            "num_ids": int(other.sum()), "ids": ", ".join(str(each) for each in ids[other][:8]),
+        }  # fmt: skip
+        yield "token_ids", other[place], off, 0.97, numbers, float(other.sum()) * np.log(len(ids)) + 8.0
+
+
+def _one_shift(data: PairData) -> list[Hypothesis]:
+    """Detect that d differs between two tokens of one context by 0 or by one size, whatever the context."""
+    first, second = context_pairs(data)
+    differ = np.abs(data.d[first] - data.d[second])
+    error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])
+    shifted = differ > np.maximum(3 * error, 0.05)
+    bias = float(np.median(differ[shifted])) if shifted.any() else 0.0
+    near = np.abs(differ[shifted] - bias) < np.minimum(3 * error[shifted], bias / 10)
+    if len(differ) < 12 or shifted.sum() < 8 or not 0.05 < shifted.mean() < 0.95 or near.mean() < MIN_SIGNS:
+        return []
+    finding = PENALTY.finding(
+        data, "one_shift", next=commands.far_tokens(data),
+        numbers={
+            "num_pairs": len(differ), "num_equal": int((~shifted).sum()), "num_shifted": int(near.sum()), "bias": bias,
+        },
+    )  # fmt: skip
+    # By chance, differences would be spread up to twice the bias.
+    gain = float(near.sum()) * np.log(bias / np.median(error[shifted])) - 16.0
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=gain)]
+
+
+def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
+    """Detect that the tokens were sampled from neither recorded distribution although both passes agree."""
+    recorded = recorded_penalty(data)
+    scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
+    if not scores or data.num_kept < 400:
+        return []
+    side = max(scores, key=lambda each: abs(scores[each]))
+    mean = sampled_mean(data, side)
+    if abs(scores[side]) < (6 if recorded else 12) or mean > -0.05:
+        return []
+    finding = PENALTY.finding(
+        data, "sampled_elsewhere", next=commands.tokens(data), effect=0.0, numbers={"mean": mean, "recorded": recorded}
+    )
+    return [Hypothesis(finding=finding, tokens=np.zeros(len(data.keep), bool), gain=float("inf"))]
+
+
+def recorded_penalty(data: PairData) -> float | None:
+    """Return the recorded repetition penalty if it is not 1."""
+    values = data.sample.settings["repetition_penalty"]
+    other = values[np.isfinite(values) & (values != 1.0) & (values > 0)]
+    return float(np.median(other)) if len(other) else None

@@ -1,0 +1,478 @@
+"""Values that are not the logprobs of the sampled tokens: in another unit, at a lower precision, of another quantity, or of
+other tokens.
+
+Shapes: K kept tokens in S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ...statistics.moments import pearson
+from .. import commands
+from ..finding import Fault, Finding, Number
+from ..kinds import judged, judged_words
+from ..likelihood import Hypothesis, of_signs, predicting
+from ..pair_data import PairData, declared
+from ..rounding import HALF_ULP, allowed_noise, context_pairs, half_ulp, precisions
+from ..structure import exact_rows, sampled_mean, sampled_score
+from .sampling import recorded_filter, recorded_penalty
+
+MAX_LOGPROB = 1e-4
+"""Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""
+_NATS = {"log2": float(np.log(2.0)), "log10": float(np.log(10.0))}
+"""Unit -> nats per unit."""
+_FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / _NATS["log2"]} | {name: 1 / nats for name, nats in _NATS.items()}
+"""Unit -> factor by which logprobs in nats are multiplied."""
+_PROBABILITIES = {
+    (0.0, 1.0): "probability", (0.0, -1.0): "negative_probability", (1.0, -1.0): "complement", (-1.0, 1.0): "negative_complement",
+}  # fmt: skip
+"""(offset, factor) that give the recorded values from probabilities -> unit."""
+_NAMES = {
+    "log2": "logarithms of base 2",
+    "log10": "logarithms of base 10",
+    "negative_ln": "negative logprobs",
+    "negative_log2": "negative logarithms of base 2",
+    "probability": "probabilities",
+    "negative_probability": "negative probabilities, -p",
+    "complement": "1 - p",
+    "negative_complement": "p - 1",
+    "log_complement": "ln(1 - p)",
+    "cumulative": "cumulative sums of logprobs along the sequence",
+    "factor": "logprobs times {factor:.4g}",
+    "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
+    "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
+    "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
+}
+MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
+"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that conversion from a unit, or by a fitted
+function, may leave: the values of one side are then a function of those of the other side."""
+
+MIN_MONOTONE = 0.98
+"""Minimum rank correlation of a function without a name."""
+
+NOT_LOGPROBS = Fault(
+    code="not_logprobs",
+    title="values are not logprobs: some are above 0",
+    broken="recording",
+    evidence={
+        "above_zero": "{side} has values above 0 for {num_tokens:,} tokens, from {least:.3g} to {largest:.3g}: a "
+        "logprob is at most 0, and no known unit makes these agree with the other side"
+    },
+)
+UNIT = Fault(
+    code="log_base",
+    title="logprobs of one side or both are not natural logarithms, or are scaled",
+    broken="recording",
+    evidence={
+        "other_unit": "{side} holds {unit_text}: nine tenths of the tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
+        "shared_unit": "{a} and {b} both hold {unit_text}: their mean is {mean_logprob:.3g} and the mean entropy "
+        "{mean_entropy:.3g} nats; only in that unit does logprob + entropy average to 0 over sampled tokens",
+    },
+    words=dict.fromkeys(("other_unit", "shared_unit"), lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}),
+)  # fmt: skip
+LOW_PRECISION = Fault(
+    code="low_precision_head",
+    title="one side's head or log-softmax has low precision",
+    broken="computation",
+    evidence={
+        "rounded_logprobs": "every logprob of {side} has the precision of {dtype}: the log-softmax was computed or stored in low precision",
+        "rounded_logits": "the logits of {side} are rounded to {dtype}, although its contract says float32: the head was "
+        "computed or stored in low precision",
+    },
+)
+_SAMPLED = {
+    "unknown": ": they belong to different tokens, in no known order, or to different models",
+    "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
+    "distribution, so {side} holds other values",
+    "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
+    "distribution, so one side has broken weights or scored different text",
+}
+UNRELATED = Fault(
+    code="unrelated",
+    title="one side's values do not belong to the sampled tokens",
+    broken="recording",
+    evidence={
+        "negative_entropies": "{side} holds the negative entropies of the distributions, not the logprobs of the "
+        "{num_tokens:,} sampled tokens",
+        "most_probable": "{side} is never below {other} and equal where the sampled token is the most probable one: it holds "
+        "the logprobs of the most probable tokens, not of the {num_tokens:,} sampled ones",
+        "same_in_context": "{side} has equal values for {num_equal:,} of {num_pairs:,} pairs of different tokens after the same "
+        "prefix, at which {other} differs: it holds a value of the distribution, such as its entropy or largest "
+        "logprob, not the logprobs of the sampled tokens",
+        "no_correlation": "the logprobs of {side} and {other} are uncorrelated (correlation {correlation:.2f} over "
+        "{num_tokens:,} tokens, or over tokens of the same id){sampled_text}",
+        "scattered": "{num_tokens:,} values are off by {size:.2g} nats on average, and at these tokens {side} and "
+        "{other} are uncorrelated (correlation {correlation:.2f}): they belong to other tokens, in {num_sequences:,} "
+        "of {of_sequences:,} sequences",
+        "judged": judged("values stored, gathered or changed wrongly"),
+    },
+    words={
+        "judged": judged_words,
+        "no_correlation": lambda n: {
+            "sampled_text": _SAMPLED[n["sampled"]].format_map({**n, "mean": n["sampled_mean"] or 0.0})
+        },
+    },
+    causes={
+        "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly"
+    },
+)
+MIN_CORRELATION = 0.3
+"""Correlation between the logprobs of two passes below which they belong to different tokens or models. With rounding,
+different weights or a different temperature it stays above 0.8; for unrelated values it is 0."""
+
+
+def find_positive(data: PairData) -> list[Hypothesis]:
+    """Detect values above 0 in either pass."""
+    found = []
+    for side in "ab":
+        own = getattr(data.sample, side)
+        where = data.keep & (np.nan_to_num(own.logprobs, nan=-1.0) > MAX_LOGPROB)
+        if not where.any():
+            continue
+        values = own.logprobs[where]
+        columns = "step, seq_id, position, token_id, logprob_a, logprob_b"
+        query = f"SELECT {columns} FROM {{pair}} WHERE mask AND logprob_{side} > {MAX_LOGPROB} LIMIT 20"
+        numbers = {
+            "side": own.name,
+            "num_tokens": int(where.sum()),
+            "least": float(values.min()),
+            "largest": float(values.max()),
+        }
+        finding = NOT_LOGPROBS.finding(
+            data, "above_zero", where[data.keep], next=commands.sql(data, query), numbers=numbers
+        )
+        found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
+    return found
+
+
+# --- One side is a function of the other ------------------------------------------------------------------------------------
+
+
+def find_unit(data: PairData) -> list[Hypothesis]:
+    """Detect that the values of one side are a function of the other side's, in all sequences or in those that differ."""
+    found = [each for side in "ab" for each in _functions(data, side)]
+    _, rows = exact_rows(data)
+    if any(not each.rank for each in found) or not len(rows):
+        return found
+    part = data.within(np.isin(data.seq, rows))
+    counted: dict[str, Number] = dict.fromkeys(("part_feature", "part_kind", "part_values"))
+    counted |= {"part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
+    of_part = [each for side in "ab" for each in _functions(part, side)]
+    return [
+        *found,
+        *(replace(each, finding=replace(each.finding, numbers=each.finding.numbers | counted)) for each in of_part),
+    ]
+
+
+def _functions(data: PairData, side: str) -> list[Hypothesis]:
+    """Return the functions of the other side's logprobs that give the values of a side; those without a name last."""
+    values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
+    if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
+        return []
+    # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor, and a constant any function.
+    size = _typical(data.d)
+    varied = min(size, _typical(data.d - np.median(data.d)), _typical(other - np.median(other)))
+    found = []
+    for unit, nats, numbers, cost in _conversions(data, values, other):
+        residual = nats - other
+        left = _typical(residual[np.isfinite(residual)])
+        most = (MAX_LEFT_BY_UNIT if cost <= 2 else MAX_LEFT_BY_FIT) * varied
+        if np.mean(np.isfinite(nats)) < 0.99 or left > most:
+            continue
+        query = "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
+        known: dict[str, Number] = {
+            "side": data.names[side],
+            "unit": unit,
+            "residual": left,
+            "size": size,
+            "factor": None,
+        }
+        finding = UNIT.finding(
+            data,
+            "other_unit",
+            weight=1 - left / max(size, 1e-12),
+            next=commands.sql(data, query),
+            numbers=known | numbers,
+        )
+        hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=unit != "curve")
+        found.append(replace(hypothesis, rank=int(unit == "curve")))
+    return found
+
+
+_Conversion = tuple[str, np.ndarray, dict[str, Number], float]
+"""Unit, values converted to nats, fitted numbers, and the cost of the parameters, nats."""
+
+
+def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Iterator[_Conversion]:
+    large = other < (-1.0 if np.sum(other < -1.0) >= 30 else -0.05)
+    ratio = values[large] / other[large]
+    if large.sum() >= 8:
+        factor = float(np.median(ratio))
+        unit = min(_FACTORS, key=lambda name: abs(factor / _FACTORS[name] - 1))
+        if abs(factor / _FACTORS[unit] - 1) < 0.02:
+            yield unit, values / _FACTORS[unit], {}, 2.0
+        if factor > 0:
+            yield "factor", values / factor, {"factor": factor}, 8.0
+        some = (other < -0.05) & (values < 0)
+        count = np.bincount(data.seq[some], minlength=data.sample.num_sequences)
+        ratios = np.bincount(data.seq[some], np.log(values[some] / other[some]), len(count))
+        factors = np.exp(ratios / np.maximum(count, 1))
+        if (count >= 4).sum() >= 8 and np.std(np.log(factors[count >= 4])) > 0.05:
+            yield "factor_by_length", values / factors[data.seq], {}, 4.0 * len(np.unique(data.seq))
+    starts = np.r_[True, data.seq[1:] != data.seq[:-1]]
+    yield "cumulative", values - np.where(starts, 0.0, np.r_[0.0, values[:-1]]), {}, 2.0
+    p = np.exp(np.minimum(other, 0.0))
+    (offset, factor), rounded = _line(values, p)
+    if rounded in _PROBABILITIES:
+        yield _PROBABILITIES[rounded], _log((values - rounded[0]) / rounded[1]), {}, 2.0
+    raised = np.exp(np.minimum(values, 50.0))
+    (offset, factor), rounded = _line(raised, p)
+    if rounded == (1.0, -1.0):
+        yield "log_complement", _log(1 - raised), {}, 2.0
+    elif offset > 1e-12 and abs(factor - 1) < 0.1 and np.min(values) > np.log(offset) - 1e-3:
+        yield "floor", _log(raised - offset), {"factor": offset}, 8.0
+    yield "curve", _curve(data, values, other), {"curve": _shape(values, other)}, 8.0
+
+
+def _log(values: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.log(values))
+
+
+def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Fit values = offset + factor * p so that the error of p is relative, without the worst tenth of the tokens. Return the
+    fit, and the fit rounded to integers if it is within 1 % of them."""
+    weight = 1 / np.maximum(p, 1e-4)
+    design, target = np.stack([weight, p * weight], axis=1), values * weight
+    keep = np.ones(len(p), bool)
+    for _ in range(3):
+        (offset, factor), *_ = np.linalg.lstsq(design[keep], target[keep], rcond=None)
+        error = np.abs(target - design @ (offset, factor))
+        keep = error <= np.quantile(error, 0.9)
+    rounded = float(np.round(offset)) + 0.0, float(np.round(factor)) + 0.0
+    is_integer = max(abs(offset - rounded[0]), abs(factor - rounded[1])) < 0.01
+    return (float(offset), float(factor)), rounded if is_integer else (float("nan"), float("nan"))
+
+
+def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return what each value of a side corresponds to in the other side's logprobs, [K], interpolated between the nearest
+    values that belong to another pair of token and previous token; NaN if the relation is not monotone."""
+    _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
+    order = first[np.argsort(values[first], kind="stable")]
+    x, y = values[order], other[order]
+    is_step = len(np.unique(y)) < len(y) / 2 or len(y) < 100
+    if is_step or abs(pearson(np.arange(len(y)).astype(float), _ranks(y))) < MIN_MONOTONE:
+        return np.full(len(values), np.nan)
+    own = np.argsort(np.argsort(values[first], kind="stable"), kind="stable")[inverse]
+    below, above = np.searchsorted(x, values, "left") - 1, np.searchsorted(x, values, "right")
+    below = np.maximum(below - (below == own), 0)
+    above = np.minimum(above + (above == own), len(x) - 1)
+    part = (values - x[below]) / np.maximum(x[above] - x[below], 1e-12)
+    return np.asarray(y[below] + (y[above] - y[below]) * np.clip(part, 0, 1))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float)
+
+
+def _shape(values: np.ndarray, other: np.ndarray) -> str:
+    order = np.argsort(other, kind="stable")
+    some = order[np.linspace(0, len(order) - 1, 5).astype(int)]
+    return ", ".join(f"{values[each]:.3g} for {other[each]:.3g}" for each in some)
+
+
+def _typical(d: np.ndarray) -> float:
+    """Return the mean of |d| without its largest tenth, nats."""
+    size = np.sort(np.abs(d))
+    return float(np.mean(size[: max(int(len(size) * 0.9), 1)])) if len(size) else 0.0
+
+
+def find_shared_unit(data: PairData) -> list[Hypothesis]:
+    """Detect that both passes are in the same unit other than nats: only in the correct unit does logprob + entropy
+    average to 0. Truncated sampling and penalties change that average too, so nothing is concluded if they are
+    recorded."""
+    entropy, settings = data.entropy, data.sample.settings
+    declared_other = recorded_filter(data) or recorded_penalty(data) or np.any(settings["temperature"] == 0)
+    if entropy is None or declared_other or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
+        return []
+    if abs(_score(data.a + entropy)) < 6:
+        return []
+    fits = {unit: abs(_score(data.a * nats + entropy)) for unit, nats in _NATS.items()}
+    unit = min(fits, key=lambda each: fits[each])
+    # Means can cancel by chance, but only in the right unit does surprise follow entropy one to one at each token.
+    if fits[unit] > 4 or not _follows(-data.a * _NATS[unit], entropy):
+        return []
+    query = 'SELECT "pass", avg(list_avg(logprobs)) AS mean_logprob, avg(list_avg(entropy)) AS mean_entropy FROM scores GROUP BY ALL ORDER BY ALL'
+    finding = UNIT.finding(
+        data, "shared_unit", next=commands.sql(data, query),
+        numbers={
+            **data.names, "unit": unit, "mean_logprob": float(data.a.mean()), "mean_entropy": float(entropy.mean()),
+        },
+    )  # fmt: skip
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=float("inf"))]
+
+
+def _follows(surprise: np.ndarray, entropy: np.ndarray) -> bool:
+    """Return True if mean surprise equals mean entropy in each quintile of the tokens by entropy."""
+    parts = np.array_split(np.argsort(entropy, kind="stable"), 5)
+    return all(
+        abs(_score(surprise[part] - entropy[part].mean())) < 5
+        or abs(surprise[part].mean() / max(entropy[part].mean(), 1e-6) - 1) < 0.15
+        for part in parts
+    )
+
+
+def _score(values: np.ndarray) -> float:
+    """Return the mean of `values`, [K], divided by its standard error, which is at least 1e-3."""
+    return float(values.mean() / max(float(values.std()) / np.sqrt(len(values)), 1e-3))
+
+
+MIN_SHARE = 0.5
+"""Minimum share of the mismatch that rounding of the recorded values must explain if it is unknown how they were
+computed. A pass computed entirely in 16 bits naturally has 16-bit logprobs.
+"""
+
+
+def find_low_precision(data: PairData) -> list[Hypothesis]:
+    """Detect rounded logprobs, or rounded logits in a pass whose contract says float32."""
+    found = []
+    for side, precision in zip("ab", precisions(data), strict=True):
+        numbers = {"side": data.names[side], "dtype": precision.rounded or precision.logits}
+        following = commands.replay(data, "--logits-dtype bf16", "head")
+        if (dtype := precision.rounded) is not None:
+            half = half_ulp(getattr(data, side), dtype)
+            share = float(np.sum(np.minimum(half**2 / 3, data.d**2)) / max(np.sum(data.d**2), 1e-30))
+            named = precision.declared in HALF_ULP and dtype in ("bfloat16", "float16")
+            named |= declared(data.contract(side), "logprobs_dtype") == dtype
+            if share > (0.02 if precision.declared else MIN_SHARE):
+                finding = LOW_PRECISION.finding(
+                    data, "rounded_logprobs", is_expected=named, next=following, numbers=numbers
+                )
+                residual = np.sign(data.d) * np.maximum(np.abs(data.d) - half, 0.0)
+                found.append(predicting(data, finding, residual, 0.0))
+        elif precision.logits in HALF_ULP and precision.declared == "float32":
+            finding = LOW_PRECISION.finding(data, "rounded_logits", next=following, numbers=numbers)
+            found.append(Hypothesis(finding=finding, tokens=data.keep.copy(), gain=20.0))
+    return found
+
+
+# --- Another quantity, or other tokens --------------------------------------------------------------------------------------
+
+
+def find_other_quantity(data: PairData) -> list[Hypothesis]:
+    """Detect a pass that holds a value of the distribution, such as its negative entropy or its largest logprob, instead of
+    the logprobs of the sampled tokens."""
+    return [each for side, other in ("ab", "ba") for each in _of_distribution(data, side, other)]
+
+
+def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
+    values, others = getattr(data, side), getattr(data, other)
+    numbers: dict[str, Number] = {
+        "side": data.names[side], "other": data.names[other], "num_tokens": data.num_kept,
+    }  # fmt: skip
+    recorded = getattr(data.sample, side).entropy
+    entropy = data.entropy if recorded is None else recorded[data.keep]
+    if entropy is not None and np.std(entropy) > 0.05 and data.rms() > 0.05:
+        left = values + entropy
+        if np.quantile(np.abs(left), 0.95) < 0.1 * float(np.median(np.abs(data.d))):
+            finding = UNRELATED.finding(data, "negative_entropies", next=commands.tokens(data), numbers=numbers)
+            return [predicting(data, finding, left, 1.0)]
+    if _are_of_most_probable(values, others):
+        finding = UNRELATED.finding(data, "most_probable", next=commands.tokens(data), numbers=numbers)
+        return [of_signs(data, finding, np.full(data.num_kept, 1.0 if side == "a" else -1.0), 1.0)]
+    one, two = context_pairs(data)
+    differ = np.abs(others[one] - others[two]) > 0.3
+    equal = np.abs(values[one] - values[two])[differ] < MAX_LOGPROB
+    # A single value for all contexts is a placeholder.
+    if differ.sum() < 12 or equal.mean() < 0.9 or np.std(values[one][differ][equal]) < 0.01:
+        return []
+    numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
+    finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
+    # As with scattered values, only the two separate distributions are predicted.
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
+
+
+def _are_of_most_probable(values: np.ndarray, others: np.ndarray) -> bool:
+    """Return True if `values` are consistent with the logprobs of the most probable tokens, and `others` with those of
+    the sampled ones.
+
+    `values` are then never below `others`, and equal where the sampled token is the most probable one. Elsewhere the
+    two probabilities belong to different tokens, so their sum is at most 1. Renormalised logprobs, by contrast, are
+    slightly higher at all tokens.
+    """
+    if len(values) < 30:
+        return False
+    raised = values - others
+    equal = raised < max(0.05, 2 * -float(np.min(raised)))
+    if not 0.1 < equal.mean() < 0.95 or np.min(raised) < -0.5 or raised.max() < 3.0:
+        return False
+    fits = np.exp(values[~equal]) + np.exp(others[~equal]) <= 1.05
+    # The share of tokens at which the most probable token was sampled must match its mean probability.
+    expected = float(np.mean(np.exp(np.minimum(values, 0.0))))
+    return bool(fits.mean() > 0.995 and abs(equal.mean() - expected) < 0.1)
+
+
+def find_unrelated(data: PairData) -> list[Hypothesis]:
+    """Detect that the values in the two passes are uncorrelated."""
+    if data.num_kept < 30 or data.rms() < 0.05 or min(np.std(data.a), np.std(data.b)) < 1e-3:
+        return []
+    correlation = max(pearson(data.a, data.b), pearson(_ranks(data.a), _ranks(data.b)))
+    if correlation >= MIN_CORRELATION:
+        # Values of the right token from a different context share the token's mean, but nothing else.
+        correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
+    if correlation >= MIN_CORRELATION:
+        return []
+    side, sampled, mean = "b", "unknown", None
+    known = {name: sampled_score(data, name) for name in "ab" if getattr(data.sample, name).entropy is not None}
+    if known:
+        name = min(known, key=lambda each: abs(known[each]))
+        side, mean = ("b" if name == "a" else "a"), sampled_mean(data, name)
+        sampled = "from_other" if abs(known[name]) < 6 or abs(mean) < 0.1 else "from_neither"
+    finding = UNRELATED.finding(
+        data, "no_correlation", next=commands.tokens(data), broken="computation" if sampled == "from_neither" else None,
+        numbers={
+            "side": data.names[side], "other": data.names["b" if side == "a" else "a"], "num_tokens": data.num_kept,
+            "correlation": correlation, "sampled": sampled, "sampled_mean": mean,
+        },
+    )  # fmt: skip
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
+
+
+def _within_ids(data: PairData) -> float | None:
+    """Return the correlation between the passes within token ids; None if too few ids repeat, or if the values of an id
+    vary no more than rounding.
+    """
+    _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
+    often = counts[place] >= 4
+    if often.sum() < 200:
+        return None
+    own = [(values - (np.bincount(place, values) / counts)[place])[often] for values in (data.a, data.b)]
+    least = 5 * allowed_noise(data) * float(np.sqrt(np.mean(data.rest[often] ** 2)))
+    return pearson(*own) if min(np.std(each) for each in own) > least else None
+
+
+def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
+    """Detect that the tokens `off`, [K] bool, hold values of other tokens: uncorrelated with the other pass, above it as often
+    as below, and spread like all values."""
+    if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
+        return []
+    within = pearson(data.a[off], data.b[off])
+    one_sign = abs(float(np.mean(np.sign(data.d[off]))))
+    alike = 0.5 < np.std(data.b[off]) / max(float(np.std(data.b)), 1e-9) < 2
+    if within > MIN_CORRELATION or one_sign > 0.5 or not alike:
+        return []
+    return [
+        UNRELATED.finding(
+            data, "scattered", off, weight=float(np.sum(data.d[off] ** 2) / np.sum(data.d**2)),
+            next=commands.far_tokens(data),
+            numbers={
+                "side": data.names["a"], "other": data.names["b"], "num_tokens": int(off.sum()), "correlation": within,
+                "size": float(np.mean(np.abs(data.d[off]))), "num_sequences": len(np.unique(data.seq[off])),
+                "of_sequences": len(np.unique(data.seq)),
+            },
+        )
+    ]  # fmt: skip
