@@ -23,8 +23,7 @@ import click
 
 from . import __version__, analysis
 from .analysis.frameworks.registry import FRAMEWORKS, DeclaredOption, declared_options
-from .analysis.main_columns import MAIN_COLUMNS
-from .analysis.rows import Rows, printable, printable_lines, table, to_csv, to_json, to_text
+from .analysis.rows import MAIN_COLUMNS, Rows, printable, printable_lines, table, to_csv, to_json, to_text
 from .replay.arm_option import GRADIENT, ArmOption
 from .replay.arms import Arm, names_for
 from .schemas.errors import (

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ..tracer.located import ROUTES, Divergence, WeightDifference
 from .location import Location, PatchShare, location_rows
-from .main_columns import MAIN_COLUMNS
-from .rows import Rows, shown, to_text
+from .rows import MAIN_COLUMNS, Rows, shown, to_text
 
 _MOST_ROWS = 12
 """Maximum number of table rows shown on a terminal."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from ..replay.backends.trusted import WHY
 from ..replay.results import ReplayedStep, ReplayPlan, by_arm
 from ..schemas.passes import TRAIN
-from .main_columns import MAIN_COLUMNS
-from .rows import Rows, shown, table, to_text
+from .rows import MAIN_COLUMNS, Rows, shown, table, to_text
 
 if TYPE_CHECKING:
     from ..replay.gradients.results import GradientReport, GradientStep, ModuleGradient

@@ -28,10 +28,9 @@ from ..schemas.results import Result
 from ..schemas.steps import parse_steps
 from ..tracer.cluster import connected
 from ..tracer.progress import Progress, no_progress
-from .error_sums import GAP, REMOVED, ErrorSums, joined
 from .rows import Rows
 from .statistics.estimators import Array, Totals
-from .statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
+from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
 from .trace.database import Database
 from .trace.macros import quoted, tell_sampled
 from .trace.spread import places, spread, unit_tokens
@@ -284,3 +283,50 @@ def _share(name: str, totals: Totals) -> Array:
 
 def _list(steps: Sequence[int]) -> str:
     return ", ".join(str(int(step)) for step in steps)
+
+
+GAP, REMOVED = "gap", "removed"
+"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, the part of d^2 removed if the replay replaces the trainer.
+Columns TRAIN and
+ROLLOUT are sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorSums:
+    """Sums over the tokens in the given steps."""
+
+    groups: dict[str, np.ndarray]
+    """Column (see GAP) -> sums per group, [G]; groups are in order of first appearance."""
+    totals: dict[str, float]
+    """Name -> sum: num_sequences, num_tokens; square_d; spacing, that of float32 values at the replay's logprob, nats; and for
+    TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
+
+    @classmethod
+    def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:
+        """Sum over the tokens in one step, at least one; columns are those of the query in `_tokens`."""
+        errors = {TRAIN: tokens["train"] - tokens["replayed"], ROLLOUT: tokens["rollout"] - tokens["replayed"]}
+        d = tokens["train"] - tokens["rollout"]
+        squares = {side: error_N * error_N for side, error_N in errors.items()}
+        common, square_d = errors[TRAIN] * errors[ROLLOUT], d * d
+        parts = {side: square_N - common for side, square_N in squares.items()}
+        parts |= {GAP: square_d, REMOVED: square_d - squares[ROLLOUT]}
+        groups_N, _ = numbered(tokens["unit"])
+        totals = {
+            "num_sequences": 1 + int((tokens["sequence"][1:] != tokens["sequence"][:-1]).sum()),
+            "num_tokens": len(d),
+            "square_d": float(square_d.sum()),
+            "spacing": float(np.abs(np.spacing(tokens["replayed"].astype(np.float32))).sum(dtype=np.float64)),
+        }
+        for side, error_N in errors.items():
+            sums = {"error": error_N, "abs_error": np.abs(error_N), "square": squares[side]}
+            totals |= {f"{side} {name}": float(values_N.sum()) for name, values_N in sums.items()}
+        groups = {name: np.bincount(groups_N, part).astype(np.float64) for name, part in parts.items()}
+        return cls(groups=groups, totals=totals)
+
+
+def joined(parts: Sequence[ErrorSums]) -> ErrorSums:
+    """Add the sums of one or more steps, in order."""
+    return ErrorSums(
+        groups={name: np.concatenate([part.groups[name] for part in parts]) for name in parts[0].groups},
+        totals={name: fsum(part.totals[name] for part in parts) for name in parts[0].totals},
+    )

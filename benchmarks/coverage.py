@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import numpy as np
 from tim_trace.analysis.diagnosis.replay_effects import removed_interval
 from tim_trace.analysis.dynamics.dynamics import growths
-from tim_trace.analysis.error_sums import GAP
 from tim_trace.analysis.facts.changes import LEAST_SD, change_points
 from tim_trace.analysis.facts.fall import Outcome, find_fall
 from tim_trace.analysis.facts.series import Series
@@ -41,7 +40,7 @@ from tim_trace.analysis.statistics.estimators import FROM_SUMS, addable
 from tim_trace.analysis.statistics.intervals import MIN_GROUPS, PARTS, NoInterval, jackknife, parts_of
 from tim_trace.analysis.trace.pair_sums import FiniteTokens, pair_sums
 from tim_trace.analysis.trace.ragged import Tokens, blocks
-from tim_trace.analysis.triangulate import shares
+from tim_trace.analysis.triangulate import GAP, shares
 from tim_trace.schemas.loss import Loss
 
 NOMINAL, WANTED = 0.95, 0.90

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from gradient_rule import has_gradient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared import rest_slow
@@ -29,7 +30,7 @@ from tim_trace.analysis.objective.figures import totals_of
 from tim_trace.analysis.objective.objective import objective
 from tim_trace.analysis.objective.pass_roles import choose_sides
 from tim_trace.analysis.objective.sums import read_sequence_sums
-from tim_trace.analysis.statistics.loss import contribution, has_gradient, is_clipped
+from tim_trace.analysis.statistics.loss import contribution, is_clipped
 from tim_trace.analysis.views import open_database
 from tim_trace.replay.gradients.arm import GradientArm
 from tim_trace.replay.gradients.loss import StepLoss, divisors, passes_of

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..main_columns import MAIN_COLUMNS
-from ..rows import Rows, of_steps, shown, to_text, wrapped
+from ..rows import MAIN_COLUMNS, Rows, of_steps, shown, to_text, wrapped
 from ..statement import Measured, sentences
 from .comparison import Comparison, RunDifference
 

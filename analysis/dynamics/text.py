@@ -8,8 +8,7 @@ from typing import Any
 
 from ..facts.change_text import interval_text
 from ..facts.changes import FirstChange
-from ..main_columns import MAIN_COLUMNS
-from ..rows import Rows, shown, to_text, wrapped
+from ..rows import MAIN_COLUMNS, Rows, shown, to_text, wrapped
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP
 from .dynamics import Dynamics

@@ -157,20 +157,6 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
     return np.asarray(((advantage > 0) & (ratio > bounds.positive_high)) | ((advantage < 0) & (below | above)))
 
 
-def has_gradient(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return bool: True if a term has a gradient; a clipped term has none under ppo_clip; under cispo, its weight is
-    the bound.
-
-    `loss_has_gradient` is the same in SQL.
-
-    >>> ratio, advantage = np.array([1.5, 1.5]), np.array([1.0, 0.0])
-    >>> [has_gradient(loss, ratio, advantage).tolist() for loss in (Loss(), Loss(kind="cispo", clip_high=1.2))]
-    [[False, False], [True, False]]
-    """
-    known = np.asarray(advantage != 0)
-    return known & ~is_clipped(loss, ratio, advantage) if loss.kind == PPO else known
-
-
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
     """Return the weight of the loss's correction for r = exp(log_ratio), log_ratio = train - rollout in nats.
 

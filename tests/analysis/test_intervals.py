@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 from builders import ROOT, run
-from tim_trace.analysis.error_sums import GAP
 from tim_trace.analysis.gate.measured import resampled
 from tim_trace.analysis.statistics.intervals import (
     MIN_GROUPS,
@@ -23,7 +22,7 @@ from tim_trace.analysis.statistics.intervals import (
     student_quantile,
 )  # fmt: skip
 from tim_trace.analysis.statistics.moments import centred, co_moment, off_median
-from tim_trace.analysis.triangulate import shares
+from tim_trace.analysis.triangulate import GAP, shares
 
 
 @pytest.fixture(scope="module")

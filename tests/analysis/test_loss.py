@@ -3,13 +3,13 @@
 import duckdb
 import numpy as np
 import pytest
+from gradient_rule import has_gradient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tim_trace.analysis.statistics.loss import (
     clamped_exp,
     contribution,
     correction_weight,
-    has_gradient,
     is_clipped,
     sql_options,
 )
