@@ -608,7 +608,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
     --sql.
     """
     from .analysis.queries.catalogue import listed, named_query
-    from .analysis.trace.macros import parse_pair
+    from .analysis.trace.columns import parse_pair
 
     if name is None:
         form.table(listed())

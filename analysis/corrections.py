@@ -16,8 +16,9 @@ from ..tracer.progress import Progress, no_progress
 from .correction import MACROS, Correction, define, published, token_bounds
 from .correction_zones import KEYS, TYPES, Bounds, zones_of_rows
 from .rows import Rows
+from .trace.columns import parse_pair, tell_sampled, why_nothing
 from .trace.database import Database
-from .trace.macros import parse_pair, quoted, quoted_pair, tell_sampled, why_nothing
+from .trace.macros import quoted, quoted_pair
 from .trace.source import Pair, Traces
 from .trace.spread import spread
 from .trace.sums import Chunk, run_chunks

@@ -15,9 +15,8 @@ from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState, command_ex
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from ..tracer.located import result_ids
-from .trace.columns import scored_passes
+from .trace.columns import sample_sentence, sampled_passes, scored_passes
 from .trace.database import Database
-from .trace.macros import sample_sentence, sampled_passes
 from .trace.source import Source, open_source
 from .trace.tokens import step_ranges
 from .views import open_database

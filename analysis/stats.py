@@ -12,9 +12,9 @@ from .distributions.function import has_captured, summary
 from .frameworks.framework import Framework, read_once
 from .frameworks.registry import framework_of, refuse_options
 from .rows import Rows
-from .trace.columns import passes_with
+from .trace.columns import parse_pair, passes_with, tell_sampled, why_nothing
 from .trace.database import Database
-from .trace.macros import parse_pair, quoted_pair, tell_sampled, why_nothing
+from .trace.macros import quoted_pair
 from .trace.source import Pair, Traces, find_sums
 from .trace.spread import packed
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize

@@ -31,8 +31,9 @@ from ..tracer.progress import Progress, no_progress
 from .rows import Rows
 from .statistics.estimators import Array, Totals
 from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbered, unit
+from .trace.columns import tell_sampled
 from .trace.database import Database
-from .trace.macros import quoted, tell_sampled
+from .trace.macros import quoted
 from .trace.spread import places, spread, unit_tokens
 from .trace.tokens import step_ranges, tokens_by_step
 from .views import open_database

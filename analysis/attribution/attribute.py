@@ -9,8 +9,8 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..check.check import CheckResult
 from ..statement import Statement
+from ..trace.columns import parse_pair
 from ..trace.database import Database
-from ..trace.macros import parse_pair
 from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t

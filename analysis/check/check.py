@@ -16,8 +16,8 @@ from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..engine_weights import read_engine_verdict
 from ..info import AttemptInfo, attempts
+from ..trace.columns import parse_pair, tell_sampled, why_nothing
 from ..trace.database import Database, cached
-from ..trace.macros import parse_pair, tell_sampled, why_nothing
 from ..trace.source import Pair
 from ..trace.spread import spread
 from ..views import open_database

@@ -14,9 +14,8 @@ from ...tracer.progress import Progress, no_progress
 from ..facts.read_series import read_series
 from ..facts.rollouts import read_rollouts
 from ..statement import Statement
-from ..trace.columns import passes_with
+from ..trace.columns import parse_pair, passes_with, tell_sampled
 from ..trace.database import Database
-from ..trace.macros import parse_pair, tell_sampled
 from ..trace.tokens import tokens_by_step
 from ..views import open_database
 from .comparison import (

@@ -28,8 +28,8 @@ from ..facts.conditions import SETTING
 from ..facts.recorded import CONTRACT, RecordedChange, read_recorded
 from ..location import Location, newest
 from ..statistics.estimators import FROM_SUMS, addable
+from ..trace.columns import parse_pair
 from ..trace.database import Database
-from ..trace.macros import parse_pair
 from ..trace.source import Pair
 from ..views import open_database
 from .diagnosis import Diagnosis, FigureComparison, Numerics, ReplayEffect, SizeComparison

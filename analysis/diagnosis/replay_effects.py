@@ -13,8 +13,9 @@ from ...schemas.contract import Contract
 from ...schemas.passes import REPLAY_PREFIX
 from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit
+from ..trace.columns import tell_sampled
 from ..trace.database import Database
-from ..trace.macros import quoted, tell_sampled
+from ..trace.macros import quoted
 from ..trace.source import Pair
 from .diagnosis import ReplayEffect
 

@@ -31,8 +31,8 @@ from ..statement import Statement
 from ..statistics.intervals import student_quantile
 from ..statistics.location import SHIFT
 from ..statistics.noise import highest_long_run_variance
+from ..trace.columns import parse_pair, tell_sampled
 from ..trace.database import Database
-from ..trace.macros import parse_pair, tell_sampled
 from ..views import open_database
 
 

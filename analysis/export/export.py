@@ -22,9 +22,9 @@ from ...schemas.tables import SEQUENCES_TABLE
 from ...tracer.progress import Advance, Progress, no_progress
 from ...tracer.whole_file import whole_file
 from ..report.targets import explained, local, refuse
-from ..trace.columns import read_hyperparameters, scored_passes
+from ..trace.columns import parse_pair, read_hyperparameters, scored_passes
 from ..trace.database import Database
-from ..trace.macros import parse_pair, quoted, quoted_pair
+from ..trace.macros import quoted, quoted_pair
 from ..trace.source import Pair
 from ..trace.sums import ensure
 from ..trace.tokens import step_ranges

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...schemas.errors import options
-from ..trace.columns import read_hyperparameters
 from ..trace.macros import quoted
 
 if TYPE_CHECKING:
@@ -88,6 +87,8 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
     """Report the options that a run was trained with if they differ from the given ones."""
+    from ..trace.columns import read_hyperparameters  # DuckDB, which the help of a command does without
+
     told = []
     for source in database.sources:
         trained = read_hyperparameters(database, source.run)

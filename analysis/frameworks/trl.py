@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...schemas.errors import InvalidOption, NothingToCompare, option
 from ...schemas.passes import CURRENT, ROLLOUT
-from ..trace.macros import num_scored, quoted, quoted_pair, why_nothing
+from ..trace.macros import quoted, quoted_pair
 from .framework import Framework, literals, option_field, options_of
 from .notes import masked_out, null_without, set_otherwise
 
@@ -87,6 +87,8 @@ class Trl(Framework):
                     raise InvalidOption("does not exist in TRL's RLOO trainer, only in trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
+        from ..trace.columns import num_scored, why_nothing  # DuckDB, which the help of a command does without
+
         if by == "run" and self.logging_steps is not None:
             raise InvalidOption(
                 f"TRL does not log values for a whole run; use {option('by', 'step')}", option="logging_steps"

@@ -31,8 +31,9 @@ from ..statistics.intervals import (
     unit,
 )
 from ..stats import stats
+from ..trace.columns import parse_pair, tell_sampled, why_nothing
 from ..trace.database import Database
-from ..trace.macros import parse_pair, quoted_pair, tell_sampled, why_nothing
+from ..trace.macros import quoted_pair
 from ..trace.ragged import array_of
 from .condition import COUNTS, LARGEST, OWN, QUANTILES, Condition, SequenceColumns, is_count, left_out, metric_named
 

@@ -9,8 +9,9 @@ from importlib.resources import files
 
 from ...schemas.errors import InvalidOption, NothingToCompare
 from ..rows import Rows
+from ..trace.columns import num_scored, parse_pair, why_nothing
 from ..trace.database import Database
-from ..trace.macros import num_scored, parse_pair, quoted_pair, why_nothing
+from ..trace.macros import quoted_pair
 from ..trace.source import Pair, Traces
 from ..views import open_database
 

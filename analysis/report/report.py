@@ -11,7 +11,7 @@ from ...schemas.errors import InvalidOption
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ...tracer.whole_file import whole_file
-from ..trace.macros import parse_pair
+from ..trace.columns import parse_pair
 from ..trace.source import Traces
 from .contents import Report, report_of
 from .subject import NUM_QUESTIONS, Subject, read_subject

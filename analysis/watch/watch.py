@@ -21,7 +21,7 @@ from ..alarms.reading import judge_alarms
 from ..facts.changes import change_points
 from ..facts.series import Series
 from ..info import LIVE, duration, state_of
-from ..trace.macros import parse_pair
+from ..trace.columns import parse_pair
 from ..trace.source import Source, open_source
 from .memory import RATE_STEPS, Extents, Memory, Surveyor, Times
 from .watched import WAITING, Moved, Watched

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from builders import add_step, make_batch, make_trace, tim_trace
-from tim_trace.analysis.export import sequences
+from tim_trace.analysis.export import export as exporting
 from tim_trace.analysis.export.export import export_run
 from tim_trace.analysis.stats import stats
 from tim_trace.analysis.views import connect
@@ -51,7 +51,7 @@ COLUMNS = ("step", "seq_id", "response_ids", "reward", "rollout_logprobs", "trai
 
 @pytest.mark.parametrize(("tokens", "groups"), [(1, {5}), (70, {2, 3, 4}), (1 << 20, {1})])
 def test_parquet_has_a_row_a_sequence_with_every_bit(run, tmp_path, monkeypatch, tokens, groups):
-    monkeypatch.setattr(sequences, "CHUNK_TOKENS", tokens)
+    monkeypatch.setattr(exporting, "CHUNK_TOKENS", tokens)
     done = export_run(run, to="parquet", output=tmp_path / "out")
     table = pq.read_table(tmp_path / "out" / "sequences.parquet")
     assert pq.ParquetFile(tmp_path / "out" / "sequences.parquet").num_row_groups in groups

@@ -14,7 +14,7 @@ from builders import make_trace
 from tim_trace.analysis.frameworks.verl import FRAMEWORK, REJECTIONS
 from tim_trace.analysis.frameworks.verl_sums import token_sums
 from tim_trace.analysis.stats import stats
-from tim_trace.analysis.trace.macros import parse_pair
+from tim_trace.analysis.trace.columns import parse_pair
 from tim_trace.analysis.views import connect, open_database
 from tim_trace.schemas.errors import InvalidOption, NothingToCompare
 from tim_trace.tracer.importers.import_dump import import_dump

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 from builders import make_trace
-from tim_trace.analysis.trace.macros import num_scored
+from tim_trace.analysis.trace.columns import num_scored
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import DamageWarning
 from tim_trace.tracer.ragged import Ragged

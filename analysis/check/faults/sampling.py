@@ -192,6 +192,7 @@ def _scale(
     """Fit off = (s - 1) own, and off = (1 - 1 / s) other, with a constant and, for degree 2, a square. `weight` is d / off."""
     if there.sum() < 30:
         return None
+    off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))
     keep = there & (
         np.abs(off - np.median(off[there])) <= np.quantile(np.abs(off - np.median(off[there]))[there], 0.98) + 1e-12
     )
