@@ -137,7 +137,7 @@ def _zones_read(database: Database, pair: Pair, rules: Sequence[Correction], pro
 
 
 def _of_chunk(database: Database, unit: tuple[Pair, Chunk, Bounds]) -> Iterator[pa.Table]:
-    """Yield the groups of the sequences in the given steps; sequences are numbered from 1."""
+    """Yield the token groups (zones) of each sequence in the given steps; sequences are numbered from 1."""
     pair, chunk, bounds = unit
     a, b, run = quoted(pair[0]), quoted(pair[1]), quoted(chunk.run)
     query = f"SELECT * FROM correction_lists({a}, {b}, {run}, {chunk.first_step}, {chunk.last_step})"

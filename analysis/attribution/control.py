@@ -215,7 +215,8 @@ def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evi
 
 
 def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence for a KL term if logprob changes follow the distance to the reference more than the logprob itself."""
+    """Yield evidence for a KL term if changes of logprobs correlate more with the distance to the reference than with the
+    logprobs themselves."""
     after = next((int(each) for each in facts.steps if each > step), None)
     if after is None or not np.isfinite(facts.rollouts.reference).any():
         return

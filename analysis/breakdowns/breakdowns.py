@@ -71,7 +71,8 @@ class Queries:
         )  # fmt: skip
 
     def profile(self, axis: str) -> str:
-        """Return the query for the mismatch by position, length or entropy: start of a bin, number of tokens, mean |d|, rms d."""
+        """Return the query for the mismatch by position, length or entropy. Its columns are the start of each bin, its number of
+        tokens, mean |d| and rms d."""
         pair, entropy = f"pair({self._pair})", _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
         last = (MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT
         title, name, value, rows, compared = {

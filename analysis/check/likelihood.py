@@ -49,8 +49,9 @@ class Fit:
 
 
 def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
-    """Fit a mixture of rounding (Student t with scale sigma * `scale`, but at least `values`) and unexplained errors
-    (Laplace) to residuals, [K] nats; sigma is at most `most` nats.
+    """Fit residuals, [K] nats, as a mixture of rounding errors and unexplained errors (Laplace). Rounding errors follow a
+    Student t distribution whose scale adds sigma * `scale` and `values`, the rounding of the recorded logprobs, in
+    quadrature; sigma is at most `most` nats.
     """
     size = np.abs(residual)
     if not len(size):

@@ -37,7 +37,7 @@ BROKEN: Mapping[str | None, str] = {
     "computation": "engine or trainer is wrong",
     "versions": "the policy versions of the two sides differ",
 }
-"""Code of what must be fixed (`finding.Broken`) -> phrase."""
+"""Code of the thing to fix (`finding.Broken`) -> phrase that names it."""
 
 
 def note_texts(result: CheckResult) -> list[str]:

@@ -259,7 +259,7 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Summary of the run, as codes in text.SUMMARY."""
     fall: Fall | None
-    """Collapse of the run's outcome as found by `attribute`; None without one, or if it begins after `steps`."""
+    """Collapse of the run's outcome as found by `attribute`; None if there is none or if it begins after `steps`."""
     later: Fall | None = None
     """Collapse that begins after the selected steps; None if there is none."""
     series: tuple[SeriesSummary, ...]

@@ -71,8 +71,8 @@ class Fall:
     """Onset: the last step before the values leave their earlier level for good."""
     low: int
     high: int
-    """End of the range from `low` of onsets that fit about as well as the best one, with the levels before and after held fixed.
-    Too narrow to be a confidence interval."""
+    """Last of the onsets, from `low` on, that fit about as well as the best one if the levels before and after are held fixed. The
+    range is too narrow to be a confidence interval."""
     interval: tuple[int, int]
     """95 % confidence interval of the onset, with the levels before and after fitted and autocorrelation included; see docs/evidence/intervals.md."""
     fallen: int

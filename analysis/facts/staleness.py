@@ -14,7 +14,7 @@ from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
 
 _FARTHEST = 64
-"""Maximum number of steps by which the trainer logprobs compared with the engine's may be earlier."""
+"""Maximum number of steps to look back for trainer logprobs to compare with the engine's."""
 _AROUND = 1
 """Number of neighbouring step distances, on either side, whose prefixes are pooled with those at each distance."""
 _FEWEST = 30

@@ -30,7 +30,7 @@ def gate(
     summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
-    """Fail if a number of a run violates a condition, for use in CI of training code.
+    """Fail if a figure of a run violates a condition, for use in the CI of training code.
 
     Conditions on columns of `stats` write sums into the trace, as `stats` does.
 

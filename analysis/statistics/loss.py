@@ -118,7 +118,7 @@ def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
 
 
 def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return SAPO's 4 / tau sigmoid(tau (ratio - 1)), with tau by the sign of A (arXiv 2511.20347).
+    """Return SAPO's gate, 4 / tau sigmoid(tau (ratio - 1)); tau depends on the sign of the advantage (arXiv 2511.20347).
 
     >>> sapo_gate(Loss(kind="sapo"), np.array([1.0, 3.0]), np.array([True, True])).round(6).tolist()
     [2.0, 3.523188]
@@ -143,7 +143,7 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return bool: True if the ratio is beyond the bound for the sign of its advantage.
+    """Return True where the ratio is beyond the bound that applies for the sign of the advantage.
 
     False for losses without a bound and for an advantage of 0. `loss_clips` is the same in SQL.
 

@@ -114,7 +114,8 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find each pair's stored sums that cover most existing segments, and the pairs that are covered whole."""
+    """Find, for each pair, the stored sums that cover the largest number of existing segments, and the pairs whose segments
+    are all covered."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}

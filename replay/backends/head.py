@@ -37,8 +37,8 @@ class BatchScorer:
 class Head:
     """The computation of log-probabilities from hidden states.
 
-    Logits are divided by the temperature, cut to the top k, then to the smallest set of mass top p, then normalised:
-    the order of vLLM's sampler (temperature, top-k, top-p). A cut token has -inf.
+    Logits are divided by the temperature, restricted to the top k tokens, then to the smallest set with a probability of
+    at least top p, and normalised, in the order of vLLM's sampler. Excluded tokens have a log-probability of -inf.
     """
 
     temperature: float = 1.0

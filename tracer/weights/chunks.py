@@ -144,7 +144,7 @@ def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | No
     # Checked first, since blosc allocates as much memory as the buffer's header says.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
-        raise ValueError(f"it does not hold up to {most:,} numbers of {kind.itemsize} bytes")
+        raise ValueError(f"it does not contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
     if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc would read past the end
         raise ValueError(f"it has {len(encoded):,} bytes, which is incomplete")
     try:

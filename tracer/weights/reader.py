@@ -91,7 +91,8 @@ class WeightReader:
         """(version, attempt) with a damaged or missing part -> a sentence describing the damage."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """(segment, dtype, chunk) -> version and bits held: all chunks of the version read last, or the last chunk."""
+        """Chunks kept in memory, (segment, dtype, chunk) -> version and bits: every chunk of the version read last, or only the
+        chunk read last if that version is not kept."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
         """Segment -> number of elements per dtype."""

@@ -88,7 +88,8 @@ def _rewards(facts: Facts) -> list[Evidence]:
 
 
 def _relation(facts: Facts) -> list[Evidence]:
-    """Detect likelier answers that stop earning more while rewards and policy are unchanged."""
+    """Detect a step from which likelier answers earn no more, although the distribution of rewards and the policy are
+    unchanged."""
     moves = facts.moves
     step = moves.breaks("relation")
     if step is None or moves.moves_at(step, "reward", "mean_abs_d", *POLICY):
