@@ -1146,7 +1146,7 @@ def export_(trace: str, **options: Any) -> None:
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
-    """Fail if a number of a run violates a condition, for use in CI of training code.
+    """Fail if a figure of a run violates a condition, for use in the CI of training code.
 
     Conditions on columns of stats write sums into the trace, as stats does.
 

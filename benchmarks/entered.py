@@ -37,7 +37,7 @@ def entered(verb):
 def _is_of_import(frame):
     """True if the import of a product module runs the frame, such as the body of a class or a decorator."""
     while frame is not None:
-        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(PRODUCT):
+        if frame.f_code.co_name == "<module>" and frame.f_code.co_filename.startswith(ROOMS):
             return True
         frame = frame.f_back
     return False

@@ -71,8 +71,8 @@ STEP_QUANTILES = Table(
 
 STEP_HISTOGRAMS = Table(
     name="step_histograms",
-    doc="One row per (pair, step, non-empty bin): tokens with |d| in the bin. Summed over any steps they give "
-    "quantiles within a relative error of 2^-10.",
+    doc="One row per (pair, step, non-empty bin): the number of tokens whose |d| is in the bin. These counts, summed over "
+    "steps, give quantiles within a relative error of 2^-10.",
     columns=(
         *_PAIR,
         Column("step", pa.int64(), "the step", null=""),

@@ -181,7 +181,7 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
         residual = nats - other
         left = _typical(residual[np.isfinite(residual)])
         most = (MAX_LEFT_BY_UNIT if cost <= 2 else MAX_LEFT_BY_FIT) * varied
-        if np.mean(np.isfinite(nats)) < 0.99 or left > most:
+        if np.mean(np.isfinite(nats)) < 0.99 or left >= most:
             continue
         query = "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
         known: dict[str, Number] = {
