@@ -39,8 +39,8 @@ from .faults.weights import find_adapter, find_declared, find_earlier_growth, fi
 from .finding import Finding, Number
 from .likelihood import Hypothesis, nobodys
 from .pair_data import PairData
-from .rounding import allowed_noise
-from .structure import level, not_repeatable
+from .rounding import allowed_noise, level
+from .structure import not_repeatable
 from .where import Where, places
 
 MIN_LOGPROBS = 30

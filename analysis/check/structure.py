@@ -1,4 +1,4 @@
-"""What the mismatch depends on: repeated contexts, updates, rows, the sampling distribution.
+"""Parts of a run that show where a mismatch comes from: repeated contexts, the first step, rows that agree, sampled tokens.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..statistics.moments import pearson
 from .pair_data import PairData, once
 from .rounding import allowed_noise, logit_error
 
@@ -17,9 +16,6 @@ MIN_REPEATS = 20
 """Minimum number of repeated tokens, i.e. the same token after the same prefix in the same step, to judge whether a
 side is deterministic.
 """
-_LAGS = (1, 2, 4)
-"""Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
-sequence rarely falls between the two tokens compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +30,11 @@ class RepeatedTokens:
     """Rms difference of pass b, as an error of the logit, nats."""
     d: float
     """Rms of d at these tokens, as an error of the logit, nats."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if there are enough repeated tokens to compare."""
+        return self.num >= MIN_REPEATS
 
 
 @once
@@ -58,7 +59,7 @@ def repeats(data: PairData) -> RepeatedTokens:
 def not_repeatable(data: PairData) -> str | None:
     """Return the non-deterministic side, `a` or `b`, if that accounts for the mismatch; None otherwise."""
     found = repeats(data)
-    if found.num < MIN_REPEATS:
+    if not found.is_known:
         return None
     for side, own, other in (("a", found.a, found.b), ("b", found.b, found.a)):
         if own > allowed_noise(data) / 2 and own > 3 * other and own > found.d / 3:
@@ -122,25 +123,6 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     return at / len(middle), rows[at:]
 
 
-def fades(data: PairData, inside: np.ndarray | None = None) -> tuple[float, float]:
-    """Return the log ratio between the mismatch in the first and the last third of a sequence, averaged over the
-    sequences inside, [K] bool, and this mean in standard errors. The effect of a different or cached prompt fades along
-    the response; the effect of different weights does not.
-    """
-    level = data.level_beyond_tokens
-    there = np.isfinite(level) if inside is None else np.isfinite(level) & inside
-    place = data.position / np.maximum(data.sample.lengths[data.seq], 1)
-    means = []
-    for part in (there & (place < 1 / 3), there & (place >= 2 / 3)):
-        count = np.bincount(data.seq[part], minlength=data.sample.num_sequences)
-        total = np.bincount(data.seq[part], level[part], data.sample.num_sequences)
-        means.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
-    falls = (means[0] - means[1])[np.isfinite(means[0] - means[1])]
-    if len(falls) < 2:
-        return 0.0, 0.0
-    return float(falls.mean()), float(falls.mean() / max(falls.std() / np.sqrt(len(falls)), 1e-12))
-
-
 def sampled_score(data: PairData, side: str) -> float:
     """Return the mean of logprob + entropy of a side in standard errors over sequences: near 0 if the tokens were sampled
     from that side's distribution. 0 if the side has no entropies."""
@@ -160,121 +142,3 @@ def sampled_mean(data: PairData, side: str) -> float:
     """Return the mean of logprob + entropy of a side, nats; NaN if it has no entropies."""
     entropy = getattr(data.sample, side).entropy
     return float("nan") if entropy is None else float(np.nanmean(getattr(data, side) + entropy[data.keep]))
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorStructure:
-    """Statistics of log(|d| / (1 - p)), after subtracting its means per token id and per step; 0 if there are too few
-    tokens."""
-
-    persistence: float
-    """Mean autocorrelation at lags of 1, 2 and 4 tokens. It is high if the mismatch changes inside sequences."""
-    sequence_score: float
-    """Distance between the share of the variance that is between sequences and the share expected by chance, in
-    standard deviations."""
-    persistence_within: float = 1.0
-    """`persistence` after subtracting each sequence's mean. It is 0 if whole sequences are affected."""
-
-
-@once
-def error_structure(data: PairData) -> ErrorStructure:
-    """Measure the structure of a mismatch over the kept tokens."""
-    level = data.level_beyond_tokens
-    known = np.isfinite(level)
-    if known.sum() < 2 * max(_LAGS):
-        return ErrorStructure(0.0, 0.0)
-    _, step = np.unique(data.sample.steps[data.seq], return_inverse=True)
-    num = int(step.max()) + 1  # includes final steps without any token that has a finite level
-    mean = np.bincount(step[known], level[known], num) / np.maximum(np.bincount(step[known], minlength=num), 1)
-    level = level - mean[step]
-    count = np.bincount(data.seq[known], minlength=data.sample.num_sequences)
-    own = np.bincount(data.seq[known], level[known], len(count)) / np.maximum(count, 1)
-    # Subtracting a sequence's mean over n tokens lowers the correlation between its tokens by 1 / n.
-    lowered = float(1 / np.average(count, weights=count))
-    within = _persistence(level - own[data.seq], known, data.seq) + lowered
-    score = variance_between(level[known], data.seq[known])[1]
-    return ErrorStructure(_persistence(level, known, data.seq), score, within)
-
-
-def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float:
-    """Return the autocorrelation of `level`, [K], within sequences, averaged over _LAGS."""
-    lags = []
-    for lag in _LAGS:
-        same = (seq[lag:] == seq[:-lag]) & known[lag:] & known[:-lag]
-        lags.append(pearson(level[lag:][same], level[:-lag][same]))
-    return float(np.mean(np.nan_to_num(lags)))
-
-
-@once
-def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and the distance of that share
-    from 0 in standard deviations under pure noise. Both are 0 if there are too few tokens. The largest 1 % of the
-    values are clipped.
-    """
-    known = np.isfinite(data.noise)
-    signed = (data.d / np.maximum(data.rest, 1e-9))[known]
-    tokens = data.sample.tokens[data.keep][known]
-    # A token that follows the same token again, in a loop, in its group or at another step, is not independent evidence.
-    _, first = np.unique(data.sample.bigrams[data.keep][known], return_index=True)
-    tokens, signed = tokens[first], signed[first]
-    num, groups = len(signed), len(np.unique(tokens))
-    if num < max(400, groups + 10):
-        return 0.0, 0.0
-    cut = float(np.quantile(np.abs(signed), 0.99))
-    return variance_between(np.clip(signed, -cut, cut), tokens)
-
-
-def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
-    """Return the adjusted share of the variance of `values`, [K], explained by `group`, [K], and the distance of that
-    share from 0 in standard deviations under pure noise. Both are 0 if there is a single group or only one value per
-    group."""
-    _, place = np.unique(group, return_inverse=True)
-    count = np.bincount(place).astype(float)
-    num, groups = len(values), len(count)
-    if groups < 2 or num <= groups:
-        return 0.0, 0.0
-    means = np.bincount(place, values) / count
-    centred = values - values.mean()
-    total = float(centred @ centred)
-    explained = float(np.sum(count * (means - values.mean()) ** 2))
-    if total <= 0:
-        return 0.0, 0.0
-    ratio = (explained / (groups - 1)) / max((total - explained) / (num - groups), 1e-30)
-    adjusted = 1 - ((total - explained) / (num - groups)) / (total / (num - 1))
-    return float(adjusted), float((ratio - 1) / np.sqrt(2 / (groups - 1) + 2 / (num - groups)))
-
-
-@once
-def along_movement(data: PairData) -> float:
-    """Return the alignment between d and the change in pass a over the steps, in standard errors; 0 for fewer than
-    three steps.
-
-    For each token bigram, the mean of d is multiplied by the trend over the steps of its logprob in pass a. The product
-    is 0 on average if d is rounding, positive if pass b lags behind pass a, and negative if pass a lags behind pass b.
-    Standard errors are computed over sequences. The dependence of d on the size of the logprob is removed first.
-    """
-    sample = data.sample
-    steps = sample.steps[data.seq].astype(float)
-    if len(np.unique(steps)) < 3 or not data.num_kept:
-        return 0.0
-    _, place = np.unique(sample.bigrams[data.keep], return_inverse=True)
-    count = np.bincount(place)
-    d = np.clip(data.d, *np.array([-3.0, 3.0]) * data.rms())
-    bins = np.digitize(data.a, np.quantile(data.a, np.linspace(0, 1, 11)[1:-1]))
-    d = d - (np.bincount(bins, d) / np.maximum(np.bincount(bins), 1))[bins]
-    mean_d = np.bincount(place, d) / (count + 3.0)
-    moved = np.clip(data.a - (np.bincount(place, data.a) / count)[place], -3, 3)
-    since = steps - (np.bincount(place, steps) / count)[place]
-    products = np.bincount(data.seq, mean_d[place] * since * moved)
-    return float(products.sum() / max(np.sqrt(np.sum(products**2)), 1e-30))
-
-
-def level(data: PairData) -> float:
-    """Return the rms change of the logits that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest hundredth
-    clipped."""
-    known = np.isfinite(data.noise)
-    noise, rest = data.noise[known], data.rest[known]
-    if not len(noise):
-        return 0.0
-    cut = float(np.quantile(noise, 0.99))
-    return float(np.sqrt(np.sum((np.minimum(noise, cut) * rest) ** 2) / np.sum(rest**2)))

@@ -12,8 +12,7 @@ import numpy as np
 from .. import commands
 from ..finding import Fault, Finding
 from ..pair_data import PairData
-from ..rounding import allowed_noise, coarsest
-from ..structure import level
+from ..rounding import allowed_noise, coarsest, level
 from ..where import Where, where_text
 
 ROUNDING = Fault(
