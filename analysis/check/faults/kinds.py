@@ -8,12 +8,12 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
+from ..features import growth, repeats
 from ..finding import Broken, Fault, Finding, Number
 from ..kinds import ROUNDING, SIZE, judged, judged_words, probabilities, reasons
 from ..likelihood import MAX_FLIP_NATS, Hypothesis, located
 from ..pair_data import PairData
 from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, level, precisions
-from ..structure import growth, repeats
 from ..where import Where
 from .sampling import PENALTY
 from .values import UNRELATED
