@@ -45,7 +45,7 @@ def evidence_text(finding: Finding) -> str:
         steps = str(finding.numbers["in_steps"])
         text += f"; all of it in step{'s' if ',' in steps else ''} {steps}"
     if "part_sequences" in finding.numbers:
-        where = {name: finding.numbers[f"part_{name}"] for name in ("feature", "kind", "values")}
+        where = {name: finding.numbers.get(f"part_{name}") for name in ("feature", "kind", "values")}
         which = f", {where_text(where)}" if where["feature"] else ""
         text += f"; only {finding.numbers['part_sequences']:,} of {finding.numbers['part_of']:,} sequences are affected{which}"
     if "behind" in finding.numbers:

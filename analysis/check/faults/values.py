@@ -129,17 +129,12 @@ def find_positive(data: PairData) -> list[Hypothesis]:
         if not where.any():
             continue
         values = own.logprobs[where]
-        columns = "step, seq_id, position, token_id, logprob_a, logprob_b"
-        query = f"SELECT {columns} FROM {{pair}} WHERE mask AND logprob_{side} > {MAX_LOGPROB} LIMIT 20"
-        numbers = {
-            "side": own.name,
-            "num_tokens": int(where.sum()),
-            "least": float(values.min()),
-            "largest": float(values.max()),
-        }
         finding = NOT_LOGPROBS.finding(
-            data, "above_zero", where[data.keep], next=commands.sql(data, query), numbers=numbers
-        )
+            data, "above_zero", where[data.keep], next=commands.tokens(data, f"mask AND logprob_{side} > {MAX_LOGPROB}"),
+            numbers={
+                "side": own.name, "num_tokens": int(where.sum()), "least": float(values.min()), "largest": float(values.max()),
+            },
+        )  # fmt: skip
         found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
     return found
 
@@ -154,13 +149,10 @@ def find_unit(data: PairData) -> list[Hypothesis]:
     if any(not each.rank for each in found) or not len(rows):
         return found
     part = data.within(np.isin(data.seq, rows))
-    counted: dict[str, Number] = dict.fromkeys(("part_feature", "part_kind", "part_values"))
-    counted |= {"part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
-    of_part = [each for side in "ab" for each in _functions(part, side)]
-    return [
-        *found,
-        *(replace(each, finding=replace(each.finding, numbers=each.finding.numbers | counted)) for each in of_part),
-    ]
+    counted = {"part_feature": None, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
+    for each in (each for side in "ab" for each in _functions(part, side)):
+        found.append(replace(each, finding=replace(each.finding, numbers=each.finding.numbers | counted)))
+    return found
 
 
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
@@ -179,20 +171,10 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
         if np.mean(np.isfinite(nats)) < 0.99 or left >= most:
             continue
         query = "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
-        known: dict[str, Number] = {
-            "side": data.names[side],
-            "unit": unit,
-            "residual": left,
-            "size": size,
-            "factor": None,
-        }
         finding = UNIT.finding(
-            data,
-            "other_unit",
-            weight=1 - left / max(size, 1e-12),
-            next=commands.sql(data, query),
-            numbers=known | numbers,
-        )
+            data, "other_unit", weight=1 - left / max(size, 1e-12), next=commands.sql(data, query),
+            numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
+        )  # fmt: skip
         hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=unit != "curve")
         found.append(replace(hypothesis, rank=int(unit == "curve")))
     return found
