@@ -16,7 +16,6 @@ import numpy as np
 
 from ...schemas.loss import read_loss
 from ..advice import Advice
-from ..facts.series import by_step
 from ..trace.columns import read_hyperparameters, sequence_columns
 from ..trace.database import Database
 from ..trace.ragged import array_of
@@ -459,7 +458,8 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
     for table, column, error, names in _LOGGED:
         if known_names.isdisjoint(names):
             continue
-        rows = by_step(run.database, _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error))
+        query = _MEANS.format(table=table.format(steps=run.inspected), column=column, error=error)
+        rows = run.database.connection.execute(query).fetchnumpy()
         steps, mean, errors = rows["step"], rows["mean"], rows["error"]
         found = []
         for name, later in itertools.product(filter(known_names.__contains__, names), (0, 1, -1)):

@@ -21,26 +21,34 @@ from .faults.not_computed import (
     find_shared_constants,
     find_unsampled,
 )
-from .faults.places import BOUNDARY, BY_TIME, ONE_PLACE, SUBSET, find_place, find_subset
+from .faults.places import (
+    BOUNDARY,
+    BY_TIME,
+    ONE_PLACE,
+    SUBSET,
+    find_place,
+    find_subset,
+    rounding,
+    too_few,
+    unexplained_tokens,
+)
 from .faults.row_pairing import find_row_pairing
 from .faults.sampling import find_grammar, find_one_sided, find_penalty, find_sampled_elsewhere, find_temperature
 from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
-from .faults.unexplained import rounding, too_few, unexplained_tokens
 from .faults.values import (
     find_low_precision,
     find_other_quantity,
     find_positive,
     find_scattered,
-    find_shared_unit,
     find_unit,
     find_unrelated,
 )
 from .faults.weights import find_adapter, find_declared, find_earlier_growth, find_engine_weights, weights_agree
+from .features import not_repeatable
 from .finding import Finding, Number
 from .likelihood import Hypothesis, nobodys
 from .pair_data import PairData
-from .rounding import allowed_noise
-from .structure import level, not_repeatable
+from .rounding import allowed_noise, level
 from .where import Where, places
 
 MIN_LOGPROBS = 30
@@ -103,7 +111,7 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
         return [*facts, *(each for each in equal if each.fails or not facts)]
     found: list[Finding] = list(copied) if is_known else [*copied, *_explained(data)]
     if not any(finding.fails for finding in (*found, *facts)):
-        found += [each.finding for each in (*find_shared_unit(data), *find_unsampled(data))]
+        found += [each.finding for each in find_unsampled(data)]
         if not any(finding.fails for finding in found):
             found += [each.finding for each in find_sampled_elsewhere(data)]
     found = sorted(found, key=lambda finding: not finding.fails)

@@ -177,6 +177,17 @@ def levels(data: PairData) -> np.ndarray:
     return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
 
 
+def level(data: PairData) -> float:
+    """Return the rms change of the logits that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest hundredth
+    clipped."""
+    known = np.isfinite(data.noise)
+    noise, rest = data.noise[known], data.rest[known]
+    if not len(noise):
+        return 0.0
+    cut = float(np.quantile(noise, 0.99))
+    return float(np.sqrt(np.sum((np.minimum(noise, cut) * rest) ** 2) / np.sum(rest**2)))
+
+
 def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
     """Return the dtype to which logits were rounded, from differences of logprobs in one context; None if there are too few.
 

@@ -77,7 +77,6 @@ FEATURES = {
     "token_id": "the token id",
     "token_before": "the id of the previous token",
     "token_repeated": "tokens that occurred before in the row",
-    "before_repeated": "tokens after a token that occurred before in the row",
     "later_turn": "the second turn of a conversation or a later one",
     "starts_turn": "the first token after masked tokens",
     "step": "the step",
@@ -217,50 +216,45 @@ def _best(
 
 def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
     """Return the features of sequences: name -> [S] values."""
-    order = recorded_order(sample)
-    lengths = sample.prompt_lengths
-    total = lengths + sample.lengths
-    columns: dict[str, Any] = {
-        **{f"writer_{side}": _texts(getattr(sample, side).writers) for side in "ab"},
-        **{f"contract_{side}": _texts(getattr(sample, side).contracts) for side in "ab"},
-        **{f"version_{side}": _known(getattr(sample, side).versions) for side in "ab"},
+    order, prompt = recorded_order(sample), sample.prompt_lengths
+    total = prompt + sample.lengths
+    columns: dict[str, np.ndarray] = {
         "version": _known(sample.versions),
         "lag": _known(sample.a.versions - sample.b.versions),
         **sample.settings,
         "prompt_seen_before": seen_before(sample),
-        "group_id": _texts(sample.group_ids),
-        "finish_reason": _texts(sample.finish_reasons),
+        "group_id": np.array(sample.group_ids, object),
+        "finish_reason": np.array(sample.finish_reasons, object),
         **{
             f"{name}_above_0": np.where(np.isfinite(values), values > 0, np.nan)
             for name, values in sample.outcomes.items()
         },
         "response_length": sample.lengths.astype(float),
-        "prompt_length": lengths.astype(float),
+        "prompt_length": prompt.astype(float),
         "total_length": total.astype(float),
         "step": sample.steps.astype(float),
         "row": order.astype(float),
     }
-    for side in "ab":
-        own = getattr(sample, side)
-        columns[f"forward_row_{side}"] = own.forward_row
-        columns[f"pad_left_{side}"] = own.pad_left
-    for size in _MICRO_BATCHES:
-        batch = sample.steps * 1_000_000 + order // size
-        columns[f"not_first_of_{size}"] = order % size > 0
-        columns[f"shorter_prompt_of_{size}"] = lengths < _largest(lengths, batch)
-        columns[f"shorter_total_of_{size}"] = total < _largest(total, batch)
-    columns["shorter_prompt_of_step"] = lengths < _largest(lengths, sample.steps)
-    columns["shorter_total_of_step"] = total < _largest(total, sample.steps)
+    for side, own in (("a", sample.a), ("b", sample.b)):
+        columns |= {
+            f"writer_{side}": np.array(own.writers, object), f"contract_{side}": np.array(own.contracts, object),
+            f"version_{side}": _known(own.versions), f"forward_row_{side}": own.forward_row, f"pad_left_{side}": own.pad_left,
+        }  # fmt: skip
+    batches = {size: sample.steps * 1_000_000 + order // size for size in _MICRO_BATCHES}
+    columns |= {f"not_first_of_{size}": order % size > 0 for size in batches}
+    for size, batch in {**batches, "step": sample.steps}.items():
+        columns |= {
+            f"shorter_{name}_of_{size}": lengths < _largest(lengths, batch)
+            for name, lengths in (("prompt", prompt), ("total", total))
+        }
     return columns
 
 
 def token_columns(data: PairData) -> dict[str, np.ndarray]:
     """Return the features of the kept tokens: name -> [K] values."""
-    sample = data.sample
-    position = data.position
+    sample, position = data.sample, data.position
     total = position + sample.prompt_lengths[data.seq]
     from_end = sample.lengths[data.seq] - 1 - position
-    ids = sample.tokens[data.keep]
     counted = np.concatenate([[True], sample.mask[:-1]])[data.keep]
     columns: dict[str, np.ndarray] = {
         "first_token": position == 0,
@@ -268,27 +262,27 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
         "position": position.astype(float),
         "total_position": total.astype(float),
         "from_end": from_end.astype(float),
-        "token_id": ids.astype(float),
+        "token_id": sample.tokens[data.keep].astype(float),
         "token_before": np.where(position > 0, sample.previous[data.keep], np.nan),
         "token_repeated": repeated_in_row(data),
-        "before_repeated": np.concatenate([[False], repeated_in_row(data)[:-1]]) & (position > 0),
         "later_turn": later_turn(sample)[data.keep],
         "starts_turn": (position > 0) & ~counted,
     }
     for parts in (2, 4, 8, 16):
-        chunk = -(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts)
-        columns[f"first_of_chunk_{parts}"] = total % np.maximum(chunk, 1) == 0
-        columns[f"last_of_chunk_{parts}"] = ((total + 1) % np.maximum(chunk, 1) == 0) & (from_end > 0)
+        chunk = np.maximum(-(-(sample.lengths + sample.prompt_lengths)[data.seq] // parts), 1)
+        columns[f"first_of_chunk_{parts}"] = total % chunk == 0
+        columns[f"last_of_chunk_{parts}"] = ((total + 1) % chunk == 0) & (from_end > 0)
     if (period := _period(data)) is not None:
         # The offset within the period may differ by row, for example after prompts of unknown length.
-        place = position % period
-        noise = np.bincount(data.seq * period + place, levels(data), minlength=sample.num_sequences * period)
-        count = np.bincount(data.seq * period + place, minlength=len(noise))
-        mean = np.where(count > 0, noise / np.maximum(count, 1), -np.inf).reshape(-1, period)
-        columns[f"every_{period}"] = place == mean.argmax(axis=1)[data.seq]
+        cell, shape = data.seq * period + position % period, (sample.num_sequences, period)
+        count = np.bincount(cell, minlength=sample.num_sequences * period)
+        mean = np.where(count > 0, np.bincount(cell, levels(data), len(count)) / np.maximum(count, 1), -np.inf)
+        columns[f"every_{period}"] = position % period == mean.reshape(shape).argmax(axis=1)[data.seq]
     for period in (2, 4, 8, 16, 32, _MOST_PERIOD):
-        columns[f"phase_{period}"] = (position % period).astype(float)
-        columns[f"phase_total_{period}"] = (total % period).astype(float)
+        columns |= {
+            f"phase_{period}": (position % period).astype(float),
+            f"phase_total_{period}": (total % period).astype(float),
+        }
     return columns
 
 
@@ -356,12 +350,6 @@ def _largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
     return np.asarray(out[place])
-
-
-def _texts(values: list[str | None]) -> np.ndarray:
-    out = np.empty(len(values), object)
-    out[:] = values
-    return out
 
 
 def _known(values: np.ma.MaskedArray) -> np.ndarray:

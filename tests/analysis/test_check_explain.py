@@ -430,7 +430,8 @@ def test_a_sharp_policy_in_bfloat16_is_valid(tmp_path, sharpness):
 
 def test_every_query_that_a_finding_proposes_is_in_the_catalogue():
     sources = [path.read_text() for path in (ROOT / "analysis" / "check").rglob("*.py")]
-    proposed = {name for text in sources for name in re.findall(r'commands\.query\(data, "([^"]+)"\)', text)}
+    calls = [call for text in sources for call in re.findall(r"commands\.query\(data, (.+)\)", text)]
+    proposed = {name for call in calls for name in re.findall(r'"([a-z]+-[a-z-]+)"', call)}
     assert proposed
     assert proposed <= {each.name for each in catalogue()}
 

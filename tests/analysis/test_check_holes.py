@@ -190,13 +190,13 @@ def test_zeros_that_both_sides_have_are_told_from_certain_tokens_by_their_entrop
         assert codes(record(tmp_path / name, sides, steps=2, lengths=200, entropy=entropy))[0] == code
 
 
-def test_a_unit_that_both_sides_share_is_told_by_the_entropies(tmp_path):
+def test_a_unit_that_both_sides_share_is_seen_by_the_entropies(tmp_path):
     run = Recording(
         rollout=lambda step, number: [row / np.float32(np.log(2)) for row in in_float32(step, number)],
         train=lambda step, number: [row / np.float32(np.log(2)) for row in step.scored()],
     )
     first = check(run.write(tmp_path / "trace")).findings[0]
-    assert (first.code, first.signal, first.numbers["unit"]) == ("log_base", "shared_unit", "log2")
+    assert (first.code, first.signal) == ("penalty", "sampled_elsewhere")
 
 
 def test_a_mean_of_the_sequence_at_each_token_is_seen(tmp_path):

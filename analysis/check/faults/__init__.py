@@ -8,11 +8,10 @@ from .kinds import COMPUTATION, NOT_REPEATABLE, ONSET, ROUTER_FLIPS, ROW_CONTEXT
 from .kinds import TITLES as KIND_TITLES
 from .misplaced import MISPLACED
 from .not_computed import COPIES, EQUAL, HOLES, LENGTHS, MASK, NOT_SAMPLED, PLACEHOLDERS
-from .places import BOUNDARY, ONE_PLACE, SUBSET
+from .places import BOUNDARY, ONE_PLACE, ROUNDING, SUBSET, TOO_FEW, UNEXPLAINED
 from .row_pairing import ROW_PAIRING
 from .sampling import GRAMMAR, PADDED_VOCABULARY, PENALTY, TEMPERATURE, TRUNCATION
 from .shift import RETOKENISED, SHIFT
-from .unexplained import ROUNDING, TOO_FEW, UNEXPLAINED
 from .values import LOW_PRECISION, NOT_LOGPROBS, UNIT, UNRELATED
 from .weights import WEIGHTS
 
@@ -46,7 +45,7 @@ def evidence_text(finding: Finding) -> str:
         steps = str(finding.numbers["in_steps"])
         text += f"; all of it in step{'s' if ',' in steps else ''} {steps}"
     if "part_sequences" in finding.numbers:
-        where = {name: finding.numbers[f"part_{name}"] for name in ("feature", "kind", "values")}
+        where = {name: finding.numbers.get(f"part_{name}") for name in ("feature", "kind", "values")}
         which = f", {where_text(where)}" if where["feature"] else ""
         text += f"; only {finding.numbers['part_sequences']:,} of {finding.numbers['part_of']:,} sequences are affected{which}"
     if "behind" in finding.numbers:

@@ -8,12 +8,12 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
+from ..features import growth, repeats
 from ..finding import Broken, Fault, Finding, Number
 from ..kinds import ROUNDING, SIZE, judged, judged_words, probabilities, reasons
 from ..likelihood import MAX_FLIP_NATS, Hypothesis, located
 from ..pair_data import PairData
-from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, precisions
-from ..structure import MIN_REPEATS, growth, level, repeats
+from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, level, precisions
 from ..where import Where
 from .sampling import PENALTY
 from .values import UNRELATED
@@ -24,7 +24,7 @@ MIN_SECOND = 0.2
 MAX_ROUNDING = 0.1
 """Probability of rounding below which a mismatch no larger than rounding counts as a fault. It was chosen on 1,304 healthy
 runs, 30 of them this project's own: with each author left out of the fit in turn, none is below it. Of 92 pairs of
-executions on an H100, this project's own and left out alike, 8 are.
+executions on an H100, this project's own and left out as well, 3 are.
 """
 TAIL_RATIO = 10.0
 """Logit error above which a token is in the tail, in multiples of the median: rounding alone reaches six to eight."""
@@ -184,7 +184,7 @@ def _finding(
             "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside),
         }  # fmt: skip
     broken: Broken | None = None
-    if kind == "noise" and twins.num >= MIN_REPEATS:
+    if kind == "noise" and twins.is_known:
         unsteady = "a" if twins.a > twins.b else "b"
         broken = "trainer" if (unsteady == "a") == (data.names["b"] == "rollout") else "engine"
         numbers["side"] = data.names[unsteady]

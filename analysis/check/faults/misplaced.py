@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from .. import commands
+from ..features import sampled_score
 from ..finding import Fault
 from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, once
 from ..rounding import allowed_noise
-from ..structure import sampled_score
 
 _ORDERS = {
     "blocks": "blocks of the same row are in the wrong order, as when the chunks of a context-parallel row are joined "

@@ -17,12 +17,12 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
+from ..features import sampled_mean, sampled_score
 from ..finding import Fault, Number
 from ..kinds import judged, judged_words
 from ..likelihood import Hypothesis, of_signs, predicting, unexplained
 from ..pair_data import MIN_REST, PairData, declared
 from ..rounding import allowed_noise, context_pairs, value_rounding
-from ..structure import sampled_mean, sampled_score
 from ..where import repeated_in_row
 
 
@@ -39,10 +39,6 @@ def _recorded_penalty(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"recorded_text": "" if value is None else f"; recorded: repetition_penalty {value:g}"}
 
 
-_CHANGING = (
-    "{{b}}'s logits are {{a}}'s divided by a temperature that changes along {along}: {{temperatures}} in the four quarters "
-    "{quarters} (fitted), which accounts for {{r2:.0%}} of the mismatch{{recorded_text}}"
-)
 TEMPERATURE = Fault(
     code="temperature",
     title="temperature on one side only",
@@ -50,10 +46,8 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
         "accounts for {r2:.0%} of the mismatch{recorded_text}",
-        "along_response": _CHANGING.format(along="the response", quarters="by position"),
-        "along_steps": _CHANGING.format(along="the steps", quarters="of the steps"),
     },
-    words=dict.fromkeys(("scaled_logits", "along_response", "along_steps"), _recorded_temperatures),
+    words={"scaled_logits": _recorded_temperatures},
     causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
 )
 TRUNCATION = Fault(
@@ -101,8 +95,8 @@ PENALTY = Fault(
         "the logprobs in {num_equal:,}, and in {num_shifted:,} they differ by {bias:.3g} nats: one side shifts the logits of "
         "some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
-        "sampled_elsewhere": "the passes agree, yet logprob + entropy averages to {mean:.3g} nats: the tokens were not "
-        "sampled from the recorded distribution{recorded_text}",
+        "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: sampling applied a "
+        "temperature, filter or penalty that neither pass has, or both passes are in another unit{recorded_text}",
     },
     words={
         "repeated": _recorded_penalty,
@@ -110,6 +104,7 @@ PENALTY = Fault(
         "judged": judged_words,
         "sampled_elsewhere": _recorded_penalty,
     },
+    causes={"sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded"},
 )  # fmt: skip
 
 # --- A factor ---------------------------------------------------------------------------------------------------------------
@@ -154,12 +149,7 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
     if not 0.02 < lower < 0.98:
         return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
     exact = _exact_scale(data)
-    found = [_scaled(data, fit, exact) for fit in _scales(data) if exact is None or exact[2] * np.log(fit.scale) > 0]
-    return (
-        found
-        or _changing(data, data.position, "along_response")
-        or _changing(data, data.sample.steps[data.seq], "along_steps")
-    )
+    return [_scaled(data, fit, exact) for fit in _scales(data) if exact is None or exact[2] * np.log(fit.scale) > 0]
 
 
 def _scales(data: PairData) -> list[ScaleFit]:
@@ -263,35 +253,6 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
     # A recorded temperature is tested first.
     is_recorded = low / wider < 1 / nearest < high * wider and abs(np.log(nearest)) > 0.02 and nearest != temperature
     return replace(hypothesis, gain=float("inf")) if is_recorded else hypothesis
-
-
-def _changing(data: PairData, along: np.ndarray, signal: str) -> list[Hypothesis]:
-    """Detect a factor that rises or falls along a coordinate, [K]."""
-    cuts = np.quantile(along, [0.25, 0.5, 0.75])
-    parts = [np.searchsorted(cuts, along, side="left") == part for part in range(4)]
-    fits = [
-        max(_scales(data.within(part)), key=lambda fit: fit.r2, default=None) if part.sum() >= 100 else None
-        for part in parts
-    ]
-    scales = [1.0 if fit is None else fit.scale for fit in fits]
-    known = [fit for fit in fits if fit is not None and fit.r2 > 0.8]
-    steps = np.diff(np.log(scales))
-    is_monotonic = np.all(steps > -0.02) or np.all(steps < 0.02)
-    if len(known) < 3 or not is_monotonic or abs(np.log(scales[-1] / scales[0])) < 0.1:
-        return []
-    residual = data.d.copy()
-    for part, fit in zip(parts, fits, strict=True):
-        if fit is not None:
-            residual[part] = fit.residual
-    r2 = float(np.mean([fit.r2 for fit in known]))
-    finding = TEMPERATURE.finding(
-        data, signal, weight=r2,
-        next=commands.stats(data, "step") if signal == "along_steps" else commands.query(data, "by-position"),
-        numbers={
-            "temperatures": ", ".join(f"{1 / scale:.3g}" for scale in scales), "r2": r2, **data.names, **_temperatures(data),
-        },
-    )  # fmt: skip
-    return [predicting(data, finding, residual, 8.0 * len(fits))]
 
 
 def _temperatures(data: PairData) -> dict[str, float | str]:
@@ -547,8 +508,9 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
     if abs(scores[side]) < (6 if recorded else 12) or mean > -0.05:
         return []
     finding = PENALTY.finding(
-        data, "sampled_elsewhere", next=commands.tokens(data), effect=0.0, numbers={"mean": mean, "recorded": recorded}
-    )
+        data, "sampled_elsewhere", next=commands.tokens(data), effect=0.0,
+        numbers={"mean": mean, "recorded": recorded, "cause": "sampled_elsewhere"},
+    )  # fmt: skip
     return [Hypothesis(finding=finding, tokens=np.zeros(len(data.keep), bool), gain=float("inf"))]
 
 

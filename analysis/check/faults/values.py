@@ -13,19 +13,16 @@ import numpy as np
 
 from ...statistics.moments import pearson
 from .. import commands
+from ..features import exact_rows, sampled_mean, sampled_score
 from ..finding import Fault, Finding, Number
 from ..kinds import judged, judged_words
 from ..likelihood import Hypothesis, of_signs, predicting
 from ..pair_data import PairData, declared
 from ..rounding import HALF_ULP, allowed_noise, context_pairs, half_ulp, precisions
-from ..structure import exact_rows, sampled_mean, sampled_score
-from .sampling import recorded_filter, recorded_penalty
 
 MAX_LOGPROB = 1e-4
 """Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""
-_NATS = {"log2": float(np.log(2.0)), "log10": float(np.log(10.0))}
-"""Unit -> nats per unit."""
-_FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / _NATS["log2"]} | {name: 1 / nats for name, nats in _NATS.items()}
+_FACTORS = {"negative_ln": -1.0, "negative_log2": -1 / np.log(2.0), "log2": 1 / np.log(2.0), "log10": 1 / np.log(10.0)}
 """Unit -> factor by which logprobs in nats are multiplied."""
 _PROBABILITIES = {
     (0.0, 1.0): "probability", (0.0, -1.0): "negative_probability", (1.0, -1.0): "complement", (-1.0, 1.0): "negative_complement",
@@ -65,14 +62,12 @@ NOT_LOGPROBS = Fault(
 )
 UNIT = Fault(
     code="log_base",
-    title="logprobs of one side or both are not natural logarithms, or are scaled",
+    title="one side's logprobs are not natural logarithms, or are scaled",
     broken="recording",
     evidence={
         "other_unit": "{side} holds {unit_text}: nine tenths of the tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
-        "shared_unit": "{a} and {b} both hold {unit_text}: their mean is {mean_logprob:.3g} and the mean entropy "
-        "{mean_entropy:.3g} nats; only in that unit does logprob + entropy average to 0 over sampled tokens",
     },
-    words=dict.fromkeys(("other_unit", "shared_unit"), lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}),
+    words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
 )  # fmt: skip
 LOW_PRECISION = Fault(
     code="low_precision_head",
@@ -134,17 +129,12 @@ def find_positive(data: PairData) -> list[Hypothesis]:
         if not where.any():
             continue
         values = own.logprobs[where]
-        columns = "step, seq_id, position, token_id, logprob_a, logprob_b"
-        query = f"SELECT {columns} FROM {{pair}} WHERE mask AND logprob_{side} > {MAX_LOGPROB} LIMIT 20"
-        numbers = {
-            "side": own.name,
-            "num_tokens": int(where.sum()),
-            "least": float(values.min()),
-            "largest": float(values.max()),
-        }
         finding = NOT_LOGPROBS.finding(
-            data, "above_zero", where[data.keep], next=commands.sql(data, query), numbers=numbers
-        )
+            data, "above_zero", where[data.keep], next=commands.tokens(data, f"mask AND logprob_{side} > {MAX_LOGPROB}"),
+            numbers={
+                "side": own.name, "num_tokens": int(where.sum()), "least": float(values.min()), "largest": float(values.max()),
+            },
+        )  # fmt: skip
         found.append(Hypothesis(finding=finding, tokens=where, gain=float("inf")))
     return found
 
@@ -159,13 +149,10 @@ def find_unit(data: PairData) -> list[Hypothesis]:
     if any(not each.rank for each in found) or not len(rows):
         return found
     part = data.within(np.isin(data.seq, rows))
-    counted: dict[str, Number] = dict.fromkeys(("part_feature", "part_kind", "part_values"))
-    counted |= {"part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
-    of_part = [each for side in "ab" for each in _functions(part, side)]
-    return [
-        *found,
-        *(replace(each, finding=replace(each.finding, numbers=each.finding.numbers | counted)) for each in of_part),
-    ]
+    counted = {"part_feature": None, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
+    for each in (each for side in "ab" for each in _functions(part, side)):
+        found.append(replace(each, finding=replace(each.finding, numbers=each.finding.numbers | counted)))
+    return found
 
 
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
@@ -184,20 +171,10 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
         if np.mean(np.isfinite(nats)) < 0.99 or left >= most:
             continue
         query = "SELECT logprob_a, logprob_b, logprob_a / logprob_b AS ratio FROM {pair} WHERE mask LIMIT 20"
-        known: dict[str, Number] = {
-            "side": data.names[side],
-            "unit": unit,
-            "residual": left,
-            "size": size,
-            "factor": None,
-        }
         finding = UNIT.finding(
-            data,
-            "other_unit",
-            weight=1 - left / max(size, 1e-12),
-            next=commands.sql(data, query),
-            numbers=known | numbers,
-        )
+            data, "other_unit", weight=1 - left / max(size, 1e-12), next=commands.sql(data, query),
+            numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
+        )  # fmt: skip
         hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=unit != "curve")
         found.append(replace(hypothesis, rank=int(unit == "curve")))
     return found
@@ -289,46 +266,6 @@ def _typical(d: np.ndarray) -> float:
     """Return the mean of |d| without its largest tenth, nats."""
     size = np.sort(np.abs(d))
     return float(np.mean(size[: max(int(len(size) * 0.9), 1)])) if len(size) else 0.0
-
-
-def find_shared_unit(data: PairData) -> list[Hypothesis]:
-    """Detect that both passes are in the same unit other than nats: only in the correct unit does logprob + entropy
-    average to 0. Truncated sampling and penalties change that average too, so nothing is concluded if they are
-    recorded."""
-    entropy, settings = data.entropy, data.sample.settings
-    declared_other = recorded_filter(data) or recorded_penalty(data) or np.any(settings["temperature"] == 0)
-    if entropy is None or declared_other or data.num_kept < 30 or data.rms() > np.std(data.a) / 2:
-        return []
-    if abs(_score(data.a + entropy)) < 6:
-        return []
-    fits = {unit: abs(_score(data.a * nats + entropy)) for unit, nats in _NATS.items()}
-    unit = min(fits, key=lambda each: fits[each])
-    # Means can cancel by chance, but only in the right unit does surprise follow entropy one to one at each token.
-    if fits[unit] > 4 or not _follows(-data.a * _NATS[unit], entropy):
-        return []
-    query = 'SELECT "pass", avg(list_avg(logprobs)) AS mean_logprob, avg(list_avg(entropy)) AS mean_entropy FROM scores GROUP BY ALL ORDER BY ALL'
-    finding = UNIT.finding(
-        data, "shared_unit", next=commands.sql(data, query),
-        numbers={
-            **data.names, "unit": unit, "mean_logprob": float(data.a.mean()), "mean_entropy": float(entropy.mean()),
-        },
-    )  # fmt: skip
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=float("inf"))]
-
-
-def _follows(surprise: np.ndarray, entropy: np.ndarray) -> bool:
-    """Return True if mean surprise equals mean entropy in each quintile of the tokens by entropy."""
-    parts = np.array_split(np.argsort(entropy, kind="stable"), 5)
-    return all(
-        abs(_score(surprise[part] - entropy[part].mean())) < 5
-        or abs(surprise[part].mean() / max(entropy[part].mean(), 1e-6) - 1) < 0.15
-        for part in parts
-    )
-
-
-def _score(values: np.ndarray) -> float:
-    """Return the mean of `values`, [K], divided by its standard error, which is at least 1e-3."""
-    return float(values.mean() / max(float(values.std()) / np.sqrt(len(values)), 1e-3))
 
 
 MIN_SHARE = 0.5

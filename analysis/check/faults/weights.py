@@ -12,11 +12,11 @@ import numpy as np
 from ....schemas.contract import Contract
 from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from .. import commands
+from ..features import along_movement, token_effect
 from ..finding import Fault, Finding, Number
 from ..kinds import SIZE, judged, judged_words
 from ..pair_data import PairData, declared
-from ..rounding import allowed_noise, coarsest
-from ..structure import along_movement, level, token_effect
+from ..rounding import allowed_noise, coarsest, level
 
 CLEAR_GROWTH = 5.0
 """Ratio between the mismatch in the selected steps and at the run's first step that shows weights that were left behind."""
