@@ -1,5 +1,4 @@
-"""Values at the wrong tokens. A placement maps each token to the token that holds its value. Every placement is judged by the
-mismatch that remains once the values are moved.
+"""Find values at the wrong tokens. A placement maps each token to the token that has its value, and is judged by what then remains.
 
 Shapes: S sequences (rows), R of them, T tokens in the longest sequence, K kept tokens, W windows of WIDTH consecutive tokens.
 """
@@ -25,17 +24,14 @@ CAP_NATS = 3.0
 MIN_OFF_NATS = 0.05
 """Minimum mean |d| of a row, nats, for it to be compared with other places."""
 REALIGNED_SHARE = 0.35
-"""Maximum share of the difference that may remain after a row is shifted or reversed: the correct shift leaves only
-rounding, any other more than half."""
+"""Maximum share of a difference that may remain after a row is shifted or reversed: a wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts tried, in tokens; a positive shift means that the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost, nats, of each change of the lag within a row. It equals the disagreement at about two tokens, so that noise alone
-does not cause a change."""
+"""Cost, nats, of each change of the lag within a row: that of about two unrelated tokens, so that noise alone causes none."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
-"""Maximum share of a row's difference that may remain when it is compared with another row. The correct row leaves only
-rounding; a chance match leaves a third."""
+"""Maximum share of a difference that may remain when a row is compared with another: a chance match leaves a third."""
 MAX_PAIRED_ROWS = 64
 """Maximum number of rows per step for which another row is searched."""
 CHANCE_TRIALS = 4
@@ -43,22 +39,14 @@ WIDTH = 6
 """Number of consecutive tokens compared at once: fewer match by chance, more miss short blocks."""
 MAX_WINDOWS = 4_000
 """Maximum number of misplaced windows searched."""
-MAX_EXTENDED = 64
-"""Maximum number of tokens by which a match is extended on either side."""
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
 _AFTER = f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and, shifted by {{lags}} tokens, after it: "
-_ORDERS = {
-    "blocks": "blocks of the same row are in the wrong order, as when the chunks of a context-parallel row are joined "
-    "wrongly: {num_offsets:,} displacements, most often {offset:+,} tokens",
-    "rows": "they belong to other rows, {steps_text}",
-}
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     lag = numbers["lag"]
-    tokens = f"{abs(lag)} token{'s' if abs(lag) > 1 else ''}"
-    return {"tokens_off": tokens, "direction": "later" if lag > 0 else "earlier"}
+    return {"tokens_off": f"{abs(lag)} token{'s' * (abs(lag) > 1)}", "direction": "later" if lag > 0 else "earlier"}
 
 
 def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -69,14 +57,17 @@ def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
 def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     apart = numbers["steps_apart"]
     steps = "of several steps" if apart is None else f"of steps {apart:+d} away" if apart else "of the same step"
-    return {"order_text": _ORDERS[numbers["order"]].format_map({**numbers, "steps_text": steps})}
+    blocks = (
+        "blocks of the same row are in the wrong order, as when the chunks of a context-parallel row are joined wrongly: "
+        f"{numbers['num_offsets']:,} displacements, most often {numbers['offset']:+,} tokens"
+    )
+    return {"order_text": f"they belong to other rows, {steps}" if numbers["order"] == "rows" else blocks}
 
 
 SHIFT = Fault(
     code="shift", title="one side is shifted by a token", broken="recording", words={"moved_rows": _shift_words},
     evidence={
-        "reversed": "the values of {b} run backwards along each sequence: read from the end, they differ from those of {a} "
-        "by {moved:.2g} nats on average",
+        "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
         "moved_after_place": f"{_AFTER}the turns were joined with an offset of one",
@@ -113,16 +104,13 @@ def find_placement(data: PairData) -> list[Hypothesis]:
 
 
 def _placed(
-    data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, next: Advice, cost: float,
-    numbers: Mapping[str, Number], weight: float = 1.0,
+    data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
+    numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Return the hypothesis that the value of each of the tokens, [K] bool, is at `source`, [K] index of a kept token of pass b;
-    -1 where no token holds it."""
+    """Return the hypothesis that `source`, [K] kept token or -1, has the values of `tokens` in pass b, or in a if `of_a`."""
+    residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
-    return predicting(data, finding, data.a - _at(data.b, source), cost, tokens, is_right=True)
-
-
-# --- generators -------------------------------------------------------------------------------------------------------------
+    return predicting(data, finding, residual, cost, tokens, is_right=True)
 
 
 def _shifted(data: PairData) -> Hypothesis | None:
@@ -134,28 +122,26 @@ def _shifted(data: PairData) -> Hypothesis | None:
     costs = {lag: _cost(data, index[off], lag) for lag in LAGS}
     if np.nanmean(costs[0]) < MIN_OFF_NATS:
         return None
-    shared = {lag: np.isfinite(cost) for lag, cost in costs.items() if lag and np.isfinite(cost).any()}
-    means = {lag: (float(costs[lag][both].mean()), float(costs[0][both].mean())) for lag, both in shared.items()}
-    lag = min(means, key=lambda lag: means[lag][0] / max(means[lag][1], 1e-9), default=0)
-    moved, unmoved = means.get(lag, (1.0, 0.0))
+    sums = {lag: (np.nansum(cost), costs[0].sum(where=np.isfinite(cost))) for lag, cost in costs.items()}
+    remaining = {lag: float(moved / unmoved) if unmoved > 0 else 1.0 for lag, (moved, unmoved) in sums.items()}
+    lag = min(LAGS, key=lambda lag: remaining[lag])
     after, before = row_means(costs[lag]), row_means(costs[0])
-    is_off = before > MIN_OFF_NATS
-    helped = after[is_off & np.isfinite(after)] < 0.6 * before[is_off & np.isfinite(after)]
-    if not moved < REALIGNED_SHARE * unmoved or not len(helped) or helped.mean() < 0.8:
+    is_off = (before > MIN_OFF_NATS) & np.isfinite(after)
+    if remaining[lag] >= REALIGNED_SHARE or not is_off.any() or np.mean(after[is_off] < 0.6 * before[is_off]) < 0.8:
         return None
     first = index[off[is_off][:64]]
     # In shorter rows, no shift can save the cost of changing the lag.
     if (first >= 0).sum(axis=1).max() >= 6 and _aligned(data, first)[0][:, :4].any(axis=1).mean() < 0.5:
         return None
+    unmoved = float(costs[0][np.isfinite(costs[lag])].mean())
     query = (
-        "SELECT step, seq_id, position, token_id, logprob_a, logprob_b, "
-        f"lead(logprob_b, {lag}) OVER (PARTITION BY step, seq_id ORDER BY position) AS moved FROM {{pair}} "
-        "ORDER BY step, seq_id, position LIMIT 40"
+        f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b, lead(logprob_b, {lag}) OVER (PARTITION BY step, "
+        "seq_id ORDER BY position) AS moved FROM {pair} ORDER BY step, seq_id, position LIMIT 40"
     )
     return _placed(
         data, SHIFT, "moved_rows", _lagged(index, lag)[data.seq, data.position], np.isin(data.seq, off),
-        cost=np.log(len(LAGS)), weight=1 - moved / unmoved, next=commands.sql(data, query),
-        numbers={"lag": lag, "moved": moved, "unmoved": unmoved, **data.names},
+        cost=np.log(len(LAGS)), weight=1 - remaining[lag], next=commands.sql(data, query),
+        numbers={"lag": lag, "moved": float(np.nanmean(costs[lag])), "unmoved": unmoved, **data.names},
     )  # fmt: skip
 
 
@@ -173,16 +159,32 @@ def _reversed(data: PairData) -> Hypothesis | None:
 
 def _rows_paired(data: PairData) -> Hypothesis | None:
     """Give rows the values of other rows of the same step or a neighbouring one."""
+    a, b = (_at(values, _index(data)) for values in (data.a, data.b))
     own, steps = row_means(_cost(data, _index(data))), data.sample.steps
     rows_of = [np.flatnonzero((steps == step) & np.isfinite(own)) for step in np.unique(steps)]
     tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
-    partner, num_tried = _partners(data, own, rows_of, tried), sum(map(len, tried))
+
+    def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return [S] index of the other row whose values in pass b, `mixed` first, match a row's pass a; -1 if none does."""
+        partner = np.full(len(own), -1)
+        for step, rows in enumerate(rows_of):
+            candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
+            values = b[candidates]
+            values[np.isfinite(values)] = mixed(values[np.isfinite(values)])
+            for row in tried[step]:
+                off_by = np.minimum(np.abs(a[row] - values), CAP_NATS)
+                enough = np.isfinite(off_by).sum(axis=1) >= min(4, np.isfinite(a[row]).sum())
+                costs = np.where(enough, np.nan_to_num(row_means(off_by), nan=np.inf), np.inf)
+                if costs.min() < PAIRED_SHARE * own[row] and candidates[costs.argmin()] != row:
+                    partner[row] = candidates[costs.argmin()]
+        return partner
+
+    partner, num_tried = partners(np.asarray), sum(map(len, tried))
     found = np.flatnonzero(partner >= 0)
     if len(found) < 2 or len(np.unique(partner[found])) < 0.6 * len(found) or len(found) < 0.2 * num_tried:
         return None
     draw = np.random.default_rng(0)
-    trials = [_partners(data, own, rows_of, tried, draw.permutation) for _ in range(CHANCE_TRIALS)]
-    by_chance = np.sum(np.array(trials) >= 0) / CHANCE_TRIALS
+    by_chance = np.mean([(partners(draw.permutation) >= 0).sum() for _ in range(CHANCE_TRIALS)])
     if len(found) < max(2 * by_chance, by_chance + 3.0 * np.sqrt(by_chance)):
         return None
     names, place = data.sample.seq_ids, np.where(partner >= 0, partner, np.arange(len(own)))
@@ -194,28 +196,6 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
             **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
         },
     )  # fmt: skip
-
-
-def _partners(
-    data: PairData, own: np.ndarray, rows_of: list[np.ndarray], tried: list[np.ndarray],
-    mixed: Callable[[np.ndarray], np.ndarray] = np.asarray,
-) -> np.ndarray:  # fmt: skip
-    """Return, for each row [S], the index of the row whose values in pass b, `mixed` first, match its pass a; -1 if no other row
-    does."""
-    a, b = (_at(values, _index(data)) for values in (data.a, data.b))
-    partner = np.full(len(own), -1)
-    for step, rows in enumerate(rows_of):
-        candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
-        values = b[candidates]
-        there = np.isfinite(values)
-        values[there] = mixed(values[there])
-        for row in tried[step]:
-            off_by = np.minimum(np.abs(a[row] - values), CAP_NATS)
-            enough = np.isfinite(off_by).sum(axis=1) >= min(4, np.isfinite(a[row]).sum())
-            costs = np.where(enough, np.nan_to_num(row_means(off_by), nan=np.inf), np.inf)
-            if costs.min() < PAIRED_SHARE * own[row] and candidates[costs.argmin()] != row:
-                partner[row] = candidates[costs.argmin()]
-    return partner
 
 
 def _shifted_after_onset(data: PairData) -> Hypothesis | None:
@@ -232,27 +212,29 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
     rows, lags = suspects[moved], lags[moved]
     onset = (lags != 0).argmax(axis=1)
     # If the lag changes right after masked tokens, a turn was joined at the wrong place; the text itself is the same.
-    joined = np.mean([_follows_a_hole(index[row], place) for row, place in zip(rows, onset, strict=True)]) > 0.8
+    hole = (index < 0) & ((index >= 0).cumsum(axis=1) > 0)
+    joined = np.mean([hole[row, max(t - 4, 0) : t + 1].any() for row, t in zip(rows, onset, strict=True)]) > 0.8
     row_lags = np.zeros_like(index)
     row_lags[rows] = lags
     return _placed(
         data, SHIFT if joined else RETOKENISED, "moved_after_place", _lagged(index, row_lags)[data.seq, data.position],
         np.isin(data.seq, rows), cost=len(rows) * np.log(len(LAGS) * max(index.shape[1], 2)),
         weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)), next=commands.row(data, int(rows[0])),
-        numbers={
-            "num_sequences": len(rows), "of_sequences": len(suspects), "seq_id": data.sample.seq_ids[rows[0]],
-            "first_place": int(onset.min()), "last_place": int(onset.max()),
-            "lags": ", ".join(str(lag) for lag in np.unique(lags) if lag),
-        },
+        numbers=_onset_numbers(data, rows, len(suspects), onset) | {"lags": ", ".join(str(t) for t in np.unique(lags) if t)},
     )  # fmt: skip
 
 
-def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lag of pass b at each token, [R, T], that minimises the cost per row, and the cost saved relative to no lag,
-    [R] nats.
+def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.ndarray) -> dict[str, Number]:
+    return {
+        "num_sequences": len(rows), "of_sequences": num_off, "seq_id": data.sample.seq_ids[rows[0]],
+        "first_place": int(onset.min()), "last_place": int(onset.max()),
+    }  # fmt: skip
 
-    Each change of the lag costs LAG_SWITCH_NATS, as does a non-zero lag at the start of a row. A token without a
-    partner costs half of CAP_NATS, about the difference between two unrelated logprobs.
+
+def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [R, T] lag of pass b at each token that minimises the cost per row, and [R] nats saved relative to no lag.
+
+    A change of the lag, or a non-zero one at the start, costs LAG_SWITCH_NATS; a token without a partner, CAP_NATS / 2.
     """
     there, states = index >= 0, np.arange(len(LAGS))[:, None]
     costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
@@ -269,13 +251,6 @@ def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return np.where(there, np.array(LAGS)[path], 0), costs[LAGS.index(0)].sum(axis=1) - best.min(axis=0)
 
 
-def _follows_a_hole(index: np.ndarray, place: int) -> bool:
-    """Return True if a position directly follows a gap: tokens without a value that come after tokens with a value."""
-    first = max(place - 4, 0)
-    hole = index[first : place + 1] < 0
-    return bool(hole.any() and (index[: first + int(hole.argmax())] >= 0).any())
-
-
 def _elsewhere(data: PairData) -> Hypothesis | None:
     """Move runs of values of pass b to the tokens, anywhere in the sample, whose values in pass a they match."""
     if data.num_kept < 100 or data.rms() < 0.05 or (source := _matches(data)) is None:
@@ -284,36 +259,32 @@ def _elsewhere(data: PairData) -> Hypothesis | None:
     moved = away != 0
     if moved.sum() < 20:
         return None
-    residual = data.b - data.a[source]
     # The side whose logprob + entropy averages to 0 has the values in the right place.
     a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
-    right, wrong = ("a", "b") if a_is_right else ("b", "a")
     other_row = moved & (data.seq[source] != data.seq)
     apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]
     is_rows = other_row[moved].mean() > 0.5
     values, counts = np.unique(apart[other_row] if is_rows else np.where(other_row, 0, away)[moved], return_counts=True)
-    most: int | None = int(values[counts.argmax()])
-    order: dict[str, Number] = {"order": "blocks", "steps_apart": 0, "offset": most, "num_offsets": len(values)}
-    if is_rows:
-        most = most if counts.max() > 0.8 * counts.sum() else None
-        order = {"order": "rows", "steps_apart": most, "offset": 0, "num_offsets": 0}
-    finding = MISPLACED.finding(
-        data, "found_elsewhere", moved, weight=float(np.sum(data.d[moved] ** 2) / max(np.sum(data.d**2), 1e-30)),
-        next=commands.row(data, int(data.seq[moved.argmax()])),
+    most = int(values[counts.argmax()]) if not is_rows or counts.max() > 0.8 * counts.sum() else None
+    runs = np.concatenate([[True], (np.diff(away) != 0) | (np.diff(data.seq) != 0)]) & moved
+    hypothesis = _placed(
+        data, MISPLACED, "found_elsewhere", source, moved, of_a=True, cost=runs.sum() * np.log(data.num_kept),
+        weight=float(np.sum(data.d[moved] ** 2) / np.sum(data.d**2)), next=commands.row(data, int(data.seq[moved.argmax()])),
         numbers={
-            "side": data.names[wrong], "other": data.names[right], **order, "num_tokens": int(moved.sum()),
-            "residual": float(np.mean(np.abs(residual[moved]))), "size": float(np.mean(np.abs(data.d[moved]))),
+            "side": data.names["ab"[a_is_right]], "other": data.names["ba"[a_is_right]], "order": "rows" if is_rows else "blocks",
+            "steps_apart": most if is_rows else 0, "offset": 0 if is_rows else most,
+            "num_offsets": 0 if is_rows else len(values), "num_tokens": int(moved.sum()),
+            "residual": float(np.abs(data.b - data.a[source])[moved].mean()), "size": float(np.abs(data.d[moved]).mean()),
         },
     )  # fmt: skip
-    runs = np.concatenate([[True], (np.diff(away) != 0) | (np.diff(data.seq) != 0)]) & moved
-    cost = runs.sum() * np.log(data.num_kept)
-    # A shift or a pairing of rows says the same with fewer displacements.
-    return replace(predicting(data, finding, residual, cost, moved, is_right=True), rank=1)
+    holder, right = np.full(data.num_kept, -1), np.full(len(data.keep), np.nan)
+    holder[source[moved]] = np.flatnonzero(moved)
+    right[data.keep] = np.where(moved, data.a - _at(data.b, holder), data.d)
+    return replace(hypothesis, rank=1, right=right)  # a shift or a pairing of rows has fewer displacements
 
 
 def _matches(data: PairData) -> np.ndarray | None:
-    """Return [K] index of the kept token whose value in pass a matches the value in pass b, -1 if none was found; None if too few
-    match."""
+    """Return [K] index of the token whose value in pass a matches the one in pass b, -1 if none; None if too few match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
     start = np.arange(max(data.num_kept - WIDTH + 1, 0))
@@ -335,27 +306,23 @@ def _matches(data: PairData) -> np.ndarray | None:
     fits = (distance < limit) & (np.any(ids[wanted] != ids[nearest], axis=1) | (nearest == wanted))
     if fits.sum() < 10 or fits.mean() < 0.1 or fits.mean() < 4 * np.mean(by_chance < limit):
         return None
-    source, best = np.full(data.num_kept, -1), np.full(data.num_kept, np.inf)
-    for shift in range(WIDTH):
-        at, come = start[wanted[fits]] + shift, start[nearest[fits]] + shift
-        cost = np.abs(data.b[at] - data.a[come])
-        better = cost < best[at]
-        source[at[better]], best[at[better]] = come[better], cost[better]
-    for step in (1,) * MAX_EXTENDED + (-1,) * MAX_EXTENDED:  # as long as the values match
+    source = np.full(data.num_kept, -1)
+    at, come = ((start[windows[fits]][:, None] + span).ravel() for windows in (wanted, nearest))
+    best_last = np.argsort(-np.abs(data.b[at] - data.a[come]), kind="stable")
+    source[at[best_last]] = come[best_last]
+    for step in (1,) * 64 + (-1,) * 64:  # extend the matches as long as the values match
         at = np.flatnonzero(source < 0)
         at = at[(at >= step) & (at - step < data.num_kept)]
         at = at[(source[at - step] >= 0) & (data.seq[at] == data.seq[at - step])]
         come = source[at - step] + step
         at, come = (each[(come >= 0) & (come < data.num_kept)] for each in (at, come))
-        fits = data.seq[come] == data.seq[come - step]
-        fits &= np.abs(data.b[at] - data.a[come]) < np.abs(data.d[at]) + 1e-12
+        fits = (data.seq[come] == data.seq[come - step]) & (np.abs(data.b[at] - data.a[come]) <= np.abs(data.d[at]))
         source[at[fits]] = come[fits]
     return source
 
 
 def find_broken(data: PairData) -> list[Hypothesis]:
-    """Detect rows in which the two passes scored different text from some position onwards, starting with a token that
-    one pass considers impossible."""
+    """Detect rows in which the passes scored other text from a token on that one of them considers impossible."""
     index = _index(data)
     cost, lower = _cost(data, index), _at(np.minimum(data.a, data.b), index)
     off = np.nan_to_num(row_means(cost)) > MIN_OFF_NATS
@@ -370,15 +337,9 @@ def find_broken(data: PairData) -> list[Hypothesis]:
     tokens = np.isin(data.seq, rows) & (data.position >= place[data.seq])
     finding = RETOKENISED.finding(
         data, "impossible_after_place", tokens, weight=len(rows) / off.sum(), next=commands.row(data, int(rows[0])),
-        numbers={
-            "num_sequences": len(rows), "of_sequences": int(off.sum()), "seq_id": data.sample.seq_ids[rows[0]],
-            "first_place": int(at.min()), "last_place": int(at.max()),
-        },
+        numbers=_onset_numbers(data, rows, int(off.sum()), at),
     )  # fmt: skip
     return [located(data, finding, tokens, len(rows) * np.log(max(cost.shape[1], 2)))]
-
-
-# --- values of rows ---------------------------------------------------------------------------------------------------------
 
 
 @once
@@ -397,8 +358,7 @@ def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
     """Return [R, T] index[t + lag]; -1 outside the row."""
     at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
-    inside = (at >= 0) & (at < index.shape[1])
-    return np.where(inside, np.take_along_axis(index, np.where(inside, at, 0), axis=1), -1)
+    return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
 
 
 def _cost(data: PairData, index: np.ndarray, lag: int = 0) -> np.ndarray:
@@ -408,14 +368,12 @@ def _cost(data: PairData, index: np.ndarray, lag: int = 0) -> np.ndarray:
 
 def row_means(costs: np.ndarray) -> np.ndarray:
     """Return the mean [R] of the finite costs in each row; NaN for rows without any."""
-    there = np.isfinite(costs)
-    count = there.sum(axis=1)
-    return np.where(count > 0, np.where(there, costs, 0.0).sum(axis=1) / np.maximum(count, 1), np.nan)
+    count = np.isfinite(costs).sum(axis=1)
+    return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)
 
 
 def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return the standard deviation [S] of `values`, [K], within each sequence; NaN for sequences with fewer than three
-    values."""
+    """Return the standard deviation [S] of `values`, [K], within each sequence; NaN for those with fewer than three."""
     count = np.bincount(data.seq, minlength=data.sample.num_sequences)
     mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
     squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
