@@ -153,7 +153,7 @@ def _reversed(data: PairData) -> Hypothesis | None:
     moved = np.abs(data.a - _at(data.b, source))[tokens]
     if not tokens.any() or np.median(moved) > REALIGNED_SHARE * np.median(np.abs(data.d[tokens])):
         return None
-    numbers = {"moved": float(moved.mean()), **data.names}
+    numbers: dict[str, Number] = {"moved": float(moved.mean()), **data.names}
     return _placed(data, SHIFT, "reversed", source, tokens, cost=1.0, next=commands.tokens(data), numbers=numbers)
 
 
@@ -363,7 +363,7 @@ def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
 
 def _cost(data: PairData, index: np.ndarray, lag: int = 0) -> np.ndarray:
     """Return [R, T] |a[t] - b[t + lag]|, capped at CAP_NATS; NaN where either value is missing."""
-    return np.minimum(np.abs(_at(data.a, index) - _at(data.b, _lagged(index, lag))), CAP_NATS)
+    return np.asarray(np.minimum(np.abs(_at(data.a, index) - _at(data.b, _lagged(index, lag))), CAP_NATS))
 
 
 def row_means(costs: np.ndarray) -> np.ndarray:
