@@ -11,7 +11,7 @@ import numpy as np
 
 from ..advice import NOTHING
 from .faults.kinds import COMPUTATION, equal_weights, find_kinds, find_placed, find_router_flips, is_fault
-from .faults.misplaced import find_misplaced
+from .faults.misplaced import find_broken, find_placement
 from .faults.not_computed import (
     find_constant_rows,
     find_constants,
@@ -32,9 +32,7 @@ from .faults.places import (
     too_few,
     unexplained_tokens,
 )
-from .faults.row_pairing import find_row_pairing
 from .faults.sampling import find_grammar, find_one_sided, find_penalty, find_sampled_elsewhere, find_temperature
-from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
 from .faults.values import (
     find_low_precision,
     find_other_quantity,
@@ -72,8 +70,8 @@ _MAX_PLACES = 16
 """Maximum number of places compared by likelihood, starting with those that explain most of the variance of `level`."""
 
 _VALUES = (
-    find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_reversed, find_row_pairing, find_misplaced,
-    find_retokenised, find_temperature, find_one_sided, find_penalty, find_low_precision, find_unrelated,
+    find_constants, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
+    find_penalty, find_low_precision, find_unrelated,
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)

@@ -15,9 +15,9 @@ from ..finding import Fault, Finding, Number
 from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
-from ..rows import row_spreads
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from ..where import places
+from .misplaced import row_spreads
 from .sampling import recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
