@@ -46,7 +46,7 @@ from .features import not_repeatable
 from .finding import Finding, Number
 from .likelihood import Hypothesis, nobodys
 from .pair_data import PairData
-from .rounding import allowed_noise, level
+from .rounding import MAX_EXCESS, allowed_noise, level
 from .where import Where, places
 
 MIN_LOGPROBS = 30
@@ -278,12 +278,12 @@ def is_excessive(data: PairData) -> bool:
 
 
 def is_above(data: PairData) -> bool:
-    """Return True if the overall level exceeds rounding by three standard errors."""
+    """Return True if the overall level exceeds any rounding by three standard errors."""
     squares = data.noise[np.isfinite(data.noise)] ** 2
     if not len(squares):
         return False
     error = float(squares.std() / max(squares.mean(), 1e-30)) / (2 * np.sqrt(len(squares)))
-    return bool(level(data) > allowed_noise(data) * (1 + 3 * min(error, 0.5)))
+    return bool(level(data) > MAX_EXCESS * allowed_noise(data) * (1 + 3 * min(error, 0.5)))
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
@@ -356,7 +356,7 @@ def _expected(data: PairData, finding: Finding) -> Finding:
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)
         return replace(finding, is_expected=bool(fresh_are_fine))
     if finding.signal == "contract":
-        return replace(finding, is_expected=level(data) <= 4 * allowed_noise(data))
+        return replace(finding, is_expected=level(data) <= 4 * MAX_EXCESS * allowed_noise(data))
     return finding
 
 
