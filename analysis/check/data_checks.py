@@ -35,6 +35,7 @@ KINDS = {
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
     "baseline_unknown": ("group means of the advantages are not 0", "the standard deviation of the group means is {between:.2f} times the rms of the advantages, and no known baseline fits"),
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
+    "advantages_by_length": ("advantages are divided by the response length", "advantages are rewards minus the group's mean, divided by the number of response tokens (fit {fit:.4f}; undivided {own:.4f})"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
@@ -110,7 +111,7 @@ _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
 """Number of standard errors that chance does not reach, even once in a thousand steps."""
-BATCH = "a constant for the whole batch"
+BATCH, LENGTH = "a constant for the whole batch", "length"
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
@@ -230,7 +231,8 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     group = _numbered(labels, at)
     is_grouped = bool(np.mean((count_of(group) > 1) & has_id) > 0.5)
     explain, label = is_grouped and not run.is_per_token, group if is_grouped else at
-    rules = {step: rule_of(r[part], a[part], label[part], explain=explain) for step, part in _parts(at)}
+    length = run.rows["length"][known]
+    rules = {step: rule_of(r[part], a[part], label[part], length[part], explain=explain) for step, part in _parts(at)}
     rules = {step: rule for step, rule in rules.items() if rule.name != "none"}
 
     def found(code: str, steps: Iterable[int], numbers: Numbers, *, notice: bool = False) -> DataFinding:
@@ -266,8 +268,9 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         baseline = found("baseline", off, numbers, notice=not _NAMES_GROUP.search(declared))
         if baseline.since is not None or not _NAMES_OTHER.search(declared):
             yield _fault_if_changed(baseline)
-    elif name == "clipped":
-        yield found("advantages_clipped", off, numbers, notice=True)
+    elif name in ("clipped", LENGTH):
+        code = "advantages_clipped" if name == "clipped" else "advantages_by_length"
+        yield found(code, off, numbers, notice=True)
     elif name:
         yield found("rewards_of_other_rows" if name.startswith("rewards") else "baseline", off, numbers)
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
@@ -305,9 +308,9 @@ class AdvantageRule:
     """Scale of the advantages that no usual normalisation by group or batch explains; None if there is none."""
 
 
-def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, *, explain: bool) -> AdvantageRule:
-    """Compare rewards, [N], and advantages, [N], of a step within groups, [N] ordered labels; without `explain`, return
-    only their correlation.
+def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray, *, explain: bool) -> AdvantageRule:
+    """Compare rewards, [N], and advantages, [N], of a step within groups, [N] ordered labels; `length` is that of the
+    responses, [N] tokens. Without `explain`, return only their correlation.
     """
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
@@ -326,20 +329,22 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, *, explain: bool) -
     # With any other baseline, group means scatter by at least about 1 / sqrt(n) of the advantages; with the group's
     # own, only by rounding.
     has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
-    others = {} if has_own and own > 0.99 else _others(r, a, g, spread)
+    others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
     name = max(fits, key=fits.__getitem__, default="")
-    if has_own and name != "clipped":
-        return AdvantageRule(name="own", factor=_factor(r, a, x, spread, n), correlation=correlation, freedom=freedom)
     # A correct rule leaves less than 1 % of the variance unexplained (eps, rounding), far less than the group mean
     # leaves.
-    is_clear = fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
+    is_clear = bool(name) and fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
+    if has_own and not (is_clear and name in ("clipped", LENGTH)):
+        return AdvantageRule(name="own", factor=_factor(r, a, x, spread, n), correlation=correlation, freedom=freedom)
     return AdvantageRule(
-        name=name if is_clear else "", correlation=correlation, freedom=freedom, between=between, fit=fits[name], own=own
+        name=name if is_clear else "", correlation=correlation, freedom=freedom, between=between, fit=fits.get(name, 0.0), own=own
     )  # fmt: skip
 
 
-def _others(r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray) -> dict[str, list[np.ndarray]]:
+def _others(
+    r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray, length: np.ndarray
+) -> dict[str, list[np.ndarray]]:
     """Return the advantages that other rules give, raw and normalised."""
 
     def normalised(rewards: np.ndarray, label: np.ndarray) -> list[np.ndarray]:
@@ -354,7 +359,16 @@ def _others(r: np.ndarray, a: np.ndarray, g: np.ndarray, spread: np.ndarray) -> 
         "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
         f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
         "rewards of the same group in another order": normalised(r[order], g),
+        LENGTH: [each / length for each in normalised(r, g)],
     }
+    by_group = np.argsort(g, kind="stable")
+    rank = np.empty(len(r), np.int64)
+    rank[by_group] = np.arange(len(r)) - np.searchsorted(g[by_group], g[by_group])
+    for num in {1, int(n) // 2} if n > 2 else ():
+        other = r - np.bincount(g, r * (rank < num))[g] / num
+        rules[f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"] = [
+            other, other / spread,
+        ]  # fmt: skip
     for name, by in (("previous", 1), ("next", -1)):
         other = r - np.roll(means, by)[g]
         rules[f"the {name} group's mean"] = [other, other / spread]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..advice import NOTHING
 from .faults.kinds import COMPUTATION, equal_weights, find_kinds, find_placed, find_router_flips, is_fault
-from .faults.misplaced import find_misplaced
+from .faults.misplaced import find_broken, find_placement
 from .faults.not_computed import (
     find_constant_rows,
     find_constants,
@@ -32,9 +32,7 @@ from .faults.places import (
     too_few,
     unexplained_tokens,
 )
-from .faults.row_pairing import find_row_pairing
 from .faults.sampling import find_grammar, find_one_sided, find_penalty, find_sampled_elsewhere, find_temperature
-from .faults.shift import find_broken, find_retokenised, find_reversed, find_shift
 from .faults.values import (
     find_low_precision,
     find_other_quantity,
@@ -48,7 +46,7 @@ from .features import not_repeatable
 from .finding import Finding, Number
 from .likelihood import Hypothesis, nobodys
 from .pair_data import PairData
-from .rounding import allowed_noise, level
+from .rounding import MAX_EXCESS, allowed_noise, level
 from .where import Where, places
 
 MIN_LOGPROBS = 30
@@ -72,8 +70,8 @@ _MAX_PLACES = 16
 """Maximum number of places compared by likelihood, starting with those that explain most of the variance of `level`."""
 
 _VALUES = (
-    find_constants, find_unit, find_other_quantity, find_constant_rows, find_shift, find_reversed, find_row_pairing, find_misplaced,
-    find_retokenised, find_temperature, find_one_sided, find_penalty, find_low_precision, find_unrelated,
+    find_constants, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
+    find_penalty, find_low_precision, find_unrelated,
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
@@ -280,12 +278,12 @@ def is_excessive(data: PairData) -> bool:
 
 
 def is_above(data: PairData) -> bool:
-    """Return True if the overall level exceeds rounding by three standard errors."""
+    """Return True if the overall level exceeds any rounding by three standard errors."""
     squares = data.noise[np.isfinite(data.noise)] ** 2
     if not len(squares):
         return False
     error = float(squares.std() / max(squares.mean(), 1e-30)) / (2 * np.sqrt(len(squares)))
-    return bool(level(data) > allowed_noise(data) * (1 + 3 * min(error, 0.5)))
+    return bool(level(data) > MAX_EXCESS * allowed_noise(data) * (1 + 3 * min(error, 0.5)))
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
@@ -358,7 +356,7 @@ def _expected(data: PairData, finding: Finding) -> Finding:
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)
         return replace(finding, is_expected=bool(fresh_are_fine))
     if finding.signal == "contract":
-        return replace(finding, is_expected=level(data) <= 4 * allowed_noise(data))
+        return replace(finding, is_expected=level(data) <= 4 * MAX_EXCESS * allowed_noise(data))
     return finding
 
 

@@ -1,6 +1,6 @@
 """Features of a mismatch that no explanation predicts token by token: numbers from which `kinds` tells its kind.
 
-The 28 features are those left of 83 after dropping, again and again, the ones with the smallest coefficients, as long as the
+The 27 features are those left of 83 after dropping, again and again, the ones with the smallest coefficients, as long as the
 fitted model named no fewer faults of authors that it was not fitted to.
 
 Shapes: K kept tokens in S sequences.
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..statistics.moments import pearson
-from .likelihood import nobodys
 from .pair_data import PairData, once
 from .rounding import allowed_noise, level, levels, logit_error
 from .where import later_turn
@@ -43,7 +42,6 @@ def _size(data: PairData) -> dict[str, float]:
         "level": _log(level(data) / allowed),
         "median": _log(middle / allowed),
         "tail": _log(float(np.quantile(noise, 0.99)) / max(middle, 1e-9)),
-        "off": float(nobodys(data).mean()),
         "near": float(np.mean(noise < allowed / 4)),
         "first_step": _log(growth(data).first / allowed),
     }

@@ -13,7 +13,7 @@ import numpy as np
 
 from .finding import Finding
 from .pair_data import MIN_REST, PairData, once
-from .rounding import FLOOR_NATS, allowed_noise, levels, value_rounding
+from .rounding import FLOOR_NATS, MAX_EXCESS, allowed_noise, levels, spread, value_rounding
 from .where import Where
 
 FALSE_SHARE = 1e-3
@@ -24,7 +24,7 @@ large models are no heavier.
 """
 MAX_FLIP_NATS = 3.0
 """Largest logit error, nats, that is attributed to a different expert if the model is not known to be a mixture of
-experts.
+experts, for log-odds with a `spread` of as much; in proportion for a larger one.
 """
 MIN_OFF_TOKENS = 5
 """Minimum number of tokens off to report; with fewer, only those off by more than MAX_FLIP_NATS are reported."""
@@ -84,7 +84,7 @@ def scored(data: PairData) -> np.ndarray:
 
 def _fit(data: PairData, residual: np.ndarray, inside: np.ndarray | None = None) -> Fit:
     chosen = scored(data) if inside is None else scored(data) & inside
-    return fit(residual[chosen], data.scale[chosen], value_rounding(data)[chosen], allowed_noise(data))
+    return fit(residual[chosen], data.scale[chosen], value_rounding(data)[chosen], MAX_EXCESS * allowed_noise(data))
 
 
 @once
@@ -112,18 +112,23 @@ def explained(data: PairData, inside: np.ndarray) -> float:
     return part**2 * (1 / num + 1 / (len(inside) - num)) / max(float(level @ level), 1e-30)
 
 
+def max_flip(data: PairData) -> float:
+    """Return the largest logit error, nats, that a different expert explains in a model that may have none."""
+    return max(MAX_FLIP_NATS, spread(data))
+
+
 @once
 def nobodys(data: PairData) -> np.ndarray:
     """Return [K] bool: the tokens whose d exceeds rounding, with an expected share of at most FALSE_SHARE false
     positives.
 
-    Rounding errors of a logit follow a t distribution with six degrees of freedom, with the scale found in the run, but
-    at least a sixth of what the dtypes allow.
+    Rounding errors of a logit follow a t distribution with six degrees of freedom, with the scale found in the run, between a sixth
+    and MAX_EXCESS times what the dtypes allow.
     """
     allowed = allowed_noise(data)
     uncertain = data.rest > MIN_REST
     usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
-    sigma = float(np.clip(max(unexplained(data).sigma, usual), allowed / LEAST_SHARE, allowed))
+    sigma = float(np.clip(max(unexplained(data).sigma, usual), allowed / LEAST_SHARE, MAX_EXCESS * allowed))
     # Nearly certain tokens have a different level of noise from the others, so they are compared with what the dtypes
     # allow.
     spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale
@@ -132,7 +137,7 @@ def nobodys(data: PairData) -> np.ndarray:
     passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
     off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
     # A chance flip of one router in a mixture of experts changes a token by less than this.
-    return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > MAX_FLIP_NATS)
+    return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > max_flip(data))
 
 
 def _beyond(size: np.ndarray) -> np.ndarray:

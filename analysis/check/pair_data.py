@@ -210,3 +210,11 @@ def declared(contract: Contract, *path: str) -> Any:
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def named(contract: Contract, *names: str) -> dict[str, Any]:
+    """Return the settings of a contract whose name, at any depth, is among `names`: name -> value."""
+    found: dict[str, Any] = {}
+    for name, value in contract.items():
+        found |= named(value, *names) if isinstance(value, dict) else {name: value} if name in names else {}
+    return found

@@ -416,6 +416,30 @@ def test_rows_of_float32_that_are_equal_by_luck_are_no_copies(tmp_path):
     assert [finding.code for finding in found.findings] == ["rounding"]
 
 
+def test_rows_that_are_equal_where_a_third_of_all_tokens_is_are_no_copies(tmp_path):
+    def rollout(step, number):
+        draw = np.random.default_rng(number)
+        noise = [
+            2e-3 * draw.normal(size=len(row)) * (draw.random(len(row)) < 0.7 * (at % 6 == 0))
+            for at, row in enumerate(step.scored())
+        ]
+        return [row + each.astype(np.float32) for row, each in zip(step.scored(), noise, strict=True)]
+
+    found = check(Recording(rollout=rollout, options={"longest": 40, "groups": 24}, steps=3).write(tmp_path / "trace"))
+    assert "copies" not in [finding.code for finding in found.findings]
+
+
+@pytest.mark.parametrize(
+    ("contract", "code"),
+    [({"dtype": "float32", "autocast": "bfloat16"}, "rounding"), ({"dtype": "bfloat16", "quantization": "fp8"}, "weights_differ")],
+)  # fmt: skip
+def test_a_setting_of_a_contract_counts_at_any_depth(tmp_path, contract, code):
+    run = Recording(rollout=in_bfloat16, contracts={"train": FP32, "rollout": contract})
+    found = check(run.write(tmp_path / "trace"))
+    assert found.is_valid
+    assert found.findings[0].code == code
+
+
 @pytest.mark.parametrize("sharpness", [8.0, 16.0])
 def test_a_sharp_policy_in_bfloat16_is_valid(tmp_path, sharpness):
     run = Recording(
@@ -450,7 +474,7 @@ def test_the_fitted_model_knows_the_features_and_the_runs_it_was_fitted_to(tmp_p
     assert np.mean(named) > 0.8
     rounding = model().kinds.index("rounding")
     healthy = [each[rounding] for each, run in zip(found, runs, strict=True) if run["kind"] == "rounding"]
-    assert np.mean(np.array(healthy) < MAX_ROUNDING) < 0.005
+    assert np.mean(np.array(healthy) < MAX_ROUNDING) < 0.01
 
 
 def test_a_judged_kind_says_how_probable_it_is_why_and_what_else_it_may_be(tmp_path):

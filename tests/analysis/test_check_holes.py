@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, in_bfloat16, in_float32, moved, sample, table
 from builders import tim_trace
-from tim_trace.analysis.check.check import check
+from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
+from tim_trace.analysis.check.faults.values import find_unit
+from tim_trace.analysis.views import open_database
 from tim_trace.schemas.errors import NothingToCompare
 from tim_trace.tracer.importers.neutral import import_parquet
 from tim_trace.tracer.recorder import Recorder
@@ -197,6 +199,17 @@ def test_a_unit_that_both_sides_share_is_seen_by_the_entropies(tmp_path):
     )
     first = check(run.write(tmp_path / "trace")).findings[0]
     assert (first.code, first.signal) == ("penalty", "sampled_elsewhere")
+
+
+def test_values_that_are_equal_but_for_a_few_last_bits_are_in_no_other_unit(tmp_path):
+    def sides(step):
+        values = drawn(step, 200)
+        is_off = np.random.default_rng(70 + step).random(values.shape) < 0.05
+        return values, np.where(is_off, np.nextafter(values, np.float32(-9), dtype=np.float32), values)
+
+    path = record(tmp_path / "trace", sides, steps=3, lengths=200)
+    assert not find_unit(gather(open_database(path), ("train", "rollout"), trace=""))
+    assert codes(path) == ["rounding"]
 
 
 def test_a_mean_of_the_sequence_at_each_token_is_seen(tmp_path):

@@ -90,6 +90,11 @@ def per_token(reward, number):
     return [(r - 0.5 + draw.normal(0, 0.4, len(row))).astype(np.float32) for r, row in zip(reward, rows, strict=True)]
 
 
+def lengths_of(number):
+    rows = sample(table(), 100 + number, groups=GROUPS, in_group=IN_GROUP, longest=12).responses
+    return np.array([len(row) for row in rows])
+
+
 def several(reward, number):
     """Two rewards that are normalised on their own and added; the sum is recorded."""
     other = np.random.default_rng(50 + number).normal(size=len(reward))
@@ -187,6 +192,9 @@ FAULTS = {
     "whole batch from 5": ("baseline", 5, {"advantage": since(5, whitened)}),
     "interleaved": ("baseline", None, {"advantage": lambda r, n: strided(r)}),
     "interleaved from 4": ("baseline", 4, {"advantage": since(4, strided)}),
+    "first row": ("baseline", None, {"advantage": lambda r, n: r - r.reshape(-1, IN_GROUP)[:, 0][GROUP], "reward": graded}),
+    "half of the group": ("baseline", None, {"advantage": lambda r, n: r - r.reshape(-1, IN_GROUP)[:, : IN_GROUP // 2].mean(1)[GROUP], "reward": graded}),
+    "divided by length": ("advantages_by_length", None, {"advantage": lambda r, n: centred(r) / lengths_of(n), "reward": graded}),
     "previous group from 4": ("baseline", 4, {"advantage": since(4, previous)}),
     "previous group": ("baseline", None, {"advantage": lambda r, n: r - np.roll(np.bincount(GROUP, r) / IN_GROUP, 1)[GROUP], "reward": graded}),
     "rewards of other rows": ("rewards_of_other_rows", None, {"recorded": in_groups}),
@@ -214,6 +222,7 @@ NOTICES = (
     "prompts in two groups",
     "scale",
     "clipped",
+    "divided by length",
     "constant rewards",
     "logged length",
     "logged entropy",
@@ -234,6 +243,7 @@ def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
 EXPLAINED = {
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
+    "first row": "the reward of the group's first row", "half of the group": "the mean of the group's first 4 rows",
 }  # fmt: skip
 
 

@@ -6,12 +6,10 @@ from ..finding import Finding
 from ..where import where_text
 from .kinds import COMPUTATION, NOT_REPEATABLE, ONSET, ROUTER_FLIPS, ROW_CONTEXT
 from .kinds import TITLES as KIND_TITLES
-from .misplaced import MISPLACED
+from .misplaced import MISPLACED, RETOKENISED, ROW_PAIRING, SHIFT
 from .not_computed import COPIES, EQUAL, HOLES, LENGTHS, MASK, NOT_SAMPLED, PLACEHOLDERS
 from .places import BOUNDARY, ONE_PLACE, ROUNDING, SUBSET, TOO_FEW, UNEXPLAINED
-from .row_pairing import ROW_PAIRING
 from .sampling import GRAMMAR, PADDED_VOCABULARY, PENALTY, TEMPERATURE, TRUNCATION
-from .shift import RETOKENISED, SHIFT
 from .values import LOW_PRECISION, NOT_LOGPROBS, UNIT, UNRELATED
 from .weights import WEIGHTS
 

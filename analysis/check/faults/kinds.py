@@ -11,7 +11,7 @@ from .. import commands
 from ..features import growth, repeats
 from ..finding import Broken, Fault, Finding, Number
 from ..kinds import ROUNDING, SIZE, judged, judged_words, probabilities, reasons
-from ..likelihood import MAX_FLIP_NATS, Hypothesis, located
+from ..likelihood import Hypothesis, located, max_flip
 from ..pair_data import PairData
 from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, level, precisions
 from ..where import Where
@@ -22,9 +22,9 @@ from .weights import WEIGHTS, measured
 MIN_SECOND = 0.2
 """Minimum probability of the second most probable kind for it to be reported as well."""
 MAX_ROUNDING = 0.1
-"""Probability of rounding below which a mismatch no larger than rounding counts as a fault. It was chosen on 1,304 healthy
-runs, 30 of them this project's own: with each author left out of the fit in turn, none is below it. Of 92 pairs of
-executions on an H100, this project's own and left out as well, 3 are.
+"""Probability of rounding below which a mismatch no larger than rounding counts as a fault. With each author left out of the fit
+in turn, none of 1,304 healthy runs is below it, and 3 of 92 pairs of executions on an H100; of 495 by an author whose random
+policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a time.
 """
 TAIL_RATIO = 10.0
 """Logit error above which a token is in the tail, in multiples of the median: rounding alone reaches six to eight."""
@@ -230,9 +230,9 @@ def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
     most = 0.4 if mixture else 0.1
     if mixture is False or not 0.002 < tail.mean() < most or both < 0.2:
         return []
-    if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > MAX_FLIP_NATS):
+    if mixture is None and (data.updates_behind.any() or float(np.quantile(noise[tail], 0.99)) > max_flip(data)):
         return []
-    is_usual = tail.mean() < 0.025 or level(data) < allowed_noise(data)
+    is_usual = tail.mean() < 0.05 or level(data) < allowed_noise(data)
     expected = bool(_rounds_routers(data) and is_usual and not is_fault(data))
     if mixture is None and not expected:
         return []

@@ -1,185 +1,380 @@
-"""Values that belong to other tokens: blocks of a row in the wrong order, or rows from other steps and ranks.
+"""Find values at the wrong tokens. A placement maps each token to the token that has its value, and is judged by what then remains.
 
-Shapes: K kept tokens, W windows of WIDTH consecutive tokens of one sequence.
+Shapes: S sequences (rows), R of them, T tokens in the longest sequence, K kept tokens, W windows of WIDTH consecutive tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ...advice import Advice
 from .. import commands
 from ..features import sampled_score
-from ..finding import Fault
-from ..likelihood import Hypothesis, predicting
+from ..finding import Fault, Number
+from ..likelihood import Hypothesis, located, predicting
 from ..pair_data import PairData, once
 from ..rounding import allowed_noise
 
-_ORDERS = {
-    "blocks": "blocks of the same row are in the wrong order, as when the chunks of a context-parallel row are joined "
-    "wrongly: {num_offsets:,} displacements, most often {offset:+,} tokens",
-    "rows": "they belong to other rows, {steps_text}",
-}
-
-
-def _where(numbers: Mapping[str, Any]) -> dict[str, str]:
-    apart = numbers["steps_apart"]
-    steps = (
-        "of the same step" if not apart else f"of steps {apart:+d} away" if apart is not None else "of several steps"
-    )
-    return {"order_text": _ORDERS[numbers["order"]].format_map({**numbers, "steps_text": steps})}
-
-
-MISPLACED = Fault(
-    code="misplaced",
-    title="one side's values belong to other tokens: blocks or rows are in the wrong order",
-    broken="recording",
-    evidence={
-        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at other tokens, within {residual:.2g} nats "
-        "on average; as recorded they are off by {size:.2g}: {order_text}",
-    },
-    words={"found_elsewhere": _where},
-)
-
-
-def find_misplaced(data: PairData) -> list[Hypothesis]:
-    """Detect runs of values in pass b that match pass a at other tokens, anywhere in the sample."""
-    if data.num_kept < 100 or data.rms() < 0.05:
-        return []
-    place = placement(data)
-    if place is None:
-        return []
-    moved = (place.source >= 0) & (place.source != np.arange(data.num_kept))
-    if moved.sum() < 20:
-        return []
-    residual = np.where(moved, data.b - data.a[np.maximum(place.source, 0)], 0.0)
-    finding = MISPLACED.finding(
-        data, "found_elsewhere", moved, weight=float(np.sum(data.d[moved] ** 2) / max(np.sum(data.d**2), 1e-30)),
-        next=commands.row(data, int(data.seq[np.flatnonzero(moved)[0]])),
-        numbers={
-            **_described(data, place, moved), "num_tokens": int(moved.sum()),
-            "residual": float(np.mean(np.abs(residual[moved]))), "size": float(np.mean(np.abs(data.d[moved]))),
-        },
-    )  # fmt: skip
-    cost = place.num_segments * np.log(max(data.num_kept, 2))
-    # A shift or a pairing of rows says the same with fewer displacements.
-    return [replace(predicting(data, finding, residual, cost, moved, is_right=True), rank=1)]
-
-
-def _described(data: PairData, place: Placement, moved: np.ndarray) -> dict[str, Any]:
-    # The side whose logprob + entropy averages to 0 has the values in the right place.
-    a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
-    right, wrong = ("a", "b") if a_is_right else ("b", "a")
-    if place.other_row[moved].mean() > 0.5:
-        there = np.flatnonzero(moved & place.other_row)
-        steps = data.sample.steps
-        apart = steps[data.seq[place.source[there]]] - steps[data.seq[there]]
-        values, counts = np.unique(apart, return_counts=True)
-        most = int(values[np.argmax(counts)]) if counts.max() > 0.8 * len(apart) else None
-        order: dict[str, Any] = {"order": "rows", "steps_apart": most, "offset": 0, "num_offsets": 0}
-    else:
-        values, counts = np.unique(place.offsets[moved], return_counts=True)
-        order = {
-            "order": "blocks", "steps_apart": 0, "offset": int(values[np.argmax(counts)]), "num_offsets": len(values),
-        }  # fmt: skip
-    return {"side": data.names[wrong], "other": data.names[right], **order}
-
-
+CAP_NATS = 3.0
+"""Maximum cost of a token when rows are compared, nats: a token that one side considers impossible weighs no more than this."""
+MIN_OFF_NATS = 0.05
+"""Minimum mean |d| of a row, nats, for it to be compared with other places."""
+REALIGNED_SHARE = 0.35
+"""Maximum share of a difference that may remain after a row is shifted or reversed: a wrong shift leaves more than half."""
+LAGS = (-3, -2, -1, 0, 1, 2, 3)
+"""Shifts tried, in tokens; a positive shift means that the values of pass b come later."""
+LAG_SWITCH_NATS = 2.0
+"""Cost, nats, of each change of the lag within a row: that of about two unrelated tokens, so that noise alone causes none."""
+MAX_ALIGNED_ROWS = 256
+PAIRED_SHARE = 0.15
+"""Maximum share of a difference that may remain when a row is compared with another: a chance match leaves a third."""
+MAX_PAIRED_ROWS = 64
+"""Maximum number of rows per step for which another row is searched."""
+CHANCE_TRIALS = 4
 WIDTH = 6
 """Number of consecutive tokens compared at once: fewer match by chance, more miss short blocks."""
 MAX_WINDOWS = 4_000
 """Maximum number of misplaced windows searched."""
-_CHANCE_SEED = 0
+
+_ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
+_AFTER = f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and, shifted by {{lags}} tokens, after it: "
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Tokens to which the values of pass b belong."""
-
-    source: np.ndarray
-    """[K] index of the kept token whose value in pass a matches this token's value in pass b; -1 if none was found."""
-    num_segments: int
-    """Number of runs of tokens with the same displacement."""
-    offsets: np.ndarray
-    """[K] displacement in tokens within the row; 0 if there is no source or it is in another row."""
-    other_row: np.ndarray
-    """[K] bool: True where the source is in another row."""
+def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    lag = numbers["lag"]
+    return {"tokens_off": f"{abs(lag)} token{'s' * (abs(lag) > 1)}", "direction": "later" if lag > 0 else "earlier"}
 
 
-@once
-def placement(data: PairData) -> Placement | None:
-    """Search the whole sample for the tokens to which misplaced values belong; None if too few are found."""
+def _pair_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    pairs = [f"{key[11:]} with {other}" for key, other in numbers.items() if key.startswith("belongs_to/")]
+    return {"pairs": ", ".join(pairs[:4]) + (", ..." if numbers["num_sequences"] > 4 else "")}
+
+
+def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    apart = numbers["steps_apart"]
+    steps = "of several steps" if apart is None else f"of steps {apart:+d} away" if apart else "of the same step"
+    blocks = (
+        "blocks of the same row are in the wrong order, as when the chunks of a context-parallel row are joined wrongly: "
+        f"{numbers['num_offsets']:,} displacements, most often {numbers['offset']:+,} tokens"
+    )
+    return {"order_text": f"they belong to other rows, {steps}" if numbers["order"] == "rows" else blocks}
+
+
+SHIFT = Fault(
+    code="shift", title="one side is shifted by a token", broken="recording", words={"moved_rows": _shift_words},
+    evidence={
+        "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
+        "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
+        f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
+        "moved_after_place": f"{_AFTER}the turns were joined with an offset of one",
+    },
+)  # fmt: skip
+RETOKENISED = Fault(
+    code="retokenised", title="the two sides scored different tokenisations of the text", broken="recording",
+    evidence={
+        "moved_after_place": f"{_AFTER}the text was decoded and re-encoded into different tokens",
+        "impossible_after_place": f"{_ROWS_OFF} agree up to a position that differs by row (token {{first_place}} to "
+        "{last_place}), where one side considers the token impossible, and differ by {effect:.2g} nats rms from there on: "
+        "the two sides scored different tokens",
+    },
+)  # fmt: skip
+ROW_PAIRING = Fault(
+    code="row_pairing", title="rows of the two sides belong to different sequences", broken="recording",
+    words={"other_rows": _pair_words},
+    evidence={"other_rows": f"{_ROWS_OFF} match {{side}} of another row of the same or a neighbouring step: {{pairs}}"},
+)  # fmt: skip
+MISPLACED = Fault(
+    code="misplaced", title="one side's values belong to other tokens: blocks or rows are in the wrong order",
+    broken="recording", words={"found_elsewhere": _order_words},
+    evidence={
+        "found_elsewhere": "{num_tokens:,} values of {side} match {other} at other tokens, within {residual:.2g} nats on "
+        "average; as recorded they are off by {size:.2g}: {order_text}",
+    },
+)  # fmt: skip
+
+
+def find_placement(data: PairData) -> list[Hypothesis]:
+    """Return the placements that bring the two passes together, each with its finding."""
+    generators = (_shifted, _reversed, _rows_paired, _elsewhere, _shifted_after_onset)
+    return [found for generate in generators if (found := generate(data)) is not None]
+
+
+def _placed(
+    data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
+    numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
+) -> Hypothesis:  # fmt: skip
+    """Return the hypothesis that `source`, [K] kept token or -1, has the values of `tokens` in pass b, or in a if `of_a`."""
+    residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
+    finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
+    return predicting(data, finding, residual, cost, tokens, is_right=True)
+
+
+def _shifted(data: PairData) -> Hypothesis | None:
+    """Shift nearly all mismatched rows by up to three tokens."""
+    index = _index(data)
+    off = np.flatnonzero(np.nan_to_num(row_means(_cost(data, index))) > MIN_OFF_NATS)
+    # Rows that already agree would hide a shift that affects only part of the rows.
+    off = off if len(off) >= 2 else np.arange(len(index))
+    costs = {lag: _cost(data, index[off], lag) for lag in LAGS}
+    if np.nanmean(costs[0]) < MIN_OFF_NATS:
+        return None
+    sums = {lag: (np.nansum(cost), costs[0].sum(where=np.isfinite(cost))) for lag, cost in costs.items()}
+    remaining = {lag: float(moved / unmoved) if unmoved > 0 else 1.0 for lag, (moved, unmoved) in sums.items()}
+    lag = min(LAGS, key=lambda lag: remaining[lag])
+    after, before = row_means(costs[lag]), row_means(costs[0])
+    is_off = (before > MIN_OFF_NATS) & np.isfinite(after)
+    if remaining[lag] >= REALIGNED_SHARE or not is_off.any() or np.mean(after[is_off] < 0.6 * before[is_off]) < 0.8:
+        return None
+    first = index[off[is_off][:64]]
+    # In shorter rows, no shift can save the cost of changing the lag.
+    if (first >= 0).sum(axis=1).max() >= 6 and _aligned(data, first)[0][:, :4].any(axis=1).mean() < 0.5:
+        return None
+    unmoved = float(costs[0][np.isfinite(costs[lag])].mean())
+    query = (
+        f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b, lead(logprob_b, {lag}) OVER (PARTITION BY step, "
+        "seq_id ORDER BY position) AS moved FROM {pair} ORDER BY step, seq_id, position LIMIT 40"
+    )
+    return _placed(
+        data, SHIFT, "moved_rows", _lagged(index, lag)[data.seq, data.position], np.isin(data.seq, off),
+        cost=np.log(len(LAGS)), weight=1 - remaining[lag], next=commands.sql(data, query),
+        numbers={"lag": lag, "moved": float(np.nanmean(costs[lag])), "unmoved": unmoved, **data.names},
+    )  # fmt: skip
+
+
+def _reversed(data: PairData) -> Hypothesis | None:
+    """Read each row from its end."""
+    first, last = (np.searchsorted(data.seq, data.seq, side) for side in ("left", "right"))
+    source = np.where(last - first > 3, first + last - 1 - np.arange(data.num_kept), -1)
+    tokens = source >= 0
+    moved = np.abs(data.a - _at(data.b, source))[tokens]
+    if not tokens.any() or np.median(moved) > REALIGNED_SHARE * np.median(np.abs(data.d[tokens])):
+        return None
+    numbers: dict[str, Number] = {"moved": float(moved.mean()), **data.names}
+    return _placed(data, SHIFT, "reversed", source, tokens, cost=1.0, next=commands.tokens(data), numbers=numbers)
+
+
+def _rows_paired(data: PairData) -> Hypothesis | None:
+    """Give rows the values of other rows of the same step or a neighbouring one."""
+    a, b = (_at(values, _index(data)) for values in (data.a, data.b))
+    own, steps = row_means(_cost(data, _index(data))), data.sample.steps
+    rows_of = [np.flatnonzero((steps == step) & np.isfinite(own)) for step in np.unique(steps)]
+    tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
+
+    def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """Return [S] index of the other row whose values in pass b, `mixed` first, match a row's pass a; -1 if none does."""
+        partner = np.full(len(own), -1)
+        for step, rows in enumerate(rows_of):
+            candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
+            values = b[candidates]
+            values[np.isfinite(values)] = mixed(values[np.isfinite(values)])
+            for row in tried[step]:
+                off_by = np.minimum(np.abs(a[row] - values), CAP_NATS)
+                enough = np.isfinite(off_by).sum(axis=1) >= min(4, np.isfinite(a[row]).sum())
+                costs = np.where(enough, np.nan_to_num(row_means(off_by), nan=np.inf), np.inf)
+                if costs.min() < PAIRED_SHARE * own[row] and candidates[costs.argmin()] != row:
+                    partner[row] = candidates[costs.argmin()]
+        return partner
+
+    partner, num_tried = partners(np.asarray), sum(map(len, tried))
+    found = np.flatnonzero(partner >= 0)
+    if len(found) < 2 or len(np.unique(partner[found])) < 0.6 * len(found) or len(found) < 0.2 * num_tried:
+        return None
+    draw = np.random.default_rng(0)
+    by_chance = np.mean([(partners(draw.permutation) >= 0).sum() for _ in range(CHANCE_TRIALS)])
+    if len(found) < max(2 * by_chance, by_chance + 3.0 * np.sqrt(by_chance)):
+        return None
+    names, place = data.sample.seq_ids, np.where(partner >= 0, partner, np.arange(len(own)))
+    return _placed(
+        data, ROW_PAIRING, "other_rows", _index(data)[place[data.seq], data.position], np.isin(data.seq, found),
+        cost=len(found) * np.log(max(len(names), 2)), weight=len(found) / num_tried, next=commands.row(data, int(found[0])),
+        numbers={
+            "side": data.sample.b.name, "num_sequences": len(found), "of_sequences": num_tried,
+            **{f"belongs_to/{names[i]}": names[partner[i]] for i in found[:20]},
+        },
+    )  # fmt: skip
+
+
+def _shifted_after_onset(data: PairData) -> Hypothesis | None:
+    """Shift rows from a position on that differs by row: the text was retokenised, or turns were joined, at that position."""
+    index = _index(data)
+    costs = np.nan_to_num(row_means(_cost(data, index)))
+    suspects = np.argsort(-costs, kind="stable")[:MAX_ALIGNED_ROWS]
+    suspects = suspects[costs[suspects] > MIN_OFF_NATS]
+    lags, gains = _aligned(data, index[suspects])
+    zero = np.nansum(_cost(data, index[suspects]), axis=1)
+    moved = (gains > 4.0) & (gains > 0.5 * zero) & ((lags != 0).sum(axis=1) >= 3)
+    if moved.sum() < min(2, max(1, 0.05 * len(suspects))):
+        return None
+    rows, lags = suspects[moved], lags[moved]
+    onset = (lags != 0).argmax(axis=1)
+    # If the lag changes right after masked tokens, a turn was joined at the wrong place; the text itself is the same.
+    hole = (index < 0) & ((index >= 0).cumsum(axis=1) > 0)
+    joined = np.mean([hole[row, max(t - 4, 0) : t + 1].any() for row, t in zip(rows, onset, strict=True)]) > 0.8
+    row_lags = np.zeros_like(index)
+    row_lags[rows] = lags
+    return _placed(
+        data, SHIFT if joined else RETOKENISED, "moved_after_place", _lagged(index, row_lags)[data.seq, data.position],
+        np.isin(data.seq, rows), cost=len(rows) * np.log(len(LAGS) * max(index.shape[1], 2)),
+        weight=float(1 - (zero - gains)[moved].sum() / max(zero[moved].sum(), 1e-9)), next=commands.row(data, int(rows[0])),
+        numbers=_onset_numbers(data, rows, len(suspects), onset) | {"lags": ", ".join(str(t) for t in np.unique(lags) if t)},
+    )  # fmt: skip
+
+
+def _onset_numbers(data: PairData, rows: np.ndarray, num_off: int, onset: np.ndarray) -> dict[str, Number]:
+    return {
+        "num_sequences": len(rows), "of_sequences": num_off, "seq_id": data.sample.seq_ids[rows[0]],
+        "first_place": int(onset.min()), "last_place": int(onset.max()),
+    }  # fmt: skip
+
+
+def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return [R, T] lag of pass b at each token that minimises the cost per row, and [R] nats saved relative to no lag.
+
+    A change of the lag, or a non-zero one at the start, costs LAG_SWITCH_NATS; a token without a partner, CAP_NATS / 2.
+    """
+    there, states = index >= 0, np.arange(len(LAGS))[:, None]
+    costs = np.stack([np.where(there, np.nan_to_num(_cost(data, index, lag), nan=CAP_NATS / 2), 0.0) for lag in LAGS])
+    best = np.where(np.array(LAGS)[:, None] == 0, 0.0, np.full((1, len(index)), LAG_SWITCH_NATS))
+    came, path = np.empty(costs.shape, np.int8), np.empty(index.shape, np.int64)
+    for t in range(index.shape[1]):
+        switched = best.min(axis=0) + LAG_SWITCH_NATS
+        came[:, :, t] = np.where(best <= switched, states, best.argmin(axis=0))
+        best = np.minimum(best, switched) + costs[:, :, t]
+    state = best.argmin(axis=0)
+    for t in reversed(range(index.shape[1])):
+        path[:, t] = state
+        state = came[state, np.arange(len(index)), t]
+    return np.where(there, np.array(LAGS)[path], 0), costs[LAGS.index(0)].sum(axis=1) - best.min(axis=0)
+
+
+def _elsewhere(data: PairData) -> Hypothesis | None:
+    """Move runs of values of pass b to the tokens, anywhere in the sample, whose values in pass a they match."""
+    if data.num_kept < 100 or data.rms() < 0.05 or (source := _matches(data)) is None:
+        return None
+    away = np.where(source >= 0, source - np.arange(data.num_kept), 0)
+    moved = away != 0
+    if moved.sum() < 20:
+        return None
+    # The side whose logprob + entropy averages to 0 has the values in the right place.
+    a_is_right = abs(sampled_score(data, "a")) <= abs(sampled_score(data, "b")) or data.sample.b.entropy is None
+    other_row = moved & (data.seq[source] != data.seq)
+    apart = data.sample.steps[data.seq[source]] - data.sample.steps[data.seq]
+    is_rows = other_row[moved].mean() > 0.5
+    values, counts = np.unique(apart[other_row] if is_rows else np.where(other_row, 0, away)[moved], return_counts=True)
+    most = int(values[counts.argmax()]) if not is_rows or counts.max() > 0.8 * counts.sum() else None
+    runs = np.concatenate([[True], (np.diff(away) != 0) | (np.diff(data.seq) != 0)]) & moved
+    hypothesis = _placed(
+        data, MISPLACED, "found_elsewhere", source, moved, of_a=True, cost=runs.sum() * np.log(data.num_kept),
+        weight=float(np.sum(data.d[moved] ** 2) / np.sum(data.d**2)), next=commands.row(data, int(data.seq[moved.argmax()])),
+        numbers={
+            "side": data.names["ab"[a_is_right]], "other": data.names["ba"[a_is_right]], "order": "rows" if is_rows else "blocks",
+            "steps_apart": most if is_rows else 0, "offset": 0 if is_rows else most,
+            "num_offsets": 0 if is_rows else len(values), "num_tokens": int(moved.sum()),
+            "residual": float(np.abs(data.b - data.a[source])[moved].mean()), "size": float(np.abs(data.d[moved]).mean()),
+        },
+    )  # fmt: skip
+    holder, right = np.full(data.num_kept, -1), np.full(len(data.keep), np.nan)
+    holder[source[moved]] = np.flatnonzero(moved)
+    right[data.keep] = np.where(moved, data.a - _at(data.b, holder), data.d)
+    return replace(hypothesis, rank=1, right=right)  # a shift or a pairing of rows has fewer displacements
+
+
+def _matches(data: PairData) -> np.ndarray | None:
+    """Return [K] index of the token whose value in pass a matches the one in pass b, -1 if none; None if too few match."""
     from scipy.spatial import cKDTree  # needed only if nothing simpler explains the mismatch
 
-    start = _window_starts(data)
-    if len(start) < 20:
-        return None
-    span = np.arange(WIDTH)
-    windows_a, windows_b = data.a[start[:, None] + span], data.b[start[:, None] + span]
-    own = np.mean(np.minimum(np.abs(windows_a - windows_b), 3.0), axis=1)
-    tolerance = max(2 * allowed_noise(data) / 2, 0.02)
-    informative = (np.std(windows_b, axis=1) > 10 * tolerance) & (own > 5 * tolerance)
-    wanted = np.flatnonzero(informative)
-    if len(wanted) < 10:
+    start = np.arange(max(data.num_kept - WIDTH + 1, 0))
+    last, span = start + WIDTH - 1, np.arange(WIDTH)
+    start = start[(data.seq[start] == data.seq[last]) & (data.position[last] - data.position[start] == WIDTH - 1)]
+    windows_a, windows_b = (values[start[:, None] + span] for values in (data.a, data.b))
+    own = np.mean(np.minimum(np.abs(windows_a - windows_b), CAP_NATS), axis=1)
+    tolerance = max(allowed_noise(data), 0.02)
+    wanted = np.flatnonzero((np.std(windows_b, axis=1) > 10 * tolerance) & (own > 5 * tolerance))
+    if len(start) < 20 or len(wanted) < 10:
         return None
     wanted = wanted[:: -(-len(wanted) // MAX_WINDOWS)]
     tree = cKDTree(windows_a)
     distance, nearest = tree.query(windows_b[wanted], p=1)
-    draw = np.random.default_rng(_CHANCE_SEED)
-    mixed = draw.permuted(windows_b[wanted], axis=1)
-    by_chance = tree.query(mixed, p=1)[0]
+    by_chance = tree.query(np.random.default_rng(0).permuted(windows_b[wanted], axis=1), p=1)[0]
     limit = min(float(np.quantile(by_chance, 0.02)), WIDTH * own[wanted].mean() / 4)
-    fits = distance < limit
     # The same text has similar values wherever it occurs.
-    ids = data.sample.tokens[data.keep]
-    one, two = start[wanted][:, None] + span, start[nearest][:, None] + span
-    fits &= np.any(ids[one] != ids[two], axis=1) | (nearest == wanted)
+    ids = data.sample.tokens[data.keep][start[:, None] + span]
+    fits = (distance < limit) & (np.any(ids[wanted] != ids[nearest], axis=1) | (nearest == wanted))
     if fits.sum() < 10 or fits.mean() < 0.1 or fits.mean() < 4 * np.mean(by_chance < limit):
         return None
-    return _extended(data, start[wanted[fits]], start[nearest[fits]])
-
-
-def _window_starts(data: PairData) -> np.ndarray:
-    """Return the index of each kept token that begins WIDTH consecutive kept tokens of its sequence."""
-    at = np.arange(max(data.num_kept - WIDTH + 1, 0))
-    last = at + WIDTH - 1
-    same = (data.seq[at] == data.seq[last]) & (data.position[last] - data.position[at] == WIDTH - 1)
-    return np.asarray(at[same])
-
-
-def _extended(data: PairData, targets: np.ndarray, sources: np.ndarray) -> Placement:
-    """Extend each match over its window, and further as long as the values match."""
     source = np.full(data.num_kept, -1)
-    best = np.full(data.num_kept, np.inf)
-    for shift in range(WIDTH):
-        at, come = targets + shift, sources + shift
-        cost = np.abs(data.b[at] - data.a[come])
-        better = cost < best[at]
-        source[at[better]], best[at[better]] = come[better], cost[better]
-    moved = source - np.arange(data.num_kept)
-    for step in (1, -1):  # fill gaps between and around the windows that were searched
-        for _ in range(64):
-            at = np.flatnonzero(source < 0)
-            beside = at - step
-            ok = (beside >= 0) & (beside < data.num_kept)
-            at, beside = at[ok], beside[ok]
-            ok = (source[beside] >= 0) & (data.seq[at] == data.seq[beside])
-            at, beside = at[ok], beside[ok]
-            come = source[beside] + step
-            ok = (come >= 0) & (come < data.num_kept)
-            at, beside, come = at[ok], beside[ok], come[ok]
-            ok = data.seq[come] == data.seq[source[beside]]
-            ok &= np.abs(data.b[at] - data.a[come]) < np.abs(data.d[at]) + 1e-12
-            if not ok.any():
-                break
-            source[at[ok]] = come[ok]
-    there = source >= 0
-    other = np.zeros(data.num_kept, bool)
-    other[there] = data.seq[source[there]] != data.seq[there]
-    offsets = np.where(there & ~other, source - np.arange(data.num_kept), 0)
-    moved = np.where(there, source - np.arange(data.num_kept), 0)
-    change = np.concatenate([[True], (moved[1:] != moved[:-1]) | (data.seq[1:] != data.seq[:-1])])
-    return Placement(source, int((change & (moved != 0)).sum()), offsets, other)
+    at, come = ((start[windows[fits]][:, None] + span).ravel() for windows in (wanted, nearest))
+    best_last = np.argsort(-np.abs(data.b[at] - data.a[come]), kind="stable")
+    source[at[best_last]] = come[best_last]
+    for step in (1,) * 64 + (-1,) * 64:  # extend the matches as long as the values match
+        at = np.flatnonzero(source < 0)
+        at = at[(at >= step) & (at - step < data.num_kept)]
+        at = at[(source[at - step] >= 0) & (data.seq[at] == data.seq[at - step])]
+        come = source[at - step] + step
+        at, come = (each[(come >= 0) & (come < data.num_kept)] for each in (at, come))
+        fits = (data.seq[come] == data.seq[come - step]) & (np.abs(data.b[at] - data.a[come]) <= np.abs(data.d[at]))
+        source[at[fits]] = come[fits]
+    return source
+
+
+def find_broken(data: PairData) -> list[Hypothesis]:
+    """Detect rows in which the passes scored other text from a token on that one of them considers impossible."""
+    index = _index(data)
+    cost, lower = _cost(data, index), _at(np.minimum(data.a, data.b), index)
+    off = np.nan_to_num(row_means(cost)) > MIN_OFF_NATS
+    place = (cost > 0.5).argmax(axis=1)
+    after = np.where(np.arange(cost.shape[1]) >= place[:, None], cost, np.nan)[off]
+    rows, at = np.flatnonzero(off), place[off]
+    is_broken = (cost[rows, at] > 1.0) & (lower[rows, at] < -5.0) & (np.isfinite(after).sum(axis=1) > 1)
+    is_broken &= np.nanmedian(after, axis=1) > 0.5
+    rows, at = rows[is_broken], at[is_broken]
+    if len(rows) < max(2, 0.4 * off.sum()) or np.std(at) < 1:
+        return []
+    tokens = np.isin(data.seq, rows) & (data.position >= place[data.seq])
+    finding = RETOKENISED.finding(
+        data, "impossible_after_place", tokens, weight=len(rows) / off.sum(), next=commands.row(data, int(rows[0])),
+        numbers=_onset_numbers(data, rows, int(off.sum()), at),
+    )  # fmt: skip
+    return [located(data, finding, tokens, len(rows) * np.log(max(cost.shape[1], 2)))]
+
+
+@once
+def _index(data: PairData) -> np.ndarray:
+    """Return [S, T] index of the kept token at each position; -1 where no token is kept."""
+    index = np.full((data.sample.num_sequences, int(data.sample.lengths.max(initial=0))), -1)
+    index[data.seq, data.position] = np.arange(data.num_kept)
+    return index
+
+
+def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return the values, [K], at an index of kept tokens; NaN where it is -1."""
+    return np.where(index >= 0, values[index], np.nan)
+
+
+def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
+    """Return [R, T] index[t + lag]; -1 outside the row."""
+    at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
+    return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
+
+
+def _cost(data: PairData, index: np.ndarray, lag: int = 0) -> np.ndarray:
+    """Return [R, T] |a[t] - b[t + lag]|, capped at CAP_NATS; NaN where either value is missing."""
+    return np.asarray(np.minimum(np.abs(_at(data.a, index) - _at(data.b, _lagged(index, lag))), CAP_NATS))
+
+
+def row_means(costs: np.ndarray) -> np.ndarray:
+    """Return the mean [R] of the finite costs in each row; NaN for rows without any."""
+    count = np.isfinite(costs).sum(axis=1)
+    return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)
+
+
+def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
+    """Return the standard deviation [S] of `values`, [K], within each sequence; NaN for those with fewer than three."""
+    count = np.bincount(data.seq, minlength=data.sample.num_sequences)
+    mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
+    squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
+    return np.where(count >= 3, np.sqrt(squares / np.maximum(count, 1)), np.nan)

@@ -15,9 +15,9 @@ from ..finding import Fault, Finding, Number
 from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
-from ..rows import row_spreads
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from ..where import places
+from .misplaced import row_spreads
 from .sampling import recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
@@ -32,6 +32,8 @@ IMPOSSIBLE_LOGPROB = -80.0
 """Logprob, nats, below which a value is a placeholder, such as -100 or -9999: no sampled token has a probability of 1e-35."""
 _SHARED_FACTOR = 10
 """Minimum number of contexts in which both passes have the same value, relative to nearby values, for it to be a placeholder."""
+_REPEATED_FACTOR = 3
+"""The same for a value of one pass, at which the other pass differs."""
 _WINDOW_NATS = 0.05
 """Maximum distance, nats, between a constant and the nearby values that show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
@@ -39,6 +41,9 @@ MIN_COPIED_TOKENS = 4
 COPIED_BY_CHANCE = 1e-4
 """Maximum expected number of groups of rows that are equal by chance, estimated from the share of equal tokens in all other
 rows."""
+MAX_EQUAL_ELSEWHERE = 0.2
+"""Maximum share of equal tokens in the other rows for equal rows to be copies: two executions in 16 bits can agree in all
+tokens of one row and in a third of the tokens of another."""
 _OF_FORWARD = ("forward_row", "pad_left", "not_first", "shorter")
 """First words of the features that describe a row's place in its forward pass."""
 
@@ -215,7 +220,7 @@ def find_constants(data: PairData) -> list[Hypothesis]:
         tested |= {*np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()}
         for value in values[sorted(tested)].tolist():
             where = data.keep & (side.logprobs == value)
-            if _stands_for_none(data, other, value, where):
+            if _stands_for_none(data, side, other, value, where):
                 far = where & (np.abs(other.logprobs - value) > 0.1)
                 if value == 0.0 and far.sum() < 0.02 * where.sum():  # 0 is correct for certain tokens
                     where = far
@@ -225,7 +230,7 @@ def find_constants(data: PairData) -> list[Hypothesis]:
     return found
 
 
-def _stands_for_none(data: PairData, other: PassSample, value: float, where: np.ndarray) -> bool:
+def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
     """Return True if a value that one pass has at the tokens in `where`, [N] bool, is not the logprob of these tokens: the
     other pass is as far from it there as elsewhere, or all below it, as under a floor.
     """
@@ -240,7 +245,11 @@ def _stands_for_none(data: PairData, other: PassSample, value: float, where: np.
     if value != 0.0:
         # In a repeated context, a token has the same logprob each time.
         kinds = (data.sample.tokens[where], data.sample.prefix_keys[where])
-        if len(off) < 8 or far.mean() <= 0.5 or min(len(np.unique(kind)) for kind in kinds) < MIN_CONSTANT_TOKENS:
+        num = min(len(np.unique(kind)) for kind in kinds)
+        if len(off) < 8 or far.mean() <= 0.5 or num < MIN_CONSTANT_TOKENS:
+            return False
+        # Logits in 16 bits repeat values: two tokens whose logits differ by 1 have a logprob of -0.3133.
+        if num <= _REPEATED_FACTOR * _repeats(side.logprobs, data.keep & ~where, value, 0.5):
             return False
     # A certain token has a logprob of 0, too, and a token that is alone in its nucleus.
     off = off[far] if value == 0.0 else off
@@ -309,8 +318,12 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
         return np.inf  # near 0, many tokens share a float32 value, and tied logits give -ln 2, -ln 3, ...
     # 16-bit values are sparse, so neighbours are sought in a wider window.
     width = _WINDOW_NATS if all(side.values == "float32" for side in precisions(data)) else 0.5
-    near = data.keep & ~where & (np.abs(data.sample.a.logprobs - value) < width)
-    _, counts = np.unique(data.sample.a.logprobs[near], return_counts=True)
+    return _repeats(data.sample.a.logprobs, data.keep & ~where, value, width)
+
+
+def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: float) -> float:
+    """Return how often values within `width` nats of a value occur at the tokens, [N] bool: the 0.9 quantile, at least 1."""
+    _, counts = np.unique(logprobs[tokens & (np.abs(logprobs - value) < width)], return_counts=True)
     return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
 
 
@@ -373,6 +386,8 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     equal_elsewhere = float(np.mean(equal)) if len(equal) else 1.0
     # If nothing was copied, fully equal rows occur together with mostly equal ones.
     mostly = int(np.sum(np.bincount(seq, equal, size) > 0.5 * np.maximum(np.bincount(seq, minlength=size), 1)))
+    if equal_elsewhere > MAX_EQUAL_ELSEWHERE:
+        return []  # values coincide so often that whole rows can
     few = copied.sum() < 3 and telling[copied].max() < 16  # a short row may be equal by chance
     expected = size * max(equal_elsewhere, 1e-3) ** telling[copied].max()
     if few or expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:

@@ -15,16 +15,13 @@ from .. import commands
 from ..features import along_movement, token_effect
 from ..finding import Fault, Finding, Number
 from ..kinds import SIZE, judged, judged_words
-from ..pair_data import PairData, declared
+from ..pair_data import PairData, declared, named
 from ..rounding import allowed_noise, coarsest, level
 
 CLEAR_GROWTH = 5.0
 """Ratio between the mismatch in the selected steps and at the run's first step that shows weights that were left behind."""
-_QUANTISED = (
-    ("config", "model_config", "quantization"), ("model", "quantization"), ("config", "cache_config", "cache_dtype"),
-    ("arm", "quantize"), ("arm", "kv_dtype"),
-)  # fmt: skip
-"""Contract paths that may declare quantised weights or a quantised KV cache."""
+_QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
+"""Names of the contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
 
 
@@ -102,20 +99,20 @@ def _versions(data: PairData) -> list[Finding]:
 def _quantisation(data: PairData) -> list[Finding]:
     own = {side: _quantised(data.contract(side)) for side in data.names}
     for side, other in (("a", "b"), ("b", "a")):
-        for path, value in own[side].items():
+        for name, value in own[side].items():
             if value not in own[other].values():
                 said: dict[str, Number] = {
-                    "cause": "quantised", "side": data.names[side], "setting": path[-1], "value": value,
+                    "cause": "quantised", "side": data.names[side], "setting": name, "value": value,
                 }  # fmt: skip
                 replay = commands.replay(data, "--quantize int8", "suspect", int(data.sample.steps[-1]))
                 return [WEIGHTS.finding(data, "contract", next=replay, numbers=said)]
     return []
 
 
-def _quantised(contract: Contract) -> dict[tuple[str, ...], str]:
-    """Return contract path -> setting for each path that declares quantised weights or a quantised KV cache."""
-    values = {path: str(declared(contract, *path)) for path in _QUANTISED if declared(contract, *path)}
-    return {path: value for path, value in values.items() if value not in _NOT_QUANTISED}
+def _quantised(contract: Contract) -> dict[str, str]:
+    """Return name -> value of each setting that declares quantised weights or a quantised KV cache."""
+    values = {name: str(value) for name, value in named(contract, *_QUANTISED).items() if value}
+    return {name: value for name, value in values.items() if value not in _NOT_QUANTISED}
 
 
 def find_adapter(data: PairData) -> list[Finding]:
