@@ -42,7 +42,7 @@ def attribute(
     """Report whether a run collapsed or declines slowly, from which step on, what changed first, and the most likely cause.
 
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with evidence for
-    and against it, a probability, and the cheapest replay or rerun that would settle it. From one run this is only an
+    and against it, a probability, and the cheapest replay or rerun that would settle it. From one run it is only an
     observation: the first change need not be the cause. With `control`, a baseline run with the same seeds and one change,
     ideally with an exact engine, the first difference is an intervention. A mismatch after the drop is never its cause.
 
