@@ -248,7 +248,7 @@ class Facts:
 
     @cached_property
     def sorted_in_groups(self) -> tuple[float, float] | None:
-        """Share of groups with rewards in sorted order, after and before the drop; None unless the sorting began with it."""
+        """Share of groups with sorted rewards, after and before the drop; None unless the sorting began with it."""
         since, by_chance = sorted_share(self.since_fall)
         if self.fall is not None and not since >= t.SORTED:  # the onset may be imprecise
             since, by_chance = sorted_share(self.rollouts.since(self.fall.fallen))
@@ -259,7 +259,7 @@ class Facts:
 
     @cached_property
     def graded_elsewhere(self) -> OtherPromptsRewards | None:
-        """Rewards equal to those that the same responses earned under other prompts; None unless most rewards changed so."""
+        """Rewards equal to those earned under another prompt; None unless most rewards changed this way."""
         found = self.changed_rewards
         if found is None or found.share <= ft.MOST:
             return None
@@ -286,7 +286,7 @@ class Facts:
 
     @cached_property
     def unequal_in_step(self) -> tuple[float, float]:
-        """Share of pairs of identical responses within a step that have different rewards: after the onset, well before it."""
+        """Share of pairs of identical responses in a step with different rewards: after the onset, well before it."""
         return unequal_in_step(self.since_fall)[1], unequal_in_step(self.well_before)[1]
 
     @cached_property
@@ -326,7 +326,7 @@ class Facts:
 
     @cached_property
     def reward_moved(self) -> float:
-        """Standard deviation of the reward changes of identical responses, over that of earlier rewards; 0 if unknown."""
+        """Standard deviation of identical responses' reward changes, over that of earlier rewards; 0 if unknown."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -357,7 +357,7 @@ class Facts:
         return found if found is not None and found.share > ft.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop, or anywhere without a drop."""
+        """Find identical responses whose value changes by more than `least` near the drop; without one, anywhere."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -380,7 +380,7 @@ class Facts:
 
     @property
     def is_given_otherwise(self) -> bool:
-        """True if an input other than the reward changed at the drop, so the reward may have changed as a consequence."""
+        """True if another input changed at the drop, so that the reward may have changed as a consequence."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
@@ -409,7 +409,7 @@ class Facts:
 
     @cached_property
     def reward_beside(self) -> tuple[float, float] | None:
-        """The recorded reward before the evaluation drops, and at the end of the run; None unless an evaluation is judged."""
+        """The recorded reward before the evaluation drops and at the end of the run; None without an evaluation."""
         values = self.values("reward")
         known = np.flatnonzero(np.isfinite(values))
         if self.outcome is None or not self.outcome.is_evaluation or self.fall is None or len(known) < 9:
@@ -475,7 +475,7 @@ class Facts:
 
     @cached_property
     def scored_rows(self) -> ScoredRows | None:
-        """The trainer's logprobs compared with the engine's of other rows; None unless wrong rows explain the mismatch."""
+        """The trainer's logprobs matched with the engine's of other rows; None unless that explains the mismatch."""
         begins = _mismatch_begins(self)
         if begins is None:
             return None
@@ -498,7 +498,7 @@ class Facts:
 
     @cached_property
     def still_engine(self) -> StillEngine | None:
-        """Logprobs of repeated prefixes after the onset of the mismatch, which show whether the engine's weights changed."""
+        """Logprobs of repeated prefixes after the mismatch begins, which show whether the engine's weights changed."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
 
@@ -522,7 +522,7 @@ class Facts:
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:
-        """The engine's logprobs compared with earlier trainer logprobs, after the onset of the mismatch; None without one."""
+        """The engine's logprobs matched with earlier trainer logprobs once the mismatch begins; None without one."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
@@ -540,7 +540,7 @@ class Facts:
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
 
     def _parted(self, fall: Fall, control: Facts) -> Fall:
-        """Return the drop with its onset located on the difference from the baseline run, which cancels shared noise."""
+        """Return the drop with its onset located on the difference from the baseline, where shared noise cancels."""
         found = [
             next((one for one in outcomes.all if one.name == fall.onset_of), None)
             for outcomes in (self.outcomes, control.outcomes)
@@ -599,7 +599,7 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the index of the first step at which the mismatch has a good part of its size at the drop, or of its maximum."""
+    """Return the index of the first step with a good part of the mismatch at the drop, or of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

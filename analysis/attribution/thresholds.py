@@ -72,7 +72,7 @@ BOTH_SIGNS = 0.1
 """Minimum share of negative advantages in training with a baseline. A tenth of it or less means that the sign or the
 baseline was lost."""
 INVERTED_ADVANTAGES = -0.3
-"""Advantages have the wrong sign if they correlate less than this with rewards within groups; misaligned rows give 0."""
+"""Advantages have the wrong sign below this correlation with rewards within groups; misaligned rows give about 0."""
 EARLIER = 3.5
 """Points for a permanent change in an input long before the drop: a policy may take many updates to unlearn."""
 BEARABLE = 3.0
@@ -99,7 +99,7 @@ DISAGREES, AGREES = 0.3, 0.05
 and at most AGREES before it, trainer or engine has become non-deterministic or scores other rows. Of 11 such collapses, eight were engine noise, one a lagging replica, two dropout in the trainer."""
 
 LAG_GROWS = 2.0
-"""Sampling has fallen behind if the recorded lag is at least this many times its usual value; waiting for the slowest sequences causes less."""
+"""Sampling has fallen behind at this multiple of the usual recorded lag; waiting for slow sequences causes less."""
 LEARNED = 0.1
 """Minimum share of the run, from its start, that shows the conditions under which it learned, such as its usual lag."""
 ORDINARY_LAG = 4.0
@@ -166,7 +166,7 @@ LENGTH_MOVES_PAID = 1.05
 """A change of response length by at least this factor is evidence if longer responses earn more."""
 
 ENTROPY_LOST = 0.25
-"""Entropy has collapsed below this share of its initial value; healthy runs keep at least 0.4 (literature: collapse below 0.2 to 0.4)."""
+"""Entropy has collapsed below this share of its initial value; healthy runs keep 0.4 (literature: 0.2 to 0.4)."""
 ENTROPY_SHRUNK = 0.6
 """The policy has become more certain while getting worse if its entropy after the drop is below this share of that
 before; unlearning makes it less certain."""
@@ -218,7 +218,7 @@ CUSTOMARY: dict[str, tuple[float, float, float, float]] = {
 """Setting -> (low, high, usual low, usual high). A value outside low to high is evidence for the optimizer. Learning rates are
 Adam's, which changes each weight by about that much per update: at 0.01, a layer's weights are replaced within a few updates."""
 ENTROPY_WEIGHS = 1.0
-"""Above this entropy coefficient, one nat of entropy outweighs one standard deviation of normalised advantages; usual values are 0 to 0.01."""
+"""Entropy coefficient above which a nat of entropy outweighs one sd of normalised advantages; usual: 0 to 0.01."""
 
 
 def prior(code: str) -> Evidence:
@@ -232,19 +232,19 @@ def of_size(mean_abs_d: float) -> float:
 
 
 CONTROL = 7.0
-"""Points for an intervention, odds of about a thousand to one: noise causes such a drop in fewer than one in a thousand healthy runs."""
+"""Points for an intervention: noise causes such a drop in fewer than one in a thousand healthy runs."""
 FELL_TOO = 0.6
 """The baseline run has collapsed, too, if its relative drop is at least this share of the judged run's."""
 MISMATCH_DIFFERS = 3.0
 """Two runs' mismatches differ if their ratio is at least this; with the same engine they reach 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""Below this mean |d|, in nats, a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy months-long runs."""
+"""Below this mean |d|, in nats, a mismatch does not affect a run; bf16 engines in healthy months-long runs: 0.002-0.01."""
 SAMPLED_BY_POLICY = (0.6, 1.6)
 """-mean logprob and recorded entropy cover the same tokens, in nats, if their ratio is in this range."""
 UNSAMPLED = 2.0
 """Tokens are not sampled from the engine's logprobs if -mean logprob / entropy grows by at least this factor."""
 UNSAMPLED_NATS = 0.5
-"""Tokens are not sampled from the engine's logprobs if -mean logprob exceeds entropy by at least this, nats per token."""
+"""Tokens are not sampled from the engine's logprobs if -mean logprob exceeds entropy by this many nats per token."""
 MIXED = 0.5
 """Rewards have been mixed up if the share of rows with a different reward is at least this fraction of that expected
 after shuffling rewards within groups."""
@@ -256,7 +256,7 @@ because some trainers drop groups with equal rewards, and so choose prompts by r
 MOSTLY_CUT = 0.8
 """A length limit has cut responses if at least this share of those that differ does so only by ending early."""
 LENGTH_SHARE = 0.5
-"""The reward depends on length only if it differs for at least this share of a step's responses: such a rule affects almost every one."""
+"""A reward that depends on length differs for at least this share of a step's responses."""
 TERM_IN_ADVANTAGE = 0.75
 """The reward has a KL term or an entropy bonus if the partial correlation of advantages with the distance to the
 reference, or with the logprob, given the baseline run's advantages, is at least this."""
@@ -320,9 +320,9 @@ compared at least up to the drop."""
 ENTROPY_FEWEST = 4
 """Minimum number of these steps with an entropy in both runs."""
 ENTROPY_HIGHER = 0.9
-"""The difference is an entropy bonus if entropy is higher than in the baseline run at no less than this share of the compared steps."""
+"""The difference is an entropy bonus if entropy exceeds the baseline's at this share of the compared steps or more."""
 WEIGHTS_DIFFER = 1e-5
-"""Two trainers have different weights if their mean logprobs for a response differ by at least this many nats; fp32 kernels cause 1e-7."""
+"""Two trainers have different weights if mean logprobs of a response differ by this many nats; fp32 kernels: 1e-7."""
 NORM_DIFFERS = 1e-3
 """Two runs' gradient norms are different from this relative difference on; kernels alone cause less."""
 SAME_LOGPROB = 1e-4

@@ -26,7 +26,7 @@ class ScoredRows:
     step: int
     num_other: int
     share: float
-    """Share of sequences with the engine's mean logprob of any other row of the step, or of the row at one fixed offset."""
+    """Share of sequences with the engine's mean logprob of any other row of the step, or of one fixed offset."""
     by_chance: float
     """Share of sequences that match by chance: with rows of the previous step, or the median over other offsets."""
 
@@ -89,7 +89,7 @@ class ReorderedRewards:
     num_lacking: int
     """Number of earlier rewards that no row of the step has; a lower bound."""
     lacking_by_chance: float
-    """Number of earlier rewards that would be missing if the changed rewards were random draws from all later rewards."""
+    """Number of earlier rewards that would be missing if changed rewards were random draws from all later ones."""
 
     @property
     def is_permuted(self) -> bool:
@@ -115,7 +115,7 @@ class KeptRewards:
 
     @property
     def are_same(self) -> bool:
-        """True if rewards have the same distribution, so that responses with a changed reward have that of another row."""
+        """True if rewards have the same distribution, so that changed rewards are those of other rows."""
         return self.apart <= t.SAME_REWARDS and (
             abs(self.in_sd) <= t.SAME_REWARDS_SD or abs(self.mean - self.mean_before) <= t.SAME_REWARDS * self.spread
         )
