@@ -92,7 +92,7 @@ def test_the_size_of_a_bias_in_words():
     )
     undecided = sentence(direction(estimate(-0.0123), estimate(0.2)))
     assert undecided.startswith(
-        "Undecided whether the mismatch biases the objective: fewer than 8 groups. It adds -1.23 %"
+        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. It adds -1.23 %"
     )
     assert "interval" not in undecided
 
