@@ -36,7 +36,7 @@ class NemoRl(Framework):
     truncated_importance_sampling_ratio_min: float | None = option_field(None, "Lower bound of the ratio.", metavar="C")
     """Lower bound of importance ratios; None means 0, which only `tis` allows."""
     train_micro_batch_size: int = option_field(
-        1, "Sequences per micro-batch, which scale the mean of sequence ratios (1).", metavar="N", at_least=1
+        1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
     )
     """Sequences per micro-batch; NeMo-RL's mean of sequence ratios is too large by this factor."""
     seq_logprob_error_threshold: float | None = option_field(

@@ -57,7 +57,7 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
     own = options_of(name)
     for key, value in given.items():
         if key not in own and value is not False:
-            raise InvalidOption(f"{name} does not have this option; {_whose(key)}", option=key)
+            raise InvalidOption(f"{name} has no such option; {_whose(key)}", option=key)
     chosen = {key: value for key, value in given.items() if key in own}
     check_arguments(FRAMEWORKS[name], chosen, name=name)
     return FRAMEWORKS[name](**chosen)

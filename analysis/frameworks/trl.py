@@ -91,7 +91,7 @@ class Trl(Framework):
 
         if by == "run" and self.logging_steps is not None:
             raise InvalidOption(
-                f"TRL logs no values for a whole run; use {option('by', 'step')}", option="logging_steps"
+                f"TRL does not log values for a whole run; use {option('by', 'step')}", option="logging_steps"
             )
         # TRL also clips without an engine, so rollout may be missing; any other missing pass is an error.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):

@@ -63,7 +63,7 @@ def objective(
     chosen, basis = choose_loss(database, loss)
     sides = choose_sides(database, chosen)
     if database.kept_steps and not tokens_by_step(database):
-        raise NothingToCompare(f"{database.given[0]}: {option('steps', steps)} selects no step with sequences")
+        raise NothingToCompare(f"{database.given[0]}: {option('steps', steps)} selects steps without sequences")
     name = ", ".join(database.given)
     if sides is None:
         return nothing_read(name, chosen, basis, confidence, database.steps)

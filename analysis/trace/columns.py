@@ -124,7 +124,7 @@ def why_nothing(database: Database, pair: Pair) -> str:
     if others:
         return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}{_replay_gives(database, others[0])}"
     if database.kept_steps:
-        return f"{where}: {problem}; {option('steps', database.steps)} selects no step with scores"
+        return f"{where}: {problem}; {option('steps', database.steps)} selects steps without scores"
     return f"{where}: {problem}; the trace has no scores"
 
 

@@ -27,8 +27,8 @@ def sentence(part):
 
 
 NOISE = [
-    (0.00099, "negligible_noise", "and its noise is negligible."), (0.00101, "moderate_noise", ": it is noise."),
-    (0.0499, "moderate_noise", ": it is noise."), (0.0501, "large_noise", "it is noise, but large."),
+    (0.00099, "negligible_noise", "and it adds negligible noise."), (0.00101, "moderate_noise", "but it adds noise."),
+    (0.0499, "moderate_noise", "but it adds noise."), (0.0501, "large_noise", "but it adds much noise."),
 ]  # fmt: skip
 
 
