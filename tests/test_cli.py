@@ -312,7 +312,7 @@ def test_numbers_that_json_lacks_are_told_apart_from_null(trace):
     rest_slow(
         [
             (["objective", "--by", "step"], "step,", 3),
-            (["objective"], "figure,value,low,high,what it is", None),
+            (["objective"], "figure,value,low,high,meaning", None),
             (["dynamics"], "series,steps,", None),
             (["gate", "--fail-on", "tim.k3>1"], "condition,metric,value,", 1),
             (["verify"], "folder,num_files,", None),

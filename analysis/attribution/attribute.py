@@ -28,7 +28,7 @@ from .suspects.timing import at_once
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
 _MOST_STEPS = 12
-"""Maximum number of steps tested as hypothetical onsets; each costs as much as a real drop."""
+"""Maximum number of steps tested as hypothetical onsets; each takes as long as a real drop."""
 
 
 def attribute(
@@ -42,12 +42,12 @@ def attribute(
     """Report whether a run collapsed or declines slowly, from which step on, what changed first, and the most likely cause.
 
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with evidence for
-    and against it, a probability, and the cheapest replay or rerun that would decide. With one run this is an observation:
-    what changed first need not be the cause. `control` is a baseline run with the same seeds that differs in one thing,
-    ideally with an exact engine; the first difference is then an intervention. Mismatch after the drop is never its cause.
+    and against it, a probability, and the cheapest replay or rerun that would settle it. From one run it is only an
+    observation: the first change need not be the cause. With `control`, a baseline run with the same seeds and one change,
+    ideally with an exact engine, the first difference is an intervention. A mismatch after the drop is never its cause.
 
-    `steps` (3:80, -10:, 2:200:2) asks about part of the run: a collapse that begins after it is not the answer. Earlier
-    steps, and the rest of the run if it collapses by then, remain known.
+    `steps` (3:80, -10:, 2:200:2) asks about part of the run: a collapse that begins later is not reported as the
+    answer. Earlier steps are still used, and so is the rest of the run if it collapses by the last selected step.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -64,7 +64,7 @@ def explain(
     checked: CheckResult | None = None,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Run `attribute` on open databases; `checked` is the result of check for the run, if known."""
+    """Run `attribute` on open databases; `checked` is the run's result of `check`, if available."""
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
@@ -82,7 +82,7 @@ def explain(
 
 
 def _supposed(facts: Facts) -> SilentChange | None:
-    """Return the most probable cause if the run got worse without a visible drop, judged by its clearest change."""
+    """Return the most probable cause in case the run got worse without a visible drop, from its clearest change."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
         suspects = _suspects(supposed_at(facts, step))
@@ -92,7 +92,7 @@ def _supposed(facts: Facts) -> SilentChange | None:
 
 
 def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) -> SilentChange | None:
-    """Return the most probable cause if the run got worse without a visible drop, judged by its first difference from a baseline run."""
+    """Return the same as `_supposed`, from the first difference between the run and a baseline run."""
     if compared.parted is None:
         return None
     step = compared.parted.step
@@ -102,7 +102,7 @@ def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) 
 
 
 def _suspects(facts: Facts) -> tuple[Suspect, ...]:
-    """Return all suspects with the evidence found in a single run; empty if the run has no drop."""
+    """Return all suspects with the evidence from this run alone; empty if the run has no drop."""
     if facts.fall is None:
         return ()
     unknown = Suspect(
@@ -158,7 +158,7 @@ def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
 
 
 def _new_reward(facts: Facts) -> tuple[Statement, ...]:
-    """Note that the reward changed, which may hide a drop; not needed with an evaluation."""
+    """Yield a note that a changed reward may hide a drop; not needed with an evaluation."""
     found = facts.new_reward
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()

@@ -1,4 +1,4 @@
-"""The result of `attribute`: the drop of a run and its suspects."""
+"""The result of `attribute`: the drop of a run, and the suspects for its cause."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .suspect import Suspect
 OBSERVATION, INTERVENTION = "observation", "intervention"
 
 MIN_PROBABILITY_OF_CAUSE = 0.5
-"""Probability above which a suspect is reported as the cause; it is then more probable than all others together."""
+"""Probability above which a suspect is reported as the cause: more probable than all others together."""
 MIN_PROBABILITY_OF_SUSPECT = 0.05
-"""Minimum probability for the first suspect to be reported if the cause is unknown."""
+"""Minimum probability for a suspect to be named if the cause is unknown."""
 MAX_PROBABILITY_CLEARED = 0.05
 """Probability below which the mismatch is ruled out."""
 
@@ -47,24 +47,24 @@ class Attribution(Result):
 
     trace: str
     steps: str = ALL_STEPS
-    """The steps asked about, as given. What the rest of the run shows is known; see `facts.changes.known_run`."""
+    """The steps asked about, as given. Facts may come from more of the run; see `facts.changes.known_run`."""
     control: str | None
     kind: str
-    """`intervention` with a baseline run that has the same first prompts and whose differences point to one suspect (without a
-    drop, the same first prompts suffice); else `observation`."""
+    """`intervention` if the baseline run has the same first prompts and, in case of a drop, its differences point to
+    one suspect; else `observation`."""
     num_steps: int
     outcome: str
-    """The judged series: an evaluation if one was logged, else the reward; empty if neither was recorded."""
+    """The series judged: an evaluation if one was logged, else the reward; empty if neither was recorded."""
     fall: Fall | None
     changes: tuple[RecordedChange, ...]
-    """Recorded changes within the onset interval or shortly before it, largest first, consequences last; empty without a
-    drop."""
+    """Recorded changes within the onset interval or shortly before it, largest first, consequences last; empty if there
+    is no drop."""
     suspects: tuple[Suspect, ...]
     """All suspects, most probable first; empty if the run has no drop."""
     silent: SilentChange | None = None
     """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None
-    """The most probable cause if the run got worse without a visible drop; None if there is a drop, a `silent` change, or no change at all."""
+    """The most probable cause in case the run got worse without a visible drop; None with a drop, a `silent` change, or no change."""
     later: Fall | None = None
     """Drop of the run that begins after the selected steps; None if there is none."""
     not_finite: tuple[NotFinite, ...] = ()
@@ -72,7 +72,7 @@ class Attribution(Result):
     difference_codes: tuple[Difference, ...] = ()
     """Differences from the baseline run, earliest first."""
     note_codes: tuple[Statement, ...] = ()
-    """Notes on analyses that this trace does not support, and why; their codes are keys in text.NOTES."""
+    """Analyses that this trace does not support, with the reasons; their codes are keys in text.NOTES."""
 
     @property
     def supposed_cause(self) -> SilentChange | None:

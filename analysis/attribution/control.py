@@ -1,4 +1,4 @@
-"""Compare a run with its baseline run: find their differences and the evidence these give."""
+"""Compare a run with its baseline run, and turn their differences into evidence."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class ControlComparison:
     differences: tuple[Difference, ...]
     notes: tuple[Statement, ...]
     parted: Divergence | None = None
-    """Where the two runs first diverge, having been identical until then; None if they were never identical."""
+    """The first difference between runs that were identical until then; None if they never were."""
 
 
 def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> ControlComparison:
     """Reweigh a run's suspects by its differences from a baseline run.
 
-    If only the run collapsed, a difference is the cause; if both runs collapsed, it is not. If the runs are bitwise identical up
-    to a step, only the first difference counts. Otherwise the differences share the probability in proportion to the evidence
-    for each in the run alone.
+    If only the run collapsed, a difference caused it; if both runs collapsed, none did. If the runs are bitwise
+    identical up to a step, only the first difference counts. Otherwise the differences share the probability in
+    proportion to the evidence that the run alone gives for each.
     """
     shares = shares_prompts(facts, control)
     notes = () if shares else (Statement(code="other_prompts"),)
@@ -89,7 +89,7 @@ def compare(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Cont
 
 
 def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Divergence | None:
-    """Return the first difference if it can have caused the drop: it must not come later or be due to rounding drift."""
+    """Return the first difference if it can have caused the drop: not after the drop, and not by rounding drift."""
     if parted is None or not parted.is_sudden:
         return None
     if facts.fall is not None and parted.step > facts.fall.latest:
@@ -107,7 +107,7 @@ def _decisive(facts: Facts, control: Facts, parted: Divergence | None) -> Diverg
 def _of_divergence(
     facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: Divergence
 ) -> Iterator[Difference]:
-    """Yield the first difference between the runs, once per suspect that it may support."""
+    """Yield the first difference between the runs once for each suspect that it may support."""
     codes = SUSPECTS_OF.get(parted.code, ())
     held = cause_of_weights(facts) if parted.code == ENGINE else None
     if held is not None:
@@ -126,7 +126,7 @@ def _of_divergence(
         unseen = () if np.isfinite(facts.rollouts.at([parted.step]).advantage).any() else ("advantages", "pairing")
         # With a lagging engine, logprobs from other rows look like a different update.
         codes = ("pairing",) if is_of_other_rows(facts) else ("unknown", "optimizer", "entropy", "reference", *unseen)
-    # A changed setting acts through the update or the sampling; at any other stage it is a separate difference.
+    # A changed setting acts through the update or the sampling; anywhere else it is a separate difference.
     own = () if given and parted.code in (UPDATE, SAMPLING) else codes
     codes = (*own, *sorted(given - set(own)))
     for code in codes:
@@ -134,7 +134,7 @@ def _of_divergence(
 
 
 def _lasts(facts: Facts, step: int) -> bool:
-    """Return True if the mismatch found at a step is still present some updates later."""
+    """Return True if the mismatch found at a step persists some updates later."""
     values = facts.values("mean_abs_d")
     at = int(np.searchsorted(facts.steps, step))
     later = values[at + _UPDATED : at + _UPDATED + _LATER]
@@ -143,7 +143,7 @@ def _lasts(facts: Facts, step: int) -> bool:
 
 
 def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence for the part of training that made an update differ although its inputs were the same."""
+    """Yield evidence for the reason why an update differs although its inputs are identical."""
     step = parted.step
     yield from ((code, Evidence(code="update_differs", points=points)) for code, points in t.OF_UPDATES.items())
     yield from _by_distance(facts, control, step)
@@ -184,21 +184,21 @@ def _of_update(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tup
 
 
 _UPDATED, _LATER = 2, 6
-"""Number of updates until the engine has the weights trained at a step, and number of steps compared from then on."""
+"""Number of updates until the engine has the weights trained at a step, and number of steps compared after that."""
 _LOGGED = 1e-5
-"""Relative difference up to which two logged numbers count as equal."""
+"""Relative difference below which two logged numbers count as equal."""
 _OF_UPDATE = ("grad_norm", "update_to_weight", "adam_second_moment")
 _OF_LOSS = ("entropy", "reference")
 
 
 def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
-    """Return the ratio of a series to the same series in the baseline run at a step; NaN if either value is missing."""
+    """Return a series at a step divided by the baseline's; NaN if either value is missing."""
     of_run, of_control = (_at(run, name, step) for run in (facts, control))
     return of_run / of_control if of_control else math.nan
 
 
 def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence for a bonus or penalty term, from a loss far below or above the baseline run's."""
+    """Yield evidence for a bonus or penalty term in the loss, from its distance to the baseline run's."""
     usual = (
         float(np.nanmedian(np.abs(control.values("loss")))) if np.isfinite(control.values("loss")).any() else math.nan
     )
@@ -215,8 +215,8 @@ def _of_loss(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evi
 
 
 def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence for a KL term if changes of logprobs correlate more with the distance to the reference than with the
-    logprobs themselves."""
+    """Yield evidence for a KL term if changes of logprobs correlate more with the distance to the reference than with
+    logprobs."""
     after = next((int(each) for each in facts.steps if each > step), None)
     if after is None or not np.isfinite(facts.rollouts.reference).any():
         return
@@ -226,14 +226,14 @@ def _by_distance(facts: Facts, control: Facts, step: int) -> Iterator[tuple[str,
         return
     by_distance = correlation(moved.moved[known], moved.distance[known])
     by_logprob = correlation(moved.moved[known], moved.logprob[known])
-    # An immediate and complete return to the reference means reloaded weights.
+    # An immediate and complete return to the reference means that its weights were reloaded.
     if t.MOVED_BY_DISTANCE <= abs(by_distance) < t.RELOADED and abs(by_distance) > abs(by_logprob):
         values = {"step": step, "correlation": by_distance}
         yield "reference", Evidence(code="moved_by_distance", values=values, points=t.STRONG)
 
 
 def _away(facts: Facts, control: Facts, parted: Divergence) -> Iterator[tuple[str, Evidence]]:
-    """Yield evidence against KL and entropy terms if the policy moves away from its reference at once."""
+    """Yield evidence against a KL or entropy term if the policy moves away from its reference at once."""
     distances = [run.rollouts.reference_distance_by_step for run in (facts, control)]
     near = [distance[(steps > parted.step) & (steps <= parted.step + 3)] for steps, distance in distances]
     if min(map(len, near)) == 0:
@@ -258,11 +258,11 @@ _GIVEN = (
     "setting",
     "changed",
 )
-"""Codes of differences in inputs, which cannot be consequences of other differences."""
+"""Codes of differences in inputs, which no other difference can cause."""
 
 
 def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) -> tuple[Suspect, ...]:
-    """Return all suspects ranked again, with a piece of evidence added to those named in `codes`."""
+    """Return all suspects, ranked again after adding a piece of evidence to those in `codes`."""
     return ranked(
         [
             replace(suspect, evidence=(*suspect.evidence, evidence)) if suspect.code in codes else suspect
@@ -273,7 +273,7 @@ def _with(suspects: tuple[Suspect, ...], codes: set[str], evidence: Evidence) ->
 
 
 def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[Suspect, ...]:
-    """Return all suspects ranked again, without the evidence for one suspect that the baseline run supersedes."""
+    """Return all suspects, ranked again without one suspect's evidence that the baseline run supersedes."""
     return ranked(
         [
             replace(suspect, evidence=tuple(each for each in suspect.evidence if each.code not in evidence))
@@ -286,12 +286,12 @@ def _without(suspects: tuple[Suspect, ...], code: str, *evidence: str) -> tuple[
 
 
 def _differences(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """Yield the differences between two runs that are visible in their traces."""
+    """Yield the differences between two runs that their traces show."""
     yield from _prompts(facts, control, suspects)
     for find in (_rewards, _advantages, _lags):
         yield from find(facts, control)
     given = [*_rates(facts, control), *_settings(facts, control), *_changed(facts, control, suspects)]
-    # If no input differs, look for the first update that does.
+    # If no input differs, find the first update that does.
     first = [] if given else list(_first_update(facts, control))
     parted = [
         int(each.values["step"]) for each in first if "control" in each.values
@@ -325,7 +325,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     share = float(differs[known].mean())
     if share <= t.UNEQUAL:
         return
-    # A reward that is noisy within the baseline run also differs between the runs.
+    # A reward that is noisy within the baseline run differs between the runs anyway.
     by_itself = _noise(b)
     if share <= t.UNEQUAL + by_itself / t.WAS_THERE:
         return
@@ -341,7 +341,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _noise(rollouts: Rollouts) -> float:
-    """Return the share of repeated responses that got two different rewards; 0 if no response repeats."""
+    """Return the share of repeated responses with two different rewards; 0 if no response repeats."""
     unequal = repeated_responses(rollouts).unequal
     return 0.0 if math.isnan(unequal) else unequal
 
@@ -372,10 +372,10 @@ def _lags(facts: Facts, control: Facts) -> Iterator[Difference]:
 def _mismatches(
     facts: Facts, control: Facts, suspects: tuple[Suspect, ...], parted: int | None = None
 ) -> Iterator[Difference]:
-    """Yield a mismatch that the baseline run does not have, blamed on the engine or on stale weights.
+    """Yield a mismatch that the baseline run lacks, attributed to the engine or to stale weights.
 
-    The blame goes to whichever is more probable in the run alone. A mismatch that begins after the first step with a different
-    gradient is a consequence and is not yielded.
+    The suspect is the one more probable in the run alone. A mismatch that begins after the first step with a different
+    gradient is a consequence, so it is not yielded.
     """
     run, other = facts.mismatch, control.mismatch
     if run is None or other is None or not _is_material(facts, control):
@@ -387,9 +387,9 @@ def _mismatches(
         return
     is_earlier = facts.earlier_weights is not None and facts.earlier_weights.explains
     if explained == "staleness" and (declared_lag(facts).at_fall >= 1 or run.begins == FROM_START) and not is_earlier:
-        explained = "mismatch"  # the baseline run lags as much, or weights cannot be stale yet
+        explained = "mismatch"  # the baseline run has the same lag, or no weights can be stale yet
     if parted is None and declared_lag(facts).at_fall >= 1:
-        parted = _first_parted(facts, control)  # once the policies differ, an equal lag can cause a different mismatch
+        parted = _first_parted(facts, control)  # once policies differ, the same lag can cause a different mismatch
     if parted is None and facts.drop is not None and facts.drop.is_of_policy:
         parted = facts.drop.step - int(ft.AHEAD) - 1  # a small mismatch cannot change the policy at once
     if parted is not None and not _is_apart_by(facts, control, parted):
@@ -398,7 +398,7 @@ def _mismatches(
 
 
 def _is_material(facts: Facts, control: Facts) -> bool:
-    """Return True if the run's mismatch exceeds rounding and the baseline run's mismatch."""
+    """Return True if the run's mismatch is larger than rounding and than the baseline run's mismatch."""
     run, other = facts.mismatch, control.mismatch
     return (
         run is not None
@@ -408,7 +408,7 @@ def _is_material(facts: Facts, control: Facts) -> bool:
 
 
 def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
-    """Return True if the mismatch exceeds the baseline run's soon after a step, or if this cannot be determined."""
+    """Return True if the mismatch exceeds the baseline run's soon after a step, or if that is unknown."""
     until = facts.steps <= step + ft.AHEAD
     size = facts.values("mean_abs_d")[until]
     beside = control.values("mean_abs_d")[: len(size)]
@@ -419,7 +419,7 @@ def _is_apart_by(facts: Facts, control: Facts, step: int) -> bool:
 
 
 def _first_parted(facts: Facts, control: Facts) -> int | None:
-    """Return the first step at which the sequences of the two runs differ, or None."""
+    """Return the first step at which the runs' sequences differ, or None."""
     a, b = facts.rollouts, control.rollouts
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     return next(
@@ -428,10 +428,10 @@ def _first_parted(facts: Facts, control: Facts) -> int | None:
 
 
 def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """Yield a difference if the two runs' prompts are equal at the first step and differ from some later step.
+    """Yield a difference if the prompts are equal at the first step and differ from some later step on.
 
-    If responses differed earlier, a curriculum or an environment may have chosen prompts by these responses; in that case
-    the run's own prompts must also shift.
+    If responses differed before, a curriculum or an environment may have chosen the prompts by them; then the run's own
+    prompts must shift, too.
     """
     if not shares_prompts(facts, control):
         return
@@ -447,7 +447,7 @@ def _prompts(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Ite
 
 
 def _changed(facts: Facts, control: Facts, suspects: tuple[Suspect, ...]) -> Iterator[Difference]:
-    """Yield the run's changes near the drop that are absent from the baseline run."""
+    """Yield the run's changes near the drop that the baseline run lacks."""
     known = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
     for suspect in suspects:
         for each in suspect.evidence:
@@ -468,7 +468,7 @@ _CHANGES = (
     "responses_cut",
     "advantages_changed",
 )
-"""Evidence codes that count as a difference if the baseline run lacks the same evidence."""
+"""Evidence codes that count as a difference if the baseline run lacks the evidence."""
 
 
 def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
@@ -483,7 +483,7 @@ def _rates(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """Yield settings whose values differ, leaving out settings that belong to no suspect, such as run names."""
+    """Yield settings with different values, except those that belong to no suspect, such as run names."""
     for name in sorted(facts.settings.keys() & control.settings.keys()):
         suspect = suspect_of(name)
         if suspect != "unknown" and facts.settings[name] != control.settings[name]:
@@ -491,7 +491,7 @@ def _settings(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
-    """Yield the first update that gives different weights although sequences, rewards and advantages are equal."""
+    """Yield the first update whose weights differ although sequences, rewards and advantages are equal."""
     before = None
     until = np.inf if facts.fall is None else facts.fall.latest
     for step in facts.steps[facts.steps <= until]:
@@ -511,7 +511,7 @@ def _first_update(facts: Facts, control: Facts) -> Iterator[Difference]:
 
 
 def _entropy(facts: Facts, control: Facts, step: int) -> Iterator[Difference]:
-    """Yield a difference if entropy exceeds the baseline run's at almost all steps after the first differing update."""
+    """Yield a difference if entropy is above the baseline's at almost all steps after the first differing update."""
     since = facts.steps > step
     if facts.fall is not None:
         since &= facts.steps <= max(facts.fall.interval[1], step + t.ENTROPY_STEPS)
@@ -529,7 +529,7 @@ def _inputs(a: Rollouts, b: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _same_logprobs(a: np.ndarray, b: np.ndarray) -> bool:
-    """Return True if two runs' engine logprobs at a step are equal wherever both are known."""
+    """Return True if the engines' logprobs of two runs at a step are equal wherever both are known."""
     apart = np.abs(a - b)[np.isfinite(a) & np.isfinite(b)]
     return not len(apart) or float(apart.mean()) <= t.WEIGHTS_DIFFER
 

@@ -1,7 +1,7 @@
-"""The first difference between a run and its baseline run: its step and its kind.
+"""Find the first difference between a run and its baseline run: its step and its kind.
 
-Both runs are equal before the first difference, so nothing later can have caused it. Within a step the checks follow the flow
-of data: prompts, sampled responses, rewards, reference, advantages; then the weights from the previous update.
+Both runs are equal before the first difference, so only it can have caused the later ones. Within a step, the checks
+follow the flow of data: prompts, sampled responses, rewards, reference, advantages; then weights of the last update.
 
 Shapes: N sequences in a step, T tokens in a response.
 """
@@ -41,15 +41,15 @@ SUSPECTS_OF = {
 }  # fmt: skip
 """Code of the first difference -> suspects that it supports."""
 _OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
-"""Codes of differences that other prompts in the same batch can also cause, through the batch mean and spread."""
+"""Codes of differences that can also come from other prompts in the batch, through the batch mean and spread."""
 _ROUNDING = 1e-9
-"""Maximum difference, in nats, between the mean logprobs in two bitwise identical runs; it comes from summation order."""
+"""Maximum difference between mean logprobs of two bitwise identical runs, in nats, due to summation order."""
 _FEWEST = 8
-"""Minimum number of sequences for advantages to be correlated with another quantity."""
+"""Minimum number of sequences needed to correlate advantages with another quantity."""
 _FLOAT32 = 1e-10
-"""Relative size, in squared advantages, up to which a difference may be float32 rounding."""
+"""Relative difference of squared advantages up to which it may be float32 rounding."""
 _ASIDE = 5.0
-"""Offset at which chance matches of logprobs are counted, in units of the matching tolerance."""
+"""Offset, in units of the matching tolerance, at which logprobs are matched to count matches by chance."""
 _EXACT = 5
 """Number of bitwise identical steps after which any difference counts, however small."""
 
@@ -62,9 +62,9 @@ class Divergence:
     step: int
     """First step that differs; for an update, the step of the update."""
     num_before: int
-    """Number of shared steps before the difference, at which all recorded data is equal."""
+    """Number of shared steps before the difference; all their recorded data is equal."""
     is_sudden: bool = True
-    """True if the weights were bitwise identical before the difference; rounding, in contrast, drives two runs apart gradually."""
+    """True if weights were bitwise identical before the difference; False if rounding drove the runs apart."""
     values: dict[str, Measured] = field(default_factory=dict)
 
 
@@ -75,7 +75,7 @@ class _Step:
     a: Rollouts
     b: Rollouts
     share: float = 1.0
-    """Share of the step's prompts common to both runs; a trainer may choose prompts by rewards."""
+    """Share of the step's prompts that both runs have; a trainer may choose prompts by rewards."""
 
     @property
     def equal_N(self) -> np.ndarray:
@@ -83,7 +83,7 @@ class _Step:
         return np.asarray(self.a.whole == self.b.whole)
 
     def apart(self, column: str) -> float:
-        """Return the mean absolute difference between the runs in a column, over identical sequences; 0 if not recorded."""
+        """Return the runs' mean absolute difference in a column over identical sequences; 0 if not recorded."""
         apart = np.abs(getattr(self.a, column) - getattr(self.b, column))[self.equal_N]
         known = apart[np.isfinite(apart)]
         return float(known.mean()) if len(known) else 0.0
@@ -99,7 +99,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # Different prompts also change the environment and the batch. Different weights, however, precede different prompts.
+        # Different prompts also change environment and batch, but different weights come before different prompts.
         if beside.share < 1 and (
             code in ("", SAMPLING, TOOL, *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
@@ -112,7 +112,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
 
 
 def _beside(a: Rollouts, b: Rollouts, step: int) -> _Step:
-    """Return both runs' sequences at a step, only those whose prompts the runs have in common."""
+    """Return both runs' sequences at a step, restricted to prompts that both have."""
     one, two = (run.at_step(step) for run in (a, b))
     if np.array_equal(one.prompt, two.prompt):
         return _Step(one, two)
@@ -145,14 +145,14 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
     if engine_parts and trainer_parts and not equal.all() and trained <= t.WEIGHTS_DIFFER < sampled:
-        trainer_parts = False  # other responses make a batch of another shape, which the trainer rounds differently
+        trainer_parts = False  # other responses give a batch of another shape, for which the trainer rounds differently
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
     if trainer_parts and _of_other_rows(beside, least) >= ft.OTHER_ROWS:
         return SCORED_ROWS, values | {"apart": trained}
     if trainer_parts:
         is_behind = bool(np.nanmax(np.abs(facts.values("version_lag")), initial=0.0) >= 1)
-        # A low-precision engine may not show the change of one update yet.
+        # A low-precision engine may not yet show the change of one update.
         is_update = is_behind or trained < t.MATERIAL_MISMATCH
         return (UPDATE if is_update else SCORING), values | {"apart": trained}
     if engine_parts:
@@ -167,7 +167,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 
 def _of_other_rows(beside: _Step, least: float) -> float:
-    """Return the share of differently scored sequences whose logprob equals the baseline run's for another row in the step."""
+    """Return the share of differently scored sequences with the baseline's logprob for another row of the step."""
     own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
     other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
     if other.sum() < t.FEWEST_SHARED:
@@ -175,9 +175,7 @@ def _of_other_rows(beside: _Step, least: float) -> float:
     near, by_chance = (
         float(is_near(own[other] + apart, beside.b.likelihood, least).mean()) for apart in (0.0, _ASIDE * least)
     )
-    return (
-        near if by_chance <= ft.OTHER_ROWS * near else 0.0
-    )  # with a low-entropy policy all rows are close to each other
+    return near if by_chance <= ft.OTHER_ROWS * near else 0.0  # if the policy has little entropy, all rows are similar
 
 
 def _apart_at(facts: Facts, step: int) -> float:
@@ -246,9 +244,9 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
 
 
 def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """Return the partial correlation of advantages with a quantity per token, or its sum, given the baseline run's advantages.
+    """Return the partial correlation of advantages with a quantity (per token or summed), given the baseline's.
 
-    Independent of the scale of the advantages; 0 if the quantity was not recorded.
+    It does not depend on the scale of the advantages, and is 0 if the quantity was not recorded.
     """
     found = 0.0
     group = np.unique(b.group, return_inverse=True)[1] if not b.is_alone else np.zeros(len(b.group), int)

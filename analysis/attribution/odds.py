@@ -1,4 +1,4 @@
-"""Turn the points of suspects into probabilities."""
+"""Convert the points of suspects into probabilities."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .thresholds import WORTH
 
 
 def ranked(suspects: Sequence[Suspect], worth: float = WORTH) -> tuple[Suspect, ...]:
-    """Return suspects with probabilities that sum to 1, most probable first; `worth` scales points to log odds."""
+    """Return suspects with probabilities that sum to 1, most probable first; `worth` converts points to log odds."""
     highest = max(suspect.points for suspect in suspects)
     odds = [math.exp(worth * (suspect.points - highest)) for suspect in suspects]
     total = sum(odds)
@@ -20,7 +20,7 @@ def ranked(suspects: Sequence[Suspect], worth: float = WORTH) -> tuple[Suspect, 
 
 
 def kind_of(suspect: str, code: str) -> str:
-    """Return the key in FACTORS for a suspect's evidence code; a changed setting shares one factor across all suspects."""
+    """Return the key in FACTORS for a suspect's evidence code; a changed setting has one key for all suspects."""
     return code if code == SET else f"{suspect}.{code}"
 
 
@@ -34,7 +34,7 @@ def weighed(suspect: Suspect) -> Suspect:
 
 
 SET = "setting_changed"
-"""Evidence code that shares one factor across all suspects, because each suspect alone has too few collapses with it."""
+"""Evidence code with one factor for all suspects, because too few collapses have it for each suspect alone."""
 
 FACTORS: dict[str, float] = {
     "advantages.advantages_changed": 1.9,
@@ -108,6 +108,6 @@ FACTORS: dict[str, float] = {
     "truncation.responses_not_cut": 2.3,
     "unknown.policy_moves_at_once": 2.1,
 }
-"""Key SUSPECT.CODE -> factor by which the evidence's points are multiplied; 1 if missing. Fitted by `benchmarks/laboratories/left_out.py --factors` for least
-log loss on the collapses of eleven benchmark suites, together with the priors (thresholds._PRIORS), for evidence found in at least 8
-collapses of 3 suites."""
+"""Key SUSPECT.CODE -> factor applied to the points of the evidence; 1 if missing. `benchmarks/laboratories/left_out.py
+--factors` fitted them, together with the priors (thresholds._PRIORS), to minimise log loss on the collapses of eleven
+benchmark suites, for evidence that occurs in at least 8 collapses of 3 suites."""

@@ -1,4 +1,4 @@
-"""The facts that an attribution reads from a trace."""
+"""Read from a trace the facts that an attribution needs, each on first use."""
 
 from __future__ import annotations
 
@@ -66,36 +66,36 @@ from . import thresholds as t
 from .settings import is_setting, read_settings, suspect_of
 
 _BREAK_STEPS = 10
-"""Number of steps compared on each side of a step, to see whether advantages stop following rewards there."""
+"""Number of steps compared before and after a step to find where advantages stop following rewards."""
 _FEWEST_STEPS = 3
-"""Minimum number of steps, on each side of a step, at which rewards and advantages vary within groups."""
+"""Minimum number of steps on each side with rewards and advantages that vary within groups."""
 _ONE_TOKEN = 0.5
-"""Difference above which two token counts are unequal; counts are integers stored as floats."""
+"""Difference from which two token counts are unequal; counts are integers stored as floats."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
-"""Number of steps before and after a drop over which rewards are compared with response length."""
+"""Number of steps before and after a drop in which rewards are related to response length."""
 _FEWEST_TELLING = 5
-"""Minimum number of usable steps, before and after a drop, to compare rewards with response length."""
+"""Minimum number of usable steps on each side of a drop needed to relate rewards to response length."""
 _ENOUGH = 20
-"""Minimum number of steps before a drop for only the first half of them to represent the healthy run."""
+"""Minimum number of steps before a drop from which only their first half represents the healthy run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """The facts that an attribution reads from one trace."""
+    """What an attribution knows about one trace."""
 
     trace: str
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """The drop in the judged outcome, or a drop visible only by comparison with a baseline run."""
+    """The drop of the judged outcome, or a drop that shows only in comparison with a baseline run; None without one."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
     """The result of `check` for train:rollout; None if the two passes share no token."""
     database: Database
-    """The known steps of the trace, from which sequences and changes are read on demand."""
+    """The steps of the trace that may be used; sequences and changes are read from it on demand."""
     pair: Pair
     settings: Mapping[str, Any]
-    """Hyperparameter name -> value, a number or a text."""
+    """Hyperparameter name -> value, a number or text."""
     notes: tuple[Statement, ...]
     steps_asked: str = ALL_STEPS
     later: Fall | None = None
@@ -113,21 +113,21 @@ class Facts:
 
     @cached_property
     def near(self) -> tuple[RecordedChange, ...]:
-        """Recorded changes within the onset interval or shortly before it, largest first."""
+        """Recorded changes within or shortly before the onset interval, largest first."""
         if self.fall is None:
             return ()
         fall = self.fall
         found = around(read_recorded(self.database, self.pair), fall, len(self.steps))
         ordered = (
             replace(change, order=order_beside(change, fall)) for change in found
-        )  # a drop found with a baseline run may differ
+        )  # the drop may have been found with a baseline run, so the order is computed again
         return tuple(change for change in ordered if change.order != AFTER)
 
     @cached_property
     def earlier(self) -> tuple[RecordedChange, ...]:
-        """Abrupt, permanent and certain changes in inputs long before the drop; only the latest change per series.
+        """The latest change in each input that is abrupt, permanent, certain and long before the drop.
 
-        A changed reward or changed prompts may take many updates to show.
+        A policy may take many updates to show the effect of a changed reward or changed prompts.
         """
         if self.fall is None:
             return ()
@@ -141,21 +141,21 @@ class Facts:
             is_slow = change.shape == "ramp" and change.kind != SETTING
             if is_sure and not is_slow and (change.series, change.step) not in near:
                 latest[change.series] = change
-            else:  # an unsuitable later change discards the earlier one
+            else:  # a later change that does not qualify discards the earlier one
                 latest.pop(change.series, None)
         return tuple(latest.values())
 
     def clear(self, *kinds: str) -> list[RecordedChange]:
-        """Return certain changes of the given kinds near the drop; if there are none, permanent changes long before it."""
+        """Return the certain changes of some kinds near the drop; if there are none, permanent ones long before it."""
         found = [change for change in self.near if change.kind in kinds]
         found = [change for change in found if change.size_in_sd is None or abs(change.size_in_sd) >= CLEAR_SD]
         return found or [change for change in self.earlier if change.kind in kinds]
 
     def settings_of(self, suspect: str) -> list[RecordedChange]:
-        """Return changes near the drop in settings that belong to a suspect; if there are none, changes long before it."""
+        """Return the changes near the drop in a suspect's settings; if there are none, those long before it."""
         for changes in (self.near, self.earlier):
             found = [change for change in changes if change.kind == SETTING and suspect_of(change.series) == suspect]
-            # A constant logged number may be a measurement, such as a share of 0 or the best reward.
+            # A logged number that is constant may be a measurement, such as a share of 0 or the best reward.
             found = [change for change in found if change.series in self.settings or is_setting(change.series)]
             if found := [change for change in found if suspect != "unknown" or change.series in self.settings]:
                 return found
@@ -198,9 +198,9 @@ class Facts:
 
     @cached_property
     def repeated(self) -> RepeatedResponses:
-        """Comparison of the rewards given to identical responses after the onset of the drop.
+        """Rewards of identical responses, compared after the onset of the drop.
 
-        If rewards are in the wrong rows only after the onset interval, only those later rewards are compared.
+        If rewards are in the wrong rows only after the onset interval, the comparison starts there.
         """
         found = repeated_responses(self.since_fall)
         if self.fall is None or found.lies_off or self.fall.interval[1] <= self.breaks:
@@ -210,24 +210,24 @@ class Facts:
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        """Comparison of the rewards given to identical responses well before the drop, as its cause may have begun earlier."""
+        """Rewards of identical responses, compared well before the drop, whose cause may have begun earlier."""
         return repeated_responses(self.rollouts if self.fall is None else self.well_before)
 
     @cached_property
     def well_before(self) -> Rollouts:
-        """The sequences from the first half of the steps before the drop, or from all of these steps if there are few."""
+        """The sequences of the first half of the steps before the drop, or of all these steps if they are few."""
         before = self.steps[self.steps < self.breaks]
         return self.rollouts.until(int(before[len(before) // 2]) if len(before) >= _ENOUGH else self.breaks - 1)
 
     @cached_property
     def reordered(self) -> ReorderedRewards:
-        """Comparison of rewards after the onset of the drop with the earlier rewards for the same responses."""
+        """Rewards after the onset of the drop, compared with the earlier rewards of the same responses."""
         step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(ft.AHEAD))
         return reordered_rewards(self.rollouts, step)
 
     @property
     def rewards_lie_off(self) -> bool:
-        """True if rewards are assigned to the wrong rows within a step."""
+        """True if rewards are in the wrong rows of their step."""
         is_reordered = self.repeated.unequal > t.UNEQUAL and self.reordered.is_permuted
         return (
             self.repeated.lies_off
@@ -239,7 +239,7 @@ class Facts:
 
     @cached_property
     def moved_rewards(self) -> KeptRewards | None:
-        """Rewards that lose their correlation with likelihood at a step while their distribution is unchanged, or None."""
+        """Rewards that stop correlating with likelihood at a step although their distribution is unchanged, or None."""
         step = self.moves.breaks("relation")
         if step is None or self.repeated.unequal <= t.CHANGED or self.moves.moves_at(step, "mean_abs_d", *POLICY):
             return None
@@ -248,7 +248,7 @@ class Facts:
 
     @cached_property
     def sorted_in_groups(self) -> tuple[float, float] | None:
-        """Share of groups whose rewards are in sorted order, after and before the drop; None unless sorting began with it."""
+        """Share of groups with sorted rewards, after and before the drop; None unless the sorting began with it."""
         since, by_chance = sorted_share(self.since_fall)
         if self.fall is not None and not since >= t.SORTED:  # the onset may be imprecise
             since, by_chance = sorted_share(self.rollouts.since(self.fall.fallen))
@@ -259,7 +259,7 @@ class Facts:
 
     @cached_property
     def graded_elsewhere(self) -> OtherPromptsRewards | None:
-        """Rewards that match those earned by the same responses under other prompts, if most rewards changed; else None."""
+        """Rewards equal to those earned under another prompt; None unless most rewards changed this way."""
         found = self.changed_rewards
         if found is None or found.share <= ft.MOST:
             return None
@@ -268,9 +268,9 @@ class Facts:
 
     @cached_property
     def changed_rewards(self) -> ChangedResponses | None:
-        """Identical responses whose reward changes at a step.
+        """Identical responses whose reward changes at a step, or None.
 
-        The step is near the drop, or earlier if the change is permanent; without a drop it is any step. None if there is none.
+        The step is near the drop, or earlier if the change is permanent. Without a drop it can be any step.
         """
         if not len(self.steps):
             return None
@@ -286,12 +286,12 @@ class Facts:
 
     @cached_property
     def unequal_in_step(self) -> tuple[float, float]:
-        """Share of pairs of identical responses in one step that get different rewards: after the onset, and well before it."""
+        """Share of pairs of identical responses in a step with different rewards: after the onset, well before it."""
         return unequal_in_step(self.since_fall)[1], unequal_in_step(self.well_before)[1]
 
     @cached_property
     def pays_length_since(self) -> float:
-        """Correlation between length and the reward changes of identical responses, if length explains them; else 0."""
+        """Correlation of length with the reward changes of identical responses, if length explains these; else 0."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -309,7 +309,7 @@ class Facts:
     def rewards_by_length(self) -> tuple[float, float] | None:
         """Share of the reward variance within a step that length explains, before and after the onset.
 
-        None unless the share grew from little to most.
+        None unless this share grew from little to most.
         """
         if self.fall is None:
             return None
@@ -326,7 +326,7 @@ class Facts:
 
     @cached_property
     def reward_moved(self) -> float:
-        """Standard deviation of reward changes for identical responses, divided by that of earlier rewards; 0 if unknown."""
+        """Standard deviation of identical responses' reward changes, over that of earlier rewards; 0 if unknown."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -338,7 +338,7 @@ class Facts:
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
-        """Identical responses that the reference model scores differently from some step on.
+        """Identical responses that the reference model scores differently from some step on, or None.
 
         The step is near the drop, or earlier if the change is permanent.
         """
@@ -350,14 +350,14 @@ class Facts:
 
     @cached_property
     def changed_masks(self) -> ChangedResponses | None:
-        """Identical responses whose loss mask changes at a step near the drop."""
+        """Identical responses whose loss mask changes at a step near the drop, or None."""
         if self.fall is None or not self.rollouts.num_masked.any():
             return None
         found = self._given_otherwise("num_masked", _ONE_TOKEN)
         return found if found is not None and found.share > ft.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop, or anywhere if there is no drop."""
+        """Find identical responses whose value changes by more than `least` near the drop; without one, anywhere."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -365,7 +365,7 @@ class Facts:
         return changed_responses(self.rollouts, column, first=first, last=last, least=least)
 
     def _given_otherwise_for_good(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes once, long before the drop."""
+        """Find identical responses whose value changes permanently, long before the drop."""
         if self.fall is None:
             return None
         first, last = int(self.steps[0]) + 1, self.fall.interval[0] - 6
@@ -380,13 +380,13 @@ class Facts:
 
     @property
     def is_given_otherwise(self) -> bool:
-        """True if an input other than the reward changed at the drop, so that the reward change may be a consequence."""
+        """True if another input changed at the drop, so that the reward may have changed as a consequence."""
         given = [change for change in self.clear(*GIVEN) if change.shape != "ramp"]
         return bool(given) or any(change.series == "mean_abs_d" for change in self.clear(MISMATCH))
 
     @cached_property
     def new_reward(self) -> ChangedResponses | None:
-        """In a run without a drop, responses that consistently get a different reward from some step on; else None."""
+        """Responses that consistently get a different reward from some step on in a run without a drop; else None."""
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
@@ -396,8 +396,8 @@ class Facts:
     def pays_length(self) -> float:
         """Correlation between length and reward within groups at the onset; if undefined there, after the onset.
 
-        If lengths do not vary within groups, the correlation over all responses is used, provided that length explains the
-        reward; otherwise NaN.
+        If lengths are constant within groups, it is the correlation over all responses, or NaN if length does not
+        explain the reward.
         """
         for part in (self.around_fall(), self.since_fall):
             within = relation(part, "length", "reward").correlation
@@ -409,7 +409,7 @@ class Facts:
 
     @cached_property
     def reward_beside(self) -> tuple[float, float] | None:
-        """The recorded reward before an evaluation drops and at the end of the run; None if no evaluation is judged."""
+        """The recorded reward before the evaluation drops and at the end of the run; None without an evaluation."""
         values = self.values("reward")
         known = np.flatnonzero(np.isfinite(values))
         if self.outcome is None or not self.outcome.is_evaluation or self.fall is None or len(known) < 9:
@@ -428,24 +428,24 @@ class Facts:
 
     @cached_property
     def drop(self) -> Drop | None:
-        """The steepest drop of the reward near the onset; None if the mismatch is large, which alone may cause a steep
-        drop.
+        """The steepest drop of the reward near the onset; None if the mismatch is large, which can cause a steep drop
+        by itself.
         """
         is_far = self.mismatch is not None and self.mismatch.size > t.LARGE_MISMATCH
         return None if is_far else read_drop(self.series, self.rollouts, self.fall)
 
     @cached_property
     def stale_weights(self) -> StaleWeights | None:
-        """Comparison of the engine with the trainer's weights some steps earlier, or None."""
+        """Comparison of the engine's logprobs with the trainer's of earlier steps, or None."""
         values = self.values("mean_abs_d")
         return None if self.mismatch is None else read_stale_weights(self.rollouts, float(np.nanmean(values)))
 
     @cached_property
     def advantages_break(self) -> tuple[int, float, float] | None:
-        """The step at which advantages stop following rewards within groups, with the correlations before and after it.
+        """The step at which advantages stop following rewards within groups, and the correlations before and after it.
 
-        The step is at or before the drop; None if there is none. Steps are compared one by one, because a policy trained on
-        wrong advantages may soon get equal rewards everywhere.
+        None if there is no such step up to the drop. Steps are compared one by one, because a policy trained on wrong
+        advantages may soon get equal rewards everywhere.
         """
         if self.fall is None:
             return None
@@ -462,12 +462,12 @@ class Facts:
 
     @cached_property
     def moves(self) -> Moves:
-        """The changes around the onset of the drop, in order; empty without a drop."""
+        """The changes around the onset of the drop, ordered by step; empty without a drop."""
         return NOTHING if self.fall is None else read_moves(self.series, self.rollouts, self.fall)
 
     @cached_property
     def breaks(self) -> int:
-        """The first step of the drop, or an earlier step at which rewards or advantages broke."""
+        """The first step of the drop, or an earlier step from which rewards or advantages were wrong."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = [self.moves.breaks("relation"), None if self.advantages_break is None else self.advantages_break[0]]
@@ -475,7 +475,7 @@ class Facts:
 
     @cached_property
     def scored_rows(self) -> ScoredRows | None:
-        """How well trainer logprobs match engine logprobs from other rows, if this explains the mismatch; else None."""
+        """The trainer's logprobs matched with the engine's of other rows; None unless that explains the mismatch."""
         begins = _mismatch_begins(self)
         if begins is None:
             return None
@@ -486,7 +486,7 @@ class Facts:
 
     @cached_property
     def grows_from_nothing(self) -> bool:
-        """True if the mismatch starts small and grows several-fold within some updates."""
+        """True if the mismatch starts small and grows several-fold within a few updates."""
         step = self.moves.step("mean_abs_d")
         values = self.values("mean_abs_d")
         if step is None:
@@ -498,18 +498,18 @@ class Facts:
 
     @cached_property
     def still_engine(self) -> StillEngine | None:
-        """Comparison of repeated prefixes after the onset of the mismatch, to see whether the engine's weights stayed the same."""
+        """Logprobs of repeated prefixes after the mismatch begins, which show whether the engine's weights changed."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_still_engine(self.rollouts, int(self.steps[begins]))
 
     @cached_property
     def disagreeing(self) -> tuple[float, float]:
-        """Shares of identical prefixes in one step that get two different logprobs, from the engine and from the trainer.
+        """Share of identical prefixes within a step that get two different logprobs: from the engine, from the trainer.
 
-        Measured after the onset of the mismatch; 0 if the logprobs already differed before it.
+        Measured after the onset of the mismatch; 0 if they differed before it as well.
         """
         begins = _mismatch_begins(self)
-        # If the mismatch is small, batch-dependent rounding alone can give two different logprobs.
+        # If the mismatch is small, rounding that depends on the batch can give two different logprobs.
         if begins is None or self.mismatch is None or t.of_size(self.mismatch.size) < 0:
             return 0.0, 0.0
         step = int(self.steps[begins])
@@ -522,12 +522,12 @@ class Facts:
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:
-        """How well the engine matches earlier trainer weights, after the onset of the mismatch."""
+        """The engine's logprobs matched with earlier trainer logprobs once the mismatch begins; None without one."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
     def beside(self, control: Facts) -> Facts:
-        """Return the facts with the drop located by the difference from a baseline run with the same seeds."""
+        """Return the facts with the drop located by comparison with a baseline run that has the same seeds."""
         if self.fall is None:
             pairs = [
                 (of_run, of_control) for of_run in self.outcomes.all for of_control in control.outcomes.all
@@ -540,7 +540,7 @@ class Facts:
         return self if fall is None else replace(self, fall=fall, mismatch=read_run_mismatch(self.series, fall))
 
     def _parted(self, fall: Fall, control: Facts) -> Fall:
-        """Return the drop, its onset located on the difference from the baseline run, in which shared noise cancels."""
+        """Return the drop with its onset located on the difference from the baseline, where shared noise cancels."""
         found = [
             next((one for one in outcomes.all if one.name == fall.onset_of), None)
             for outcomes in (self.outcomes, control.outcomes)
@@ -560,7 +560,7 @@ class Facts:
         )  # fmt: skip
 
     def around_fall(self) -> Rollouts:
-        """Return the sequences from the onset to a tenth of the run later, before the policy has unlearned much."""
+        """Return the sequences from the onset to a tenth of the run later, while the policy has unlearned little."""
         if self.fall is None:
             return self.rollouts
         return self.since_fall.until(self.fall.low + max(len(self.steps) // 10, 5))
@@ -569,7 +569,7 @@ class Facts:
 def read_facts(
     database: Database, pair: tuple[str, str], *, is_control: bool = False, checked: CheckResult | None = None
 ) -> Facts:
-    """Read the facts of a trace; `checked` is the result of check, if known. A baseline run is not checked.
+    """Read the facts of a trace; `checked` is its result of check, if available. A baseline run is not checked.
 
     Raises DamagedTrace.
     """
@@ -599,7 +599,7 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the index of the first step at which the mismatch reaches a good part of its size at the drop, or its maximum."""
+    """Return the index of the first step with a good part of the mismatch at the drop, or of its maximum."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

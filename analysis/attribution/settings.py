@@ -1,4 +1,4 @@
-"""Read the settings of a run, giving each optimizer setting one common name."""
+"""Read the settings of a run, and map optimizer settings to common names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTIMIZER = {
     "entropy_coefficient": ("entropy_coefficient", "entropy_coef", "entropy_coeff", "ent_coef", "entropy_loss_coef"),
     "max_grad_norm": ("max_grad_norm", "grad_clip", "clip_grad"),
 }
-"""Common name -> last words in the names that training loops use. `epsilon` is left out because in TRL it is the PPO clip range."""
+"""Common name -> last words of its names in training loops; not `epsilon`, which is the PPO clip range in TRL."""
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _SUSPECTS = (
@@ -39,7 +39,7 @@ _SUSPECTS = (
                    "momentum", "nesterov", "grad", "clip", "cliprange", "ratio_low", "ratio_high", "optimizer", "optim", "warmup", "schedule", "scheduler", "updates",
                    "epochs", "step_size", "stepsize", "accumulation")),
 )  # fmt: skip
-"""Suspect -> words in the names of settings that belong to it; the first match counts. A clipped norm is that of the gradient."""
+"""Suspect -> words in the names of its settings; the first match counts. A clipped norm is that of the gradient."""
 
 _PATTERNS = (
     ("optimizer", re.compile(r"^(adam_?)?betas?_?[12]$")),
@@ -50,20 +50,20 @@ _PATTERNS = (
         ),
     ),
 )
-"""Suspect -> pattern of whole setting names; tested before the words."""
+"""Suspect -> pattern for whole setting names, tried before the words."""
 
 _MEASURED = (
     "mean", "max", "min", "std", "score", "acc", "accuracy", "success", "loss", "share", "frac", "fraction", "ratio",
     "count", "num", "time", "norm", "kl", "entropy", "rewards", "reward", "return", "value", "values", "length", "len",
     "lengths",
 )  # fmt: skip
-"""Words that mark the name of a logged number as a measurement rather than a setting."""
+"""Words in the name of a logged number that mark it as a measurement rather than a setting."""
 
 _NUMBER = r"[-+]?\d*\.?\d+(?:[eE][-+]?\d+)?"
 
 
 def suspect_of(setting: str) -> str:
-    """Return the suspect that a setting belongs to, matching words in its name from the last; `unknown` if none matches."""
+    """Return the suspect that a setting belongs to, by the last known word of its name; `unknown` if there is none."""
     words = re.split(r"[/.]", setting.lower())
     for suspect, pattern in _PATTERNS:
         if pattern.match(words[-1]):
@@ -77,18 +77,18 @@ def suspect_of(setting: str) -> str:
 
 
 def is_setting(name: str) -> bool:
-    """Return True if the name of a logged number is a setting rather than a measurement."""
+    """Return True if the name of a logged number is that of a setting, not of a measurement."""
     words = re.split(r"[^a-z0-9]+", name.lower())
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
 
 
 def is_of_sampling(setting: str) -> bool:
-    """Return True for sampling settings; the trainer may apply them too, so that trainer and engine still agree."""
+    """Return True for sampling settings. The trainer may apply them as well, so trainer and engine may still agree."""
     return any(name in re.split(r"[/.]", setting.lower())[-1] for name in _SAMPLING)
 
 
 def is_learning_rate(setting: str) -> bool:
-    """Return True if the last word of a setting's name is a learning rate."""
+    """Return True if the last word of a name says that the setting is a learning rate."""
     return re.split(r"[/.]", setting.lower())[-1] in _OPTIMIZER["learning_rate"]
 
 

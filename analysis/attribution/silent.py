@@ -1,4 +1,4 @@
-"""Detect changes in a run after which the recorded outcome cannot show a drop."""
+"""Detect changes after which the recorded outcome can no longer show a drop."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .suspects.truncation import ending_step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SilentChange:
-    """A change after which the recorded reward no longer measures the trained policy, so that a drop would not show."""
+    """A change after which the recorded reward no longer measures the trained policy, so a drop would go unnoticed."""
 
     suspects: tuple[Suspect, ...]
-    """Possible suspects, most probable first; `unknown` means that none of the others is the cause."""
+    """Suspects for the change, most probable first; `unknown` stands for any other cause."""
     step: int
     """First step after the change."""
     low: int
@@ -79,7 +79,7 @@ def _reward(facts: Facts) -> SilentChange | None:
 
 
 def _noise(facts: Facts) -> SilentChange | None:
-    """Detect reward noise larger than the earlier difference between the best and the worst response."""
+    """Detect reward noise that exceeds the earlier difference between the best and the worst response."""
     low, high, difference = _pairs(facts.rollouts)
     differs = np.abs(difference) > least_reward(facts.rollouts)
     if not differs.any() or facts.rewards_lie_off:
@@ -103,7 +103,7 @@ def _noise(facts: Facts) -> SilentChange | None:
 
 
 def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the two steps at which each pair of consecutive identical responses was sampled, and their reward difference."""
+    """Return the steps of both samples of each pair of consecutive identical responses, and their reward difference."""
     one, two = successive(rollouts.whole, rollouts.step)
     difference = rollouts.reward[two] - rollouts.reward[one]
     known = np.isfinite(difference)
@@ -111,7 +111,7 @@ def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _policy(facts: Facts) -> SilentChange | None:
-    """Detect sampled tokens that are unlikely under the trainer: the recorded reward belongs to another policy."""
+    """Detect sampled tokens that the trainer finds unlikely: the recorded reward belongs to another policy."""
     apart = -facts.values("mean_d")
     known = np.isfinite(apart)
     steps, apart = facts.steps[known], apart[known]
@@ -130,7 +130,7 @@ def _policy(facts: Facts) -> SilentChange | None:
 
 
 def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
-    """Detect responses that, from some step on, consistently get a different reward than in the baseline run."""
+    """Detect responses that consistently get a different reward than in the baseline run, from some step on."""
     a, b = facts.rollouts, control.rollouts
     least = least_reward(b)
     if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
@@ -165,7 +165,7 @@ def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
-    """Return the facts as if the run dropped at a step."""
+    """Return the facts as they would be if the run dropped at a step."""
     fall = Fall(
         outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
         interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
@@ -174,7 +174,7 @@ def supposed_at(facts: Facts, step: int) -> Facts:
 
 
 def broken_steps(facts: Facts) -> Iterator[int]:
-    """Yield the steps at which the run's inputs or its engine changed."""
+    """Yield the steps at which the run's inputs or engine changed."""
     for change in read_recorded(facts.database, facts.pair):
         is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
         if change.kind in GIVEN and is_clear and change.shape != "ramp":

@@ -1,4 +1,4 @@
-"""The possible causes of a collapse, called suspects, and the evidence for or against each."""
+"""The possible causes of a collapse, called suspects, and the evidence for and against each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Evidence(Statement):
     """A piece of evidence for or against a suspect, with the measured numbers; its code is a key in text.EVIDENCE."""
 
     points: float
-    """Natural logarithm of the odds that the evidence contributes; negative if it is against the suspect."""
+    """Log odds that the evidence contributes (natural logarithm); negative if it counts against the suspect."""
 
 
 SUSPECTS = {
@@ -38,13 +38,13 @@ _SIDES = {
     "optimizer": "trainer", "reference": "trainer", "entropy": "trainer", "truncation": "engine", "staleness": "engine",
     "reward": "data", "pairing": "data", "data": "data", "advantages": "data", "length": "data", "mismatch": "computation",
 }  # fmt: skip
-"""Code of a suspect -> what must be fixed, as in check, or `data`."""
+"""Code of a suspect -> the component to fix, named as in check, or `data`."""
 _BY_EVIDENCE = {
     "engine_disagrees": "engine", "engine_stands_still": "engine", "earlier_weights_of_step": "engine",
     "earlier_weights_at_distance": "engine", "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine",
     "trainer_disagrees": "trainer", "logprobs_of_other_rows": "recording", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""Code of evidence from equal prefixes or rows, which shows by itself what must be fixed -> what."""
+"""Evidence codes from equal prefixes or rows that prove by themselves what to fix -> the component to fix."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 
@@ -55,12 +55,12 @@ class Suspect:
     code: str
     """Code of the suspect, a key in SUSPECTS."""
     detail: str = ""
-    """The kind of mismatch, as one of check's finding codes; empty for other suspects."""
+    """The kind of mismatch, as a code of a check finding; empty for other suspects."""
     evidence: tuple[Evidence, ...] = ()
     probability: float = 0.0
     """Probability that the suspect is the cause, 0 to 1; the probabilities of all suspects sum to 1."""
     next: Advice = field(default_factory=Advice)
-    """The cheapest replay or rerun that would decide whether the suspect is the cause; empty if there is none."""
+    """The cheapest replay or rerun that would confirm or rule out the suspect; empty if there is none."""
 
     @property
     def title(self) -> str:
@@ -68,19 +68,19 @@ class Suspect:
         return SUSPECTS[self.code] + (f": {TITLES.get(self.detail, self.detail)}" if self.detail else "")
 
     def titled(self, basis: str = "") -> str:
-        """Return the title with the probability, which is that of the suspect, whatever its kind; `basis` says what
-        it rests on."""
+        """Return the title with the probability of the suspect (all kinds together), and `basis`, the evidence it rests
+        on."""
         kind = self.title.removeprefix(SUSPECTS[self.code])
         return f"{SUSPECTS[self.code]} ({self.probability:.0%}{f', {basis}' if basis else ''}){kind}"
 
     @property
     def proof(self) -> Evidence | None:
-        """Evidence that shows by itself what must be fixed; None if there is none."""
+        """Evidence that proves by itself what to fix; None if there is none."""
         return next((each for each in self.for_it if each.code in _BY_EVIDENCE), None)
 
     @property
     def broken(self) -> str | None:
-        """What must be fixed if this suspect is the cause, as in `check`, or `data`; None for something else."""
+        """The component to fix if this suspect is the cause, as in `check`, or `data`; None for something else."""
         if self.proof is not None:
             return _BY_EVIDENCE[self.proof.code]
         if self.code == "staleness" and any(each.code.startswith("declared_lag") for each in self.for_it):
@@ -89,12 +89,12 @@ class Suspect:
 
     @property
     def since(self) -> int | None:
-        """First step named by the evidence for it; None if there is none."""
+        """First step named by the evidence in favour; None if there is none."""
         return min((int(each.values["step"]) for each in self.for_it if "step" in each.values), default=None)
 
     @property
     def for_it(self) -> tuple[Evidence, ...]:
-        """Evidence in favour of the suspect, without the prior, strongest first."""
+        """Evidence in favour of the suspect except the prior, strongest first."""
         found = [each for each in self.evidence if each.points > 0 and each.code != "prior"]
         return tuple(sorted(found, key=lambda each: -each.points))
 

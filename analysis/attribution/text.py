@@ -1,4 +1,4 @@
-"""Render an attribution as text and as JSON. Every sentence about a suspect is made here, from codes and numbers."""
+"""Render an attribution as text and as JSON: the only module that turns evidence codes and numbers into sentences."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "any": {
         "prior": "prior, before any evidence",
         "control_differs_and_did_not_fall": "the baseline run differs in this and did not collapse",
-        "control_is_alike": "the baseline run differs only in something else",
+        "control_is_alike": "the baseline run does not differ in this, only in something else",
         "control_differs_and_fell": "the baseline run differs in this and collapsed too",
         "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
         "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
@@ -35,10 +35,10 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "also sampled consistently get a different reward",
         "policies_apart": "from step {step} on, sampled tokens are {apart:.2g} nats per token less likely under the trainer than under the engine: the "
         "recorded reward belongs to another policy",
-        "entropy_parts_first": "from the first update that differs, entropy is higher than the baseline's, as with an entropy bonus",
-        "loss_moves_down": "the loss drops below its range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is "
+        "entropy_parts_first": "from the first differing update on, entropy is higher than in the baseline run, as with an entropy bonus",
+        "loss_moves_down": "the loss drops below its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is "
         "subtracted from it",
-        "loss_moves_up": "the loss rises above its range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is "
+        "loss_moves_up": "the loss rises above its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is "
         "added to it",
         "loss_punishes_entropy": "since the drop, the loss is far above its earlier level and decreases with entropy (correlation {correlation:.2f}): entropy "
         "is penalized",
@@ -46,12 +46,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "an entropy bonus dominates the loss",
         "loss_follows_distance": "since the drop, the loss is several times its earlier level and follows the distance to the reference (correlation "
         "{correlation:.2f}): a KL term dominates it",
-        "update_moves_first": "updates grow at step {step}, after unchanged gradients and before the policy changes",
+        "update_moves_first": "updates grow at step {step} although gradients do not, before the policy changes",
         "masks_change": "from step {step} on, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after it",
         "gradient_moves_first": "the gradient norm grows at step {step}, before reward and policy change",
         "policy_moves_at_once": "the policy changes abruptly at step {step}, after a normal gradient",
-        "relation_breaks_alone": "from step {step} on, likelier answers no longer earn more, while rewards and policy are unchanged",
-        "mismatch_grows_by_updates": "from step {step} on, the mismatch grows several-fold over a few updates, as when the engine's weights fall behind",
+        "relation_breaks_alone": "from step {step} on, likelier answers no longer earn more, although rewards and policy are unchanged",
+        "mismatch_grows_by_updates": "from step {step} on, the mismatch grows several-fold over a few updates, as if the engine's weights fell behind",
         "update_differs": "the two runs diverge at an update whose inputs were identical",
         "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
         "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
@@ -73,13 +73,13 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), before the drop",
         "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), with the drop",
         "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), after the drop began: it follows the drop",
-        "not_sampled_so": "since the drop, tokens have -logprob {surprisal:.2g} nats where the entropy is {entropy:.2g} ({ratio_since:.2g} times as "
-        "much, {ratio_before:.2g} before): they are not sampled from the logprobs the engine returns",
-        "engine_disagrees": "since the mismatch began, the engine gives {share:.0%} of identical prefixes within a "
-        "step two different logprobs and the trainer only one: the engine's computation is noisy",
-        "trainer_disagrees": "since the mismatch began, the trainer gives {share:.0%} of identical prefixes within a "
-        "step two different logprobs and the engine only one: the trainer's scoring is noisy, as with dropout",
-        "trainer_moves_first": "where the mismatch jumps, the engine samples as before and the trainer's scores change: the trainer's weights changed "
+        "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, "
+        "{ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
+        "engine_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different "
+        "logprobs from the engine but only one from the trainer: the engine's computation is noisy",
+        "trainer_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different "
+        "logprobs from the trainer but only one from the engine: the trainer's scoring is noisy, as with dropout",
+        "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed "
         "abruptly",
         "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
         "check_passes": "check finds {finding_title}",
@@ -87,12 +87,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "explained_by_stale_weights": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
         "mismatch remains, {num_openings:,} prefixes): staleness",
         "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins with the first updates: staleness",
-        "explained_by_earlier_weights": "the engine has earlier trainer weights",
-        "explained_by_still_engine": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes bitwise "
-        "identical logprobs while the trainer's "
-        "change: it gets no new weights, which is staleness",
-        "explained_by_steady_size": "the mismatch appears with the first updates and then stays constant, as with "
-        "lagging weights: staleness",
+        "explained_by_earlier_weights": "the engine runs earlier trainer weights: staleness",
+        "explained_by_still_engine": "for {still_share:.0%} of {num_openings:,} repeated prefixes the engine's logprobs stay bitwise "
+        "identical while the trainer's change: the engine "
+        "gets no new weights, which is staleness",
+        "explained_by_steady_size": "the mismatch appears with the first updates and then stays constant, as if weights "
+        "lagged: staleness",
     },
     "data": {
         "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its "
@@ -117,15 +117,15 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
     "reference": {
         "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
         "distance_jumps": "from step {step} on, responses are {to_value:.3g} nats per token likelier under the policy than under the reference, up "
-        "from {from_value:.3g} in one step, with an unchanged policy",
+        "from {from_value:.3g} one step earlier, although the policy is unchanged",
         "reference_changed": "from step {step} on, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was "
         "replaced",
         "advantages_by_distance": "since the drop, advantages within groups follow the distance to the reference (correlation {correlation:.2f}, "
         "{correlation_before:.2f} before): a KL term dominates them",
         "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the "
-        "policy returns to its reference, as a strong KL term makes it",
-        "moved_by_distance": "compared with the baseline, the update of step {step} changes tokens in proportion to their distance from the reference "
-        "(correlation {correlation:.2f}): a KL term does that",
+        "policy returns to its reference, as under a strong KL term",
+        "moved_by_distance": "compared with the baseline, the update of step {step} changes logprobs in proportion to their distance from the reference "
+        "(correlation {correlation:.2f}), as a KL term would",
         "no_reference": "no KL coefficient and no jump of the distance to a reference was recorded",
     },
     "advantages": {
@@ -139,12 +139,12 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "advantages_steady": "sign, scale and mean of the advantages match the rewards",
     },
     "staleness": {
-        "declared_fresh": "the recorded policy versions say at every step that the sampling weights were the scoring weights",
-        "engine_stands_still": "the engine gives {still_share:.0%} of {num_openings:,} repeated prefixes the same "
-        "logprobs, bit for bit, as at earlier steps, and the trainer {trainer_share:.0%}: the engine gets no new "
+        "declared_fresh": "according to the recorded policy versions, every step was sampled and scored with the same weights",
+        "engine_stands_still": "for {still_share:.0%} of {num_openings:,} repeated prefixes the engine's logprobs are bitwise "
+        "the same as at earlier steps, and the trainer's for {trainer_share:.0%}: the engine gets no new "
         "weights",
-        "declared_fresh_and_still": "the recorded policy versions say at every step that the sampling weights were the scoring weights, but the engine's "
-        "logprobs contradict them",
+        "declared_fresh_and_still": "according to the recorded policy versions, every step was sampled and scored with the same weights, but the engine's "
+        "logprobs contradict this",
         "no_declared_lag": "the recorded policy versions show no lag between sampling and scoring weights",
         "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
         "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is "
@@ -153,17 +153,17 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "same as before the drop: the run learned despite this lag",
         "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: "
         "the lag did not cause it",
-        "earlier_weights_of_step": "where both sides differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} "
+        "earlier_weights_of_step": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} "
         "prefixes equal the trainer's at step {version}: the engine kept those weights",
-        "earlier_weights_at_distance": "where both sides differ, {share:.0%} of the engine's logprobs for "
+        "earlier_weights_at_distance": "where engine and trainer differ, {share:.0%} of the engine's logprobs for "
         "{num_agreeing:,} prefixes equal the trainer's from {version} steps earlier",
-        "earlier_weights_of_several_steps": "where both sides differ, {num_equal:,} of the engine's logprobs for "
+        "earlier_weights_of_several_steps": "where engine and trainer differ, {num_equal:,} of the engine's logprobs for "
         "{num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
         "stale_weights_match": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
         "mismatch remains, {num_openings:,} prefixes)",
-        "stale_weights_excluded": "the engine's logprobs of repeated prefixes match the trainer's at no step up to {max_distance} earlier (at best "
+        "stale_weights_excluded": "the engine's logprobs of repeated prefixes match none of the trainer's from up to {max_distance} steps earlier (at best "
         "{left_share:.0%} of the mismatch remains): the weights are not stale",
-        "engine_moves_on": "the engine gives {num_openings:,} repeated prefixes different logprobs at each step: it gets new weights",
+        "engine_moves_on": "the engine's logprobs of {num_openings:,} repeated prefixes change at each step: it gets new weights",
         "mismatch_at_first_step": "the mismatch exists at the first recorded step",
         "mismatch_at_first_step_without_lag": "the mismatch exists at the first recorded step, where weights cannot be stale unless the run was resumed",
         "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that "
@@ -177,9 +177,9 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "learning_rate_spike_after_fall": "the learning rate is {factor:.3g} times its median from step {step} on, after the drop began",
         "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
         "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
-        "update_bursts": "up to then, {num_updates} updates are more than {burst_factor:g} times as large as the median update, up to "
+        "update_bursts": "by then, {num_updates} updates were more than {burst_factor:g} times as large as the median update, the largest "
         "{max_factor:.3g} times",
-        "reward_drops_with_policy": "{share:.0%} of the drop happens at step {step}, and the policy differs from then on: too much for so few updates",
+        "reward_drops_with_policy": "{share:.0%} of the drop happens at step {step}, where the policy changes too: too much for so few updates",
         "grad_norm_grows_before_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, before the drop",
         "grad_norm_grows_after_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, after the drop began",
     },
@@ -188,8 +188,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "responses, {unequal_share:.1%} have different rewards",
         "rewards_disagree_in_step": "since the drop, {share:.0%} of the pairs of identical responses within a step "
         "have different rewards ({before_share:.1%} before): the reward depends on more than the response",
-        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward since, and identical responses of "
-        "one step get equal rewards: the reward rule changed",
+        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward from then on, while identical "
+        "responses within a step get equal rewards: the reward rule changed",
         "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have "
         "different rewards, {mean_difference:.2g} apart on average",
         "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
@@ -238,8 +238,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
         "rewards_move_rows": "from step {step} on, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, "
         "{mean_before:.3g} before): they are in the wrong rows",
-        "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses seen earlier under the prompt {shift:+d} places away have the reward they earned "
-        "there ({chance_share:.0%} by chance): they are graded against the wrong prompt",
+        "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses get the reward they earned earlier under the prompt at offset {shift:+d} in the "
+        "step ({chance_share:.0%} by chance): they are graded against the wrong prompt",
         "rewards_in_their_rows": "of {num_pairs:,} pairs of identical responses, only {unequal_share:.1%} have "
         "different rewards",
         "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
@@ -305,10 +305,10 @@ DIFFERENCES: Mapping[str, str] = {
     "logprobs",
     "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's; the "
     "others differ first in tokens that were not sampled",
-    "engine_parts": "first difference at step {step}: the engine gives identical tokens different logprobs "
-    "({apart:.2g} nats apart), but the trainer identical ones",
-    "scoring_parts": "first difference at step {step}: the trainer gives identical tokens different logprobs "
-    "({apart:.2g} nats apart), but the engine identical ones",
+    "engine_parts": "first difference at step {step}: for identical tokens the engine's logprobs differ "
+    "(by {apart:.2g} nats) but the trainer's do not",
+    "scoring_parts": "first difference at step {step}: for identical tokens the trainer's logprobs differ "
+    "(by {apart:.2g} nats) but the engine's do not",
     "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's for other rows",
     "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
     "rewards_permuted_part": "first difference at step {step}: its rewards are the baseline's in a different order",
@@ -320,16 +320,16 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages_by_surprise_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their -logprob "
     "(correlation {correlation:.2f})",
     "advantages_or_rewards_part": "first difference at step {step}: identical responses have different advantages; their rewards were not recorded",
-    "reference_parts": "first difference at step {step}: the reference gives identical tokens different logprobs ({apart:.2g} nats apart)",
+    "reference_parts": "first difference at step {step}: for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
     "advantages_part": "first difference at step {step}: identical responses with equal rewards have different advantages",
     "advantages_permuted_part": "first difference at step {step}: its advantages are the baseline's in a different order",
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} "
     "gives weights whose logprobs differ by {apart:.2g} nats per token",
-    "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each, more so the longer they are "
+    "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, more so the longer they are "
     "(correlation {correlation:.2f})",
-    "rewards_permuted": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each, and a step's rewards are the "
+    "rewards_permuted": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, and a step's rewards are the "
     "baseline's in a different order",
-    "rewards": "{share:.0%} of {num_responses:,} responses sampled in both runs get a different reward in each",
+    "rewards": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently",
     "advantages": "advantages follow rewards in the baseline (correlation {control:.2f}) but not in the run ({run:.2f})",
     "lag": "sequences were sampled {run:g} updates before they were scored in the run and {control:g} in the baseline",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
@@ -345,14 +345,14 @@ DIFFERENCES: Mapping[str, str] = {
     "the advantages (not recorded) or a loss term differ",
     "update_or_loss_without_advantages": "the update of step {step} gives different weights than the baseline's, from the same sequences and rewards: the optimizer, a "
     "loss term or the advantages differ (neither advantages nor gradient norm were recorded)",
-    "entropy_higher": "after step {step}, entropy is higher in the run at {share:.0%} of {num_steps} steps, before the drop shows",
+    "entropy_higher": "after step {step} and before the drop, entropy is higher in the run at {share:.0%} of {num_steps} steps",
     "update": "the update of step {step} gives different weights than the baseline's, from the same sequences, rewards and gradient norm: the "
     "optimizer differs, or something else changed the weights",
 }
 """Code of a difference from the baseline run -> sentence template."""
 
 NOTES: Mapping[str, str] = {
-    "no_outcome": "no reward or evaluation was recorded at {min_values} or more steps, so a collapse cannot be detected",
+    "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
     "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, it does not "
     "show a collapse",
     "reward_changed": "from step {step} on the reward changed: {share:.0%} of {num_responses:,} responses sampled "
@@ -378,18 +378,18 @@ def difference_sentences(result: Attribution) -> tuple[str, ...]:
 
 
 def note_sentences(result: Attribution) -> tuple[str, ...]:
-    """Return sentences that say what this trace cannot show, and why."""
+    """Return one sentence for each analysis that this trace does not support, with the reason."""
     return sentences(result.note_codes, NOTES)
 
 
 def verdict_sentence(result: Attribution) -> str:
-    """Say whether the run collapsed, at which step the collapse begins, and what caused it."""
+    """State whether the run collapsed, at which step the collapse begins, and its most likely cause."""
     broken = not_finite_clause(result.not_finite)
     if broken and result.fall is None:
         before = f" No drop of {result.outcome} before that." if result.outcome else ""
         return f"{broken}; these steps carry no information.{before}"
     if not result.outcome:
-        return "Cannot detect a collapse: no reward or evaluation was recorded at three or more steps."
+        return "Cannot detect a collapse: rewards or evaluations were recorded at fewer than three steps."
     if result.fall is None:
         calm = f"No collapse detected: {result.outcome} shows no lasting drop beyond noise{later_clause(result.later)}"
         if result.silent is not None:
@@ -408,14 +408,14 @@ def verdict_sentence(result: Attribution) -> str:
 
 
 def later_clause(later: Fall | None) -> str:
-    """Say that the run collapses after the selected steps; empty if it does not."""
+    """Return a clause about a collapse after the selected steps; empty if there is none."""
     return (
         "" if later is None else f"; after the selected steps, {later.outcome} {later.verb} from step {later.step} on"
     )
 
 
 def not_finite_clause(found: Sequence[NotFinite]) -> str:
-    """Say which series are NaN or infinite until the end of the run, and from which step; empty if there are none."""
+    """Return a clause that names the series that stay NaN or infinite, and since when; empty if there are none."""
     by_step: dict[int, list[str]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each.series)
@@ -428,7 +428,7 @@ def not_finite_clause(found: Sequence[NotFinite]) -> str:
 
 
 def silent_clause(silent: SilentChange) -> str:
-    """Say from which step the recorded reward no longer measures the policy, and why."""
+    """Return a clause: since which step the recorded reward no longer measures the policy, and the likely cause."""
     first = silent.suspects[0]
     return (
         f"from step {silent.step} on (interval {silent.low}-{silent.high}) it no longer measures the trained policy; most likely "
@@ -437,7 +437,7 @@ def silent_clause(silent: SilentChange) -> str:
 
 
 def supposed_clause(supposed: SilentChange) -> str:
-    """Say what changed in a run whose reward did not drop, in case an evaluation shows a drop."""
+    """Return a clause that names the likely cause, and its step, of a drop that only an evaluation would show."""
     first = supposed.suspects[0]
     return f"If an evaluation does show one, the most likely cause is {first.titled()}, from step {supposed.step} on"
 
@@ -455,7 +455,7 @@ def _cause(result: Attribution) -> str:
 
 
 def unsure_clause(result: Attribution) -> str:
-    """Say that the cause is unknown, and name the most probable suspect."""
+    """State that the cause is unknown, and name the most probable suspect."""
     first, named = result.suspects[0], result.first_suspect
     if named is None:
         why = f": {evidence_sentence(first.for_it[0])}" if first.code == "unknown" and first.for_it else ""
@@ -465,7 +465,7 @@ def unsure_clause(result: Attribution) -> str:
 
 
 def attribution_text(result: Attribution) -> str:
-    """Return the verdict, the first changes, the suspects with their evidence, and how to decide between the suspects."""
+    """Return the verdict, the first changes, and each suspect with its evidence and the next command to run."""
     result = shown(result)
     sentence = verdict_sentence(result)
     parts = [sentence if result.steps == ALL_STEPS else f"{result.trace}{of_steps(result.steps)}: {sentence}"]
@@ -487,7 +487,7 @@ def attribution_text(result: Attribution) -> str:
 
 
 def attribution_json(result: Attribution) -> dict[str, Any]:
-    """Return the attribution as JSON, with all numbers, codes and sentences."""
+    """Return the attribution as JSON-ready values: all numbers, codes and sentences."""
     return asdict(result) | {
         "suspects": [_suspect_json(each) for each in result.suspects],
         "silent": _silent_json(result.silent),
@@ -507,7 +507,7 @@ def _silent_json(found: SilentChange | None) -> dict[str, Any] | None:
 
 
 def _suspect_json(suspect: Suspect) -> dict[str, Any]:
-    """Return a suspect as JSON, with a sentence for each piece of evidence."""
+    """Return a suspect as JSON-ready values, with a sentence for each piece of evidence."""
     return asdict(suspect) | {
         "broken": suspect.broken,
         "since": suspect.since,
@@ -516,7 +516,7 @@ def _suspect_json(suspect: Suspect) -> dict[str, Any]:
 
 
 def _changes(result: Attribution) -> str:
-    """List the changes around the drop, then the consequences of the drop in one line."""
+    """Return the changes around the drop, one per line, then its consequences on one line."""
     own = [change for change in result.changes if not change.follows]
     lines = ["Changes around the drop, largest first:"]
     lines += [f"  {change.order:<7} {change_sentence(change)}" for change in own[:_MOST_CHANGES]]

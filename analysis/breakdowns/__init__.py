@@ -1,1 +1,1 @@
-"""Break down a mismatch by probability, position, length, entropy and the loss's ratios."""
+"""Break down a mismatch by probability, position, length and entropy."""

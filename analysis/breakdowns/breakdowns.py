@@ -1,4 +1,4 @@
-"""Break down a mismatch into counts and means by probability, position, length and entropy.
+"""Break down a mismatch by probability, position, length and entropy: numbers of tokens and means of |d| per bin.
 
 Shapes: X probability bins and Y bins of d; B non-empty bins of a profile.
 """
@@ -25,7 +25,7 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Number of entropy bins; the last one includes higher entropies (16 nats: nine million equally probable tokens)."""
+"""Number of entropy bins; the last one has all higher entropies (16 nats: nine million equally probable tokens)."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
@@ -52,18 +52,18 @@ _LENGTHS = "(SELECT run, step, seq_id, num_response_tokens FROM sequences) USING
 
 
 class Queries:
-    """The queries for a pair of passes, restricted to tokens for which every condition in `within` holds."""
+    """SQL queries for a pair of passes, limited to tokens that meet every condition in `within`."""
 
     def __init__(self, pair: Pair, within: Sequence[str]):
         self._compared = " AND ".join(["mask AND isfinite(d) AND iteration_a = 0 AND iteration_b = 0", *within])
         self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
-        """Return the query for the number of tokens, the 99.9 % quantile of |d|, and the envelope."""
+        """Query for the number of tokens, the 99.9 % quantile of |d|, and the envelope."""
         return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
-        """Return the query for the number of tokens by bin of probability and bin of d, from -reach to reach."""
+        """Return the query for the number of tokens by bins of probability and of d (from -reach to reach)."""
         return _DENSITY.format(
             num_x=NUM_PROBABILITIES, num_y=NUM_DIFFERENCES, reach=reach, pair=self._pair, compared=self._compared,
             x=_bin("exp(logprob_b::DOUBLE)", 0.0, NUM_PROBABILITIES, NUM_PROBABILITIES),
@@ -71,8 +71,8 @@ class Queries:
         )  # fmt: skip
 
     def profile(self, axis: str) -> str:
-        """Return the query for the mismatch by position, length or entropy. Its columns are the start of each bin, its number of
-        tokens, mean |d| and rms d."""
+        """Return the query for the mismatch by position, length or entropy: start of each bin, number of tokens, mean
+        |d|, rms d."""
         pair, entropy = f"pair({self._pair})", _bin("entropy", 0.0, ENTROPIES_PER_NAT, MAX_ENTROPIES)
         last = (MAX_ENTROPIES - 1) / ENTROPIES_PER_NAT
         title, name, value, rows, compared = {
@@ -93,7 +93,7 @@ class Queries:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """Return the SQL expression for the index of a value's bin; values outside the range go to the first or last
+    """Return the SQL expression for the bin of a value; values outside the range are in the first or last
     bin.
     """
     shifted = f"({value} + {_literal(reach)})" if reach else value
@@ -101,14 +101,14 @@ def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
 
 
 def _literal(number: float) -> str:
-    """Return a number as SQL text that is read as the same DOUBLE, not as a DECIMAL."""
+    """Return a number as SQL text that DuckDB reads as the same DOUBLE, not as a DECIMAL."""
     return f"{float(number):e}" if float(f"{float(number):e}") == number else f"{float(number):.17e}"
 
 
 KEY = "md5_number_lower({rows}step::VARCHAR || ' ' || {rows}seq_id)"
-"""SQL hash of a sequence, used for sampling; `rows` is either empty or a table name followed by a dot."""
+"""SQL hash of a sequence, for sampling; `rows` is empty, or a table name followed by a dot."""
 SMALLEST = 1e-6
-"""Half the width of an axis on which all values are 0, in nats."""
+"""Half the width, in nats, of an axis whose values are all 0."""
 
 _STEPS = """
 SELECT step FROM scores WHERE run = $run AND iteration = 0 AND "pass" IN ({a}, {b})
@@ -131,7 +131,7 @@ _SCORED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Statistics of the tokens in each non-empty bin of an axis."""
+    """Token statistics for each non-empty bin of an axis."""
 
     start: Array
     """[B] lower end of each bin: a position from 0, a length in tokens, or an entropy in nats."""
@@ -145,25 +145,25 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """Breakdowns of the mismatch over a run or a sample of its tokens; d = logprob(a) - logprob(b), nats."""
+    """The mismatch of a run, or of a sample of its tokens, by bins; d = logprob(a) - logprob(b), nats."""
 
     num_tokens: int
-    """Number of tokens read that count in the loss and have a finite logprob in both passes."""
+    """Number of tokens read that count in the loss and have finite logprobs in both passes."""
     num_recorded_tokens: int
     """Number of response tokens in the whole run."""
     how: str
-    """Sentence on which tokens were read, with numbers."""
+    """Sentence that says which tokens were read, with numbers."""
     d_edges: Array
     """[Y + 1] values of d in nats, symmetric about 0; the first and last bins include values outside."""
     density: np.ndarray
     """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
     profiles: dict[str, Profile]
-    """position, length and, if recorded, entropy -> profile; tokens with a non-finite entropy are in no bin."""
+    """`position`, `length` and, if recorded, `entropy` -> profile; tokens with a non-finite entropy are in no bin."""
     envelope: float | None
-    """Constant c, nats, such that 99 % of the tokens with p < 0.99 under pass b have |d| <= c (1 - p), which logit
-    errors of c / 2 explain (arXiv 2512.23087). None if no token has p < 0.99."""
+    """Constant c, in nats, with |d| <= c (1 - p) for 99 % of the tokens with p < 0.99 under pass b. Logit errors of c /
+    2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
-    """density, position, length or entropy -> query that computes it over the whole run."""
+    """`density`, `position`, `length` or `entropy` -> query for the same numbers over the whole run."""
 
 
 def read_breakdowns(
@@ -174,11 +174,11 @@ def read_breakdowns(
     max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:
-    """Break down the mismatch over the tokens of the first open run; None if its passes share no finite token that counts.
+    """Break down the mismatch of the first open run; None if its passes share no finite token that counts.
 
-    Only the first use of each sequence is read (iteration 0). Up to `max_steps` steps are read: the `notable` ones and others
-    evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, independent of the order
-    of rows.
+    Only the first use of each sequence is read (iteration 0), in up to `max_steps` steps: the `notable` ones, the
+    others evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, whatever
+    the order of rows.
     """
     run = database.sources[0].run
     tokens = tokens_by_step(database, run)
@@ -217,7 +217,7 @@ def read_breakdowns(
 
 
 def rounded_up(value: float) -> float:
-    """Round up to two significant digits.
+    """Round a number up to two significant digits.
 
     >>> rounded_up(0.1234)
     0.13
@@ -231,7 +231,7 @@ def rounded_up(value: float) -> float:
 def _steps(
     database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
 ) -> tuple[tuple[int, ...], str]:
-    """Return the steps to read, scored under both passes, and a phrase that describes the choice."""
+    """Return the steps to read, among those scored by both passes, and a phrase that describes the choice."""
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
     if len(known) <= max_steps:
@@ -247,8 +247,8 @@ def _steps(
 def _sequences(
     database: Database, pair: Pair, run: str, steps: tuple[int, ...], max_tokens: int
 ) -> tuple[list[str], str]:
-    """Return a condition that selects sequences with at most `max_tokens` tokens (at least one sequence), and a phrase
-    that describes the choice; neither if that is all of them."""
+    """Return a condition for sequences with at most `max_tokens` tokens in total (but at least one sequence), and a
+    phrase that describes the choice; both are empty if all sequences fit."""
     names = ", ".join(str(step) for step in steps)
     a, b = (_SCORED.format(steps=names, name=quoted(name)) for name in pair)
     query = _SEQUENCES.format(key=KEY.format(rows="s."), a=a, b=b, steps=names)

@@ -1,1 +1,1 @@
-"""Compare the captured distributions of two passes token by token, exactly or with proven bounds."""
+"""Compare the captured distributions of two passes token by token: exactly, or with proven bounds."""

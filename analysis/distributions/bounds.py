@@ -1,10 +1,10 @@
-"""Bounds on the divergence of two distributions if one or both are known only as top-K and the mass of the tail.
+"""Bound the divergence of two distributions of which one or both are known only as top-K and the mass of the tail.
 
-Shapes: C rows, M columns: the tokens listed by either side, or the whole vocabulary if one side is full.
+Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
-Known about a side: an interval [lo, hi] for each listed token, an interval for the mass t of all others, and that none of the
-others exceeds `cap`, the smallest listed probability, or t. The bounds hold for all pairs of distributions consistent with
-this. Proof, with h(p, q) of divergence.py (h(p, p) = 0, h >= 0, jointly convex, homogeneous of degree 1):
+For each side, three things are known: an interval [lo, hi] for each listed token; an interval for the mass t of all
+others; and their maximum, `cap`, which is the smallest listed probability, or t if that is less. The bounds hold for all
+distributions that fit. Proof, with h(p, q) of divergence.py (h(p, p) = 0, h >= 0, jointly convex, homogeneous of degree 1):
 
 Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and in
 general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory and
@@ -25,7 +25,7 @@ finite: a's unlisted p are at most cap and add up to at most t, and sum p ln(p /
 largest with as much mass as possible on the smallest q.
 
 Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t have at most t ln(n / t). The vocabulary
-size of a top-K side is unknown: it is taken from a full side if there is one, else as 2^31, because ids are int32.
+size of a top-K side is unknown. It is that of the other side if that one is full, else 2^31, because ids are int32.
 
 Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an error of at
 most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits up to 64 before
@@ -44,7 +44,7 @@ from .topk import PartialDistribution, TopK, argmax, columns, entropy_bounds, is
 
 LN2 = float(np.log(2.0))
 _DIGITS = 1e-12
-"""Bound on the rounding error of float64 sums whose size is at most 1."""
+"""Bound on the rounding error of float64 sums of size 1 or less."""
 
 H = Callable[[Array, Array], Array]
 
@@ -90,7 +90,7 @@ def tv(p: Array, q: Array) -> Array:
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return the bounds of all measures for rows with at least one top-K side; unbounded measures are absent."""
+    """Return the bounds of all measures for rows with a top-K side; measures without a bound are missing."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)
@@ -116,7 +116,7 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that takes h and returns the lower and upper bounds of its sum; its argument `disjoint` is h(1,
+    """Return a function that takes h and returns the lower and upper bounds of its sum. Its argument `disjoint` is h(1,
     0), or None if h(1, 0) is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
@@ -133,7 +133,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """Return the smallest and largest total mass of the tokens not listed by both sides."""
+    """Return the smallest and largest total mass of the tokens that not both sides list."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))
@@ -170,7 +170,7 @@ def _most_of_the_rest_kl(a: PartialDistribution, b: PartialDistribution, outside
 
 
 def _most_on_the_least(a: PartialDistribution, q_CM: Array) -> Array:
-    """Return the largest possible sum of p max(ln(cap / q), 0), subject to p <= cap and sum p <= t."""
+    """Return the largest possible sum of p max(ln(cap / q), 0) with p <= cap and sum p <= t."""
     with np.errstate(divide="ignore", invalid="ignore"):
         gain = np.maximum(np.log(a.cap_C)[:, None] - np.log(np.sort(q_CM, axis=1)), 0.0)
         filled = np.minimum(np.floor(a.tail_hi_C / a.cap_C), q_CM.shape[1])

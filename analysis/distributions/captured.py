@@ -1,6 +1,6 @@
 """Compare the captured distributions of two passes token by token: the Python part of the macro `pair_distributions`.
 
-Captured hidden states give logits through the head weights of the policy version that scored them.
+Captured hidden states are multiplied by the head weights of the policy version that scored them.
 
 Shapes: C tokens in a chunk, H hidden width, V vocabulary.
 """
@@ -31,14 +31,14 @@ from .divergence import MEASURES, Full, compare_full
 from .topk import TopK
 
 CHUNK_BYTES = 16 << 20
-"""Size of a chunk's float64 logits in bytes; comparing a chunk takes about fifteen times as much memory."""
+"""Bytes of a chunk's float64 logits; comparing a chunk takes about fifteen times as much memory."""
 OPEN_GROUPS = 8
 
 TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Location of one side's rows, with the keys of the head and the contract to use."""
+    """Where the rows of one side are stored, and the keys of their head and contract."""
 
     run: str
     group: str
@@ -56,7 +56,7 @@ class _Opened:
 
     @property
     def width(self) -> int:
-        """Number of elements in a token's distribution."""
+        """Number of elements of a token's distribution."""
         arrays = self.group.arrays
         return self.head.weight_VH.shape[0] if HIDDEN in arrays else max(array.width for array in arrays.values())
 
@@ -66,7 +66,7 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions behind the pass's logprobs, with logits divided by the contract's temperature."""
+        """Return the distributions that the pass's logprobs come from: logits divided by the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -83,7 +83,7 @@ class _Opened:
 
 
 class DistributionPairs:
-    """Compares captured rows; calls run one at a time to limit memory use."""
+    """Compare captured rows, one call at a time to limit memory."""
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
@@ -95,20 +95,20 @@ class DistributionPairs:
 
     @property
     def error(self) -> TimTraceError | None:
-        """The error raised by the last call; DuckDB passes on only its text."""
+        """The error that the last call raised; DuckDB passes on only its text."""
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
-        """Return a list of measures per row.
+        """Return a list of measures for each row.
 
-        `columns` are run and number of tokens, followed by group, first row, contract, policy version and attempt for a
-        and for b.
+        `columns` are run and number of tokens, then for each of a and b: group, first row, contract, policy version,
+        attempt.
         """
         with self._lock:
             try:
                 return self._compare([column.to_pylist() for column in columns])
             except TimTraceError as error:
-                # Keep the text rather than the error, whose traceback references the connection and would keep it
+                # Keep the text rather than the error: its traceback references the connection, which would stay
                 # alive.
                 self._error = type(error), str(error)
                 raise
@@ -150,7 +150,9 @@ class DistributionPairs:
             heads = self._heads.setdefault(place.run, Heads(source.store))
             opened = _Opened(open_dense(source.store, place.group), self._contract(place), heads, place)
             if not opened.group.arrays:
-                raise DamagedTrace(f"{source.store.shown(f'dense/{place.group}')}: holds no arrays")
+                raise DamagedTrace(
+                    f"{source.store.shown(f'dense/{place.group}')}: has no arrays; restore it from a copy"
+                )
             self._open[place] = opened
             if len(self._open) > OPEN_GROUPS:
                 self._open.popitem(last=False)
@@ -168,7 +170,7 @@ class DistributionPairs:
 
 
 class _Measures:
-    """Columns of measures for compared tokens, initially NULL."""
+    """Columns of measures for compared tokens; NULL until they are set."""
 
     def __init__(self, count: int):
         self._values = {name: np.zeros(count, type.to_pandas_dtype()) for name, type in TYPES.items()}
@@ -186,7 +188,7 @@ class _Measures:
 
 
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the given rows from every array in a group; consecutive rows are read together."""
+    """Return the given rows of every array of a group; consecutive rows are read together."""
     order = np.argsort(rows_C, kind="stable")
     parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
     back = np.argsort(order, kind="stable")
@@ -205,12 +207,12 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Weights of an output head, rounded as in the pass, and the operations that follow the matrix product."""
+    """Weights of an output head, rounded as in the pass, and the operations after the matrix product."""
 
     weight_VH: Array
     bias_V: Array | None
     dtype: str
-    """torch's name for the dtype of the projection."""
+    """dtype of the projection, as torch names it."""
     scale: float | None
     softcap: float | None
     logits_dtype: str | None
@@ -219,7 +221,7 @@ class Head:
         """Return [C, V] logits before temperature.
 
         Products are accumulated in float32 (float64 for a float64 pass) and rounded to the dtype of the pass wherever
-        the pass rounded. Only the order of sums may differ from that of its kernel, which can change the last bit.
+        the pass rounded. Only the order of summation may differ from its kernel's, which can change the last bit.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
@@ -234,7 +236,7 @@ class Head:
 
 
 class Heads:
-    """Output heads of a trace by policy version; the most recently used one is cached."""
+    """The output heads of a trace by policy version; the last one used is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -242,19 +244,17 @@ class Heads:
         self._held: tuple[Any, Head] | None = None
 
     def head(self, contract: Mapping[str, Any], version: int | None, attempt: int | None, hidden_dtype: str) -> Head:
-        """Return the head described in a contract's `head`, for a policy version and training attempt.
+        """Return the head that a contract's `head` describes, for a policy version and training attempt.
 
         Raises WeightsMissing, DamagedTrace.
         """
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract does not describe the head that projects its hidden states"
+                f"{self.store.url}: a contract lacks the head for its hidden states; record them again with one"
             )
         if version is None:
-            raise WeightsMissing(
-                f"{self.store.url}: hidden states were recorded without a policy version, so their head is unknown"
-            )
+            raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")
         key = (version, attempt, hidden_dtype, repr(sorted(described.items())))
         if self._held is None or self._held[0] != key:
             self._held = None
@@ -283,14 +283,14 @@ class Heads:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """Return the values of a tensor; bfloat16 is converted to float32."""
+    """Return the values of a tensor, converted to float32 if they are bfloat16."""
     if tensor.dtype == BFLOAT16:
         return widen(tensor.bits, BFLOAT16)
     return tensor.bits.view(np.dtype(tensor.dtype))
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Return values rounded to a dtype, ties to even, as float32, or as float64 if the dtype is float64."""
+    """Return values rounded to a dtype, ties to even; as float64 if that is the dtype, else as float32."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

@@ -1,4 +1,4 @@
-"""Divergences of two fully known distributions, per row. float64, nats.
+"""Compute divergences of two fully known distributions, row by row. float64, nats.
 
 Shapes: C rows, V vocabulary.
 
@@ -7,7 +7,7 @@ Each divergence is a sum over tokens of h(p, q), with h(p, p) = 0, h >= 0, joint
     total variation            |p - q| / 2
     Jensen-Shannon             (p ln(2 p / (p + q)) + q ln(2 q / (p + q))) / 2, at most ln 2
                                Lin 1991, Divergence measures based on the Shannon entropy, eq. 3.1 with weights 1/2
-In this form nearby distributions lose no digits, and bounds on h carry over to the sum: see bounds.py.
+In this form nearby distributions lose no digits, and bounds on h are bounds on the sum: see bounds.py.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ MEASURES: dict[str, str] = {
     "mass_beyond_b": "DOUBLE",
     **{f"{name}_{end}": "DOUBLE" for name in _BOUNDED for end in ("low", "high")},
 }
-"""Column for a compared token -> its SQL type."""
+"""Column of a compared token -> its SQL type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Distributions over the whole vocabulary."""
+    """Distributions over a whole vocabulary."""
 
     logits_CV: Array
-    """float64 logits after temperature, up to a constant per row; -inf for tokens with probability 0."""
+    """float64 logits after temperature, up to a constant per row; -inf for tokens of probability 0."""
 
 
 def log_softmax(logits_CV: Array) -> Array:
-    """Return [C, V] logprobs. A row with NaN, +inf or only -inf is all NaN.
+    """Return [C, V] logprobs. A row with NaN, +inf or only -inf gives only NaN.
 
-    scipy.special.log_softmax gives the same digits but is three times slower.
+    scipy.special.log_softmax gives the same digits, three times slower.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         shifted_CV = logits_CV - logits_CV.max(axis=1, keepdims=True)
@@ -58,7 +58,7 @@ def log_softmax(logits_CV: Array) -> Array:
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """Return the KL(p || q) term h per token, +inf where only q is 0; scipy.special.kl_div cancels for small d."""
+    """Return the KL(p || q) term h per token, +inf where only q is 0; scipy.special.kl_div loses digits at small d."""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
         # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
@@ -83,7 +83,7 @@ def tv_terms(logp: Array, logq: Array) -> Array:
 
 
 def entropy(logp: Array) -> Array:
-    """Return the [C] entropy of each row of logprobs, nats."""
+    """Return [C] the entropy of each row of logprobs, nats."""
     from scipy.special import entr
 
     return entr(np.exp(logp)).sum(axis=1)
@@ -97,10 +97,10 @@ def even_entropy(r: Array) -> Array:
 
 
 def compare_full(a: Full, b: Full) -> dict[str, Array]:
-    """Return all measures for rows in which both sides have the full vocabulary.
+    """Return all measures for rows with the full vocabulary on both sides.
 
-    If the vocabulary sizes differ (one is padded), divergences are conditional on the common part, and the mass that
-    each side has outside it is a separate column. Entropy and argmax refer to the whole distribution on each side.
+    If the vocabulary sizes differ (one is padded), divergences are conditional on the common part, and each side's mass
+    outside it has its own column. Entropy and argmax are those of each side's whole distribution.
     """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)
@@ -130,8 +130,8 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return the largest absolute difference [C] between the logits, after centring each row on the tokens with mass on
-    both sides.
+    """Return [C] the largest absolute difference of the logits, each row centred on the tokens with mass on both
+    sides.
     """
     with np.errstate(invalid="ignore"):
         d = np.where(both, logp - logq, 0.0)
@@ -141,5 +141,5 @@ def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
 
 
 def unknown(values: Array, where: Array) -> Array:
-    """Return values as a masked array, masked (NULL) where `where` is True."""
+    """Return values as a masked array that is masked (NULL) where `where` is True."""
     return np.ma.masked_array(values, mask=where)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""SQL function that compares captured distributions. Its dependencies are imported at the first call."""
+"""The SQL function that compares captured distributions; its dependencies are imported at the first call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 COMPARE = "compare_distributions"
 _PLACE = ("VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "INTEGER")
-"""SQL types of the group, first row, contract, policy version and attempt."""
+"""SQL types of group, first row, contract, policy version and attempt."""
 
 BY = {"run": "pair_distribution_runs", "step": "pair_distribution_steps", "sequence": "pair_distribution_sequences"}
 
 
 def _register(database: Database) -> None:
-    """Register the SQL function `compare_distributions`, which returns a list of measures per row."""
+    """Register the SQL function `compare_distributions`, which returns a list of measures for each row."""
     made: list[DistributionPairs] = []
 
     def compare(
@@ -56,14 +56,14 @@ MACROS = MacroFile(
 
 
 def has_captured(database: Database, pair: Pair) -> bool:
-    """Return True if any sequence has captured distributions from both passes, without reading any."""
+    """Return True if some sequence has captured distributions of both passes; the distributions are not read."""
     query = f"SELECT num_captured FROM num_captured({quoted_pair(pair)})"
     rows = database.connection.execute(query).fetchall()
     return bool(rows and rows[0][0])
 
 
 def summary(database: Database, pair: Pair, by: str) -> Rows:
-    """Return the statistics of a pair of passes: exact columns if all tokens have exact measures, otherwise bounds."""
+    """Return the statistics of a pair of passes: exact columns if every token has exact measures, otherwise bounds."""
     rows = database.ask(f"SELECT * FROM {BY[by]}({quoted_pair(pair)})")
     is_exact = all(row["mean_tv"] is not None for row in rows.dicts())
     ends = {f"{kind}_{name}_{end}" for name in DIVERGENCES for kind in ("mean", "max") for end in ("low", "high")}

@@ -1,6 +1,6 @@
 """Represent distributions, known fully or as top-K with the mass of the tail, as probability intervals.
 
-Shapes: C rows, K listed tokens, M columns: tokens listed by either side, or the whole vocabulary if one is full.
+Shapes: C rows; K listed tokens; M columns: the tokens that either side lists, or the whole vocabulary if one is full.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import numpy as np
 from .divergence import Array, Full, entropy, log_softmax
 
 MAX_LOGIT = 64.0
-"""Largest logit before temperature whose rounding error the intervals cover."""
+"""Largest logit before temperature whose rounding error the intervals allow for."""
 _ULP = 2.0**-23
 _LARGEST_VOCABULARY = 2.0**31
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known only as the probabilities of K tokens and the total mass of all others."""
+    """Distributions known only by the logprobs of K tokens and the total mass of all others."""
 
     ids_CK: Array
     logprobs_CK: Array
@@ -27,7 +27,7 @@ class TopK:
     tail_C: Array
     """float64 logarithm of the total mass of the unlisted tokens."""
     temperature: float = 1.0
-    """Temperature by which the logits were divided; the rounding error scales with it."""
+    """Temperature that the logits were divided by; rounding errors grow as it falls."""
 
     def slack(self, logprobs: Array | float) -> Array:
         """Return the maximum error of each captured logprob, nats."""
@@ -58,13 +58,13 @@ class PartialDistribution:
     """Probability intervals of one side over M columns."""
 
     lo_CM: Array
-    """Smallest possible probability of each listed token; 0 for the others."""
+    """Smallest possible probability of each listed token; 0 for other columns."""
     hi_CM: Array
-    """Largest possible probability of each listed token; 0 for the others."""
+    """Largest possible probability of each listed token; 0 for other columns."""
     listed_CM: Array
     """bool: True if the side lists the token."""
     tail_lo_C: Array
-    """Smallest possible mass of all unlisted tokens, whether or not these have a column."""
+    """Smallest possible mass of all unlisted tokens, including those without a column."""
     tail_hi_C: Array
     """Largest possible mass of all unlisted tokens."""
     cap_C: Array
@@ -72,9 +72,9 @@ class PartialDistribution:
 
 
 def columns(a: Full | TopK, b: Full | TopK) -> tuple[PartialDistribution, PartialDistribution, bool]:
-    """Return both sides on shared columns, and True if there may be tokens outside these columns.
+    """Return both sides on shared columns, and True if tokens without a column may exist.
 
-    The vocabulary size of a top-K side is unknown; it is taken from the other side if that one is full.
+    The vocabulary size of a top-K side is unknown; if the other side is full, its size is used.
     """
     if isinstance(a, TopK) and isinstance(b, TopK):
         return *_merged(a, b), True
@@ -101,14 +101,14 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
         np.put_along_axis(target, part.ids_CK, values, axis=1)
     tail_lo, tail_hi = part.tail
     cap = np.minimum(high_CK.min(axis=1), tail_hi)
-    # No token is outside these columns, so the tail is at most the cap times the number of unlisted columns.
+    # Every token has a column here, so the tail is at most the cap times the number of unlisted columns.
     tail_hi = np.minimum(tail_hi, (~listed_CM).sum(axis=1) * cap)
     return PartialDistribution(lo_CM, hi_CM, listed_CM, np.minimum(tail_lo, tail_hi), tail_hi, cap)
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Return shared columns: those in a's list, then those in b's. A token in both lists uses a's column, and its
-    column in b's part is 0 on both sides."""
+    """Return both sides on shared columns: a's list, then b's. A token in both lists uses a's column; its column in b's
+    half is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -128,7 +128,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return the column [C, K] of each token in b's list: its index in a's list, or one past the end of that list."""
+    """Return [C, K] the column of each token in b's list: its index in a's list, or the length of a's list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride
@@ -143,7 +143,7 @@ def _places(ids_a: Array, ids_b: Array) -> Array:
 
 
 def is_broken(side: Full | TopK) -> Array:
-    """Return [C] bool: True for rows that contain NaN or have no mass."""
+    """Return [C] bool: True for rows with NaN or without mass."""
     if isinstance(side, Full):
         return np.isnan(log_softmax(side.logits_CV)).any(axis=1)
     return (
@@ -152,7 +152,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the id [C] of the most probable token, and [C] bool: True if another token may be at least as probable."""
+    """Return [C] the id of the most probable token, and [C] bool: True if another one may be as probable."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]

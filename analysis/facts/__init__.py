@@ -1,1 +1,1 @@
-"""Facts read from a trace: series, changes, drops, repeated responses, staleness, and tokens shared by two runs."""
+"""Facts read from a trace: series, changes, drops, repeated responses, staleness, tokens shared by two runs."""

@@ -1,15 +1,15 @@
-"""Render a change of a series as text."""
+"""Describe a change of a series in a sentence."""
 
 from __future__ import annotations
 
 from .recorded import SET, WRITERS, RecordedChange
 
 _FACTOR = 1.5
-"""Minimum ratio between two values for a change to be reported as a factor."""
+"""Minimum ratio of the two values for the sentence to state a factor."""
 
 
 def change_sentence(change: RecordedChange) -> str:
-    """Return a sentence that states what changed, its old and new value, and the step."""
+    """Return a sentence with the series, its old and new value, and the step of the change."""
     before, after = change.before, change.after
     if isinstance(before, str) or isinstance(after, str) or change.shape == SET:
         verb = "goes" if change.kind == WRITERS else "is set"
@@ -30,7 +30,7 @@ def change_sentence(change: RecordedChange) -> str:
 
 
 def interval_text(low: int, high: int) -> str:
-    """Return the 95% confidence interval of a step in parentheses; empty if it is a single step."""
+    """Return the 95% confidence interval of a step in parentheses; empty if it is one step wide."""
     return "" if low == high else f" (95% CI {low}-{high})"
 
 

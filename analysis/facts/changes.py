@@ -1,5 +1,5 @@
-"""The timeline of a run, read by every verb: change points of each series, which changed first, and when the outcome
-dropped.
+"""The timeline of a run as every command reports it: the changes of each series, which changed first, and the drop of
+the outcome.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .read_series import read_series
 from .series import LINEAR, LOG, Series
 
 MOST = 1000
-"""Maximum number of values to search; longer series are averaged over neighbouring steps."""
+"""Maximum number of values searched for changes; longer series are averaged over neighbouring steps."""
 
 FEWEST = 12
-"""Minimum number of values in a series to look for changes."""
+"""Minimum number of values in a series that is searched for changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,31 +34,31 @@ class ChangePoint:
     """A step at which the level or the slope of a series changed."""
 
     step: int
-    """The first step after the change; for a drop of the outcome its onset, as attribute finds it."""
+    """First step after the change; for the drop of an outcome, its onset as reported by attribute."""
     low: int
     high: int
-    """End of the 95 % confidence interval of the step, which starts at `low`; if values are several steps apart, it
-    starts right after the previous value.
+    """Last step of the 95 % confidence interval, which starts at `low`; where several steps lie between two values, it
+    starts right after the earlier one.
     """
     before: float
-    """The fitted value just before the change, in the unit of the series."""
+    """Fitted value just before the change, in the unit of the series."""
     after: float
-    """The fitted value just before the next change or at the end of the run, in the unit of the series."""
+    """Fitted value just before the next change, or at the end of the run, in the unit of the series."""
     size_in_sd: float
-    """after - before on the scale of the series, in standard deviations of its scatter."""
+    """after - before, on the scale of the series, in standard deviations of its scatter."""
     p: float
-    """Upper bound on the probability that scatter alone causes a change this large anywhere in the series."""
+    """Upper bound on the probability that scatter alone causes so large a change anywhere in the series."""
     kind: str = SHIFT
-    """`shift`: the level jumps; `ramp`: the slope changes, as when a slow decline begins or a rise ends."""
+    """`shift` if the level jumps, `ramp` if the slope changes, as when a slow decline begins or a rise ends."""
 
 
 def change_points(series: Series) -> list[ChangePoint]:
-    """Find the steps at which a series changed, in order, on the scale of the series.
+    """Return the changes of a series in order, found on the scale of the series.
 
-    An exact least-cost segmentation cuts the series into straight segments, so a constant trend is not a change. The
-    cost is in units of the long-run variance, which includes autocorrelation. Single outliers are ignored. Each cut is
-    then located again, as a jump or as a change of slope. Steps without a value are skipped; with fewer than 12 values
-    the result is empty.
+    An exact least-cost segmentation cuts the series into straight segments, so a constant trend is not a change. Costs
+    are in units of the long-run variance, which accounts for autocorrelation. Single outliers are ignored. Each cut is
+    then located more precisely, as a jump or as a change of slope. Steps without a value are skipped. With fewer than
+    12 values the result is empty.
     """
     known = series.known
     steps, values = series.steps[known], series.scaled[known]
@@ -99,7 +99,7 @@ def _change(
 ) -> ChangePoint:  # fmt: skip
     return ChangePoint(
         step=int(first[located.place]),
-        low=int(last[located.low - 1]) + 1,  # the change may be anywhere between two values
+        low=int(last[located.low - 1]) + 1,  # the change may lie anywhere between two values
         high=int(last[min(located.high, n - 1)]),
         before=_within(_unscaled(located.before, series.scale), before),
         after=_within(_unscaled(located.after, series.scale), after),
@@ -110,7 +110,7 @@ def _change(
 
 
 def _within(fitted: float, values: np.ndarray) -> float:
-    """Return a fitted value clipped to the recorded range, so that a segment of zeros gives exactly 0."""
+    """Return a fitted value limited to the recorded range, so that a segment of zeros gives exactly 0."""
     return float(np.clip(fitted, values.min(), values.max()))
 
 
@@ -123,7 +123,7 @@ def _unscaled(value: float, scale: str) -> float:
 
 
 def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the first step, last step and mean value of each bin of neighbours."""
+    """Return the first step, last step and mean value of each bin of neighbouring steps."""
     width = -(-len(steps) // MOST)
     starts = np.arange(0, len(steps), width)
     counts = np.diff([*starts, len(steps)])
@@ -131,10 +131,10 @@ def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 LEAST_SD = 2.0
-"""Minimum size of an onset, in standard deviations of the scatter of the series."""
+"""Minimum size of a first change, in standard deviations of the scatter of the series."""
 
 PLANNED = ("learning_rate",)
-"""Series set by the user rather than observed, which are left out when onsets are ordered."""
+"""Series that the user sets rather than observes; they are left out of the order of first changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +146,13 @@ class FirstChange:
     """Kind of the series: `mismatch`, `reward` and so on."""
     change: ChangePoint
     undecided: tuple[str, ...]
-    """Other series whose onset intervals overlap this series' interval, so that their order is undecided."""
+    """Other series with an overlapping interval: which of them changed first is undecided."""
     may_be_first: bool
-    """True if no other series certainly changed earlier."""
+    """True if no other series has certainly changed earlier."""
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    """Order series by their first change of at least LEAST_SD, leaving out series without one."""
+    """Return the first change of at least LEAST_SD of each series, in order; series without one are left out."""
     first = {
         name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
         for name, of_series in changes.items()
@@ -181,27 +181,27 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Minimum number of values for an outcome to be judged."""
+"""Minimum number of values for a drop of an outcome to be searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """The outcomes recorded in a run, and the drop in the judged one."""
+    """The outcomes recorded in a run, and the drop of the judged one."""
 
     all: tuple[Outcome, ...]
-    """The evaluations, then the reward."""
+    """First the evaluations, then the reward."""
     fall: Fall | None
-    """The drop in the judged outcome, or None; its onset may have been located on the reward."""
+    """The drop of the judged outcome, or None; its onset may come from the reward."""
 
     @property
     def judged(self) -> Outcome | None:
-        """An evaluation if one was logged, else the reward."""
+        """The first evaluation if one was logged, else the reward; None if neither was recorded."""
         return self.all[0] if self.all else None
 
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """Find the changes of every series of the open run; an outcome that drops changes at the onset of its drop."""
+    """Find the changes of every series of the open run; a drop of an outcome begins at its onset."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}
@@ -214,7 +214,7 @@ def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint,
 
 
 def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[ChangePoint, ...]:
-    """Return the changes with the descent nearest to the drop moved to the drop's onset, so that the two agree."""
+    """Return the changes after moving the descent nearest to the drop to its onset, so that the two agree."""
     if fall is None:
         return changes
     first, last = fall.interval
@@ -242,10 +242,10 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the steps that are known to a question about the steps of a database, and a drop that begins after these.
+    """Return the steps that may be used to answer a question about a database's steps, and any drop that begins later.
 
-    The whole run is known if its drop begins by the last selected step, else the run up to that step: a drop from which
-    it recovers later counts. The selected steps alone would lack the level before them.
+    These are the whole run if its drop begins by the last selected step, else the run up to that step, so that a drop
+    counts even if the run recovers later. The selected steps alone would lack the level before them.
     """
     if not database.kept_steps:
         return database, None
@@ -277,7 +277,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # An evaluation may have a different scale, such as the share of correct answers, while rewards go down to -1.
+    # The scale of an evaluation may differ: rewards that go down to -1 say nothing about a share of correct answers.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -286,9 +286,9 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Return the evaluation's drop refined by the reward's onset, or the reward's drop if the evaluation has none.
+    """Return the evaluation's drop with the reward's onset if narrower; if it did not drop, the reward's drop.
 
-    If only the reward drops, the sampled responses got worse although the policy did not."""
+    If only the reward drops, the sampled responses got worse but the policy did not."""
     if fall is not None:
         return refined(fall, of_reward)
     return of_reward

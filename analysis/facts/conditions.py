@@ -1,4 +1,4 @@
-"""Read a run's inputs by step: prompts, limits, advantages, the reference and settings. A policy cannot change these itself."""
+"""Read the inputs of a run by step: prompts, limits, advantages, reference and settings, which no policy can change."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 _MOST_PROMPTS = 20_000
 """Maximum number of sequences whose prompts are read, spread over the run."""
 _MOST_SWITCHES = 5
-"""Maximum number of changes for a logged number to count as a setting rather than a measurement."""
+"""Maximum number of changes of a logged number that counts as a setting rather than a measurement."""
 _HELD = 4
-"""Minimum number of successive equal values for a logged number to count as a constant setting there."""
+"""Minimum number of equal values in a row for a logged number to count as constant."""
 
 _SAMPLED = """
 SELECT step, avg(len(prompt_ids)) AS prompt_length, max(num_response_tokens) AS longest_response, count(*) AS num_sequences,
@@ -86,37 +86,37 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Query for advantages by step. Values are rounded so that constant ones are exactly equal; otherwise they would scatter by summation order."""
+"""Advantages by step. Rounding makes constant values exactly equal; otherwise they scatter with summation order."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 """
 
 _QUANTITIES = {
-    "prompt_length": (PROMPTS, LOG, "mean length of prompts, tokens"),
+    "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
     "prompt_shift": (PROMPTS, LINEAR, "total variation distance of prompt tokens from the first tenth of the run"),
-    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance of tokens at either end of prompts, with position, from the first tenth of the run"),
-    "prompt_pattern_shift": (PROMPTS, LINEAR, "total variation distance of the repetition patterns of prompts from the first tenth of the run"),
-    "share_new_places": (PROMPTS, LOG, "share of tokens at either end of prompts that never occur there in the first quarter of the run"),
-    "share_new_prompts": (PROMPTS, LOGIT, "share of prompts not in any earlier step"),
-    "longest_response": (LENGTH, LOG, "longest response in the step, tokens"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance of (position, token) near both ends of prompts from the first tenth of the run"),
+    "prompt_pattern_shift": (PROMPTS, LINEAR, "total variation distance of repetition patterns in prompts from the first tenth of the run"),
+    "share_new_places": (PROMPTS, LOG, "share of tokens near the ends of prompts that never occur at that position in the first quarter of the run"),
+    "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that occur in no earlier step"),
+    "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
     "num_sequences": (SAMPLING, LOG, "number of sequences in the step"),
     "group_size": (SAMPLING, LOG, "mean number of sequences per group"),
     "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
-    "advantage_scale": (ADVANTAGES, LOG, "standard deviation of advantages divided by that of rewards, within groups"),
+    "advantage_scale": (ADVANTAGES, LOG, "standard deviation of advantages over that of rewards, within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation between advantages and rewards within groups"),
-    "share_masked": (MASK, LOGIT, "share of response tokens masked out of the loss"),
-    "reference_k3": (REFERENCE, LOG, "k3 of the trainer's logprobs against the reference's, nats"),
+    "share_masked": (MASK, LOGIT, "share of response tokens that the loss mask excludes"),
+    "reference_k3": (REFERENCE, LOG, "k3 between the trainer's logprobs and the reference's, nats"),
 }  # fmt: skip
 
 
 @cached
 def read_conditions(database: Database) -> dict[str, Series]:
-    """Read the inputs of the open run by step, and all metrics that are not part of another series.
+    """Read the inputs of the open run by step, and every metric that belongs to no other series.
 
     Series of kind `setting` are constant for many steps: hyperparameters recorded again during the run, and logged
-    numbers that change at a few steps only. A step without a new value keeps the previous one.
+    numbers that change at few steps. A step without a new value keeps the last one.
     """
     columns = {**_of_sequences(database), **_of_reference(database)}
     found = {}
@@ -128,7 +128,7 @@ def read_conditions(database: Database) -> dict[str, Series]:
 
 
 Column = tuple[np.ndarray, np.ndarray]
-"""Steps, and the value at each step."""
+"""The steps, and the value at each step."""
 
 
 def _of_sequences(database: Database) -> dict[str, Column]:
@@ -138,7 +138,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
         rows = by_step(database, query)
         steps = rows.pop("step")
         found |= {name: (steps, values) for name, values in rows.items()}
-    if "share_new_prompts" in found:  # random draws from a finite set repeat more and more prompts
+    if "share_new_prompts" in found:  # random draws from a finite set of prompts repeat more and more of them
         steps, share = found["share_new_prompts"]
         if np.nanmax(share[len(share) // 4 :], initial=0.0) < 1.0:
             found["share_new_prompts"] = steps, np.where(np.arange(len(share)) < len(share) // 4, np.nan, share)
@@ -146,7 +146,7 @@ def _of_sequences(database: Database) -> dict[str, Column]:
 
 
 def _shift(database: Database) -> dict[str, Column]:
-    """Measure how far each step's prompt tokens are from those in the first tenth of the run."""
+    """Return the distance of each step's prompt tokens from those of the first tenth of the run."""
     ((num_sequences,),) = database.connection.execute("SELECT count(*) FROM sequences").fetchall()
     every = max(-(-num_sequences // _MOST_PROMPTS), 1)
     found: dict[str, Column] = {}
@@ -162,7 +162,7 @@ def _shift(database: Database) -> dict[str, Column]:
 
 
 def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return [n] steps and their [n, num_tokens] counts, or None if the table would be too large."""
+    """Return the [n] steps and their [n, num_tokens] counts, or None if the table would be too large."""
     steps, at = np.unique(step.astype(np.int64), return_inverse=True)
     tokens, column = np.unique(token, return_inverse=True)
     if not len(steps) or len(steps) * len(tokens) > 50_000_000:
@@ -173,9 +173,9 @@ def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.nd
 
 
 def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """Return the total variation distance between each step's tokens and those in the first tenth of the run.
+    """Return the total variation distance of each step's tokens from those of the first tenth of the run.
 
-    NaN for steps within the first tenth, which are the basis of the comparison."""
+    Steps within the first tenth, with which the others are compared, are NaN."""
     begins = max(len(steps) // 10, 3)
     first = counts[:begins].sum(axis=0)
     shares = counts / counts.sum(axis=1, keepdims=True)
@@ -184,7 +184,7 @@ def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
 
 
 def _never_before(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """Return the share of each step's tokens that never occur in the first quarter of the run; NaN within that quarter."""
+    """Return the share of each step's tokens that never occur in the first quarter of the run; NaN within it."""
     begins = max(len(steps) // 4, 3)
     is_new = counts[:begins].sum(axis=0) == 0
     share = counts[:, is_new].sum(axis=1) / counts.sum(axis=1)
@@ -201,7 +201,7 @@ def _of_reference(database: Database) -> dict[str, Column]:
 
 
 def _of_metrics(database: Database) -> Iterator[Series]:
-    """Yield every logged number that is not part of another series."""
+    """Yield every logged number that belongs to no other series."""
     rows = database.connection.execute(_METRICS).fetchnumpy()
     names = np.asarray(rows["name"]).astype(str)
     steps, values = np.asarray(rows["step"], np.int64), np.asarray(rows["value"], float)
@@ -227,16 +227,16 @@ def _of_metrics(database: Database) -> Iterator[Series]:
 
 
 def is_held(values: np.ndarray) -> bool:
-    """Return True if a number changes at few steps only, as a setting does."""
+    """Return True if a number changes at few steps, as a setting does."""
     places = np.flatnonzero(values[1:] != values[:-1]) + 1
     stretches = np.diff([0, *places, len(values)])
     return len(places) <= _MOST_SWITCHES and bool((stretches[:-1] >= _HELD).all())
 
 
 def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last index of each stretch of equal values.
+    """Return the first and last index of each run of equal values.
 
-    If the number changes often, only stretches with at least four values and at least a tenth of all values are returned."""
+    If the number changes often, only runs of at least four values and a tenth of all values are returned."""
     firsts = np.r_[0, np.flatnonzero(values[1:] != values[:-1]) + 1]
     lasts = np.r_[firsts[1:] - 1, len(values) - 1]
     least = 1 if is_held(values) else max(_HELD, len(values) // 10)
@@ -250,13 +250,13 @@ def begins_held(values: np.ndarray) -> bool:
 
 
 def _is_learning_rate(name: str) -> bool:
-    """Return True if a setting is a learning rate, which schedules change routinely."""
+    """Return True if a setting is a learning rate, which schedules change all the time."""
     words = re.split(r"[/.]", name.lower())
     return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}
 
 
 def text_settings(database: Database) -> dict[str, list[tuple[int, str]]]:
-    """Return the text settings that changed: name -> a (first step, text) pair for each value it had."""
+    """Return the text settings that changed: name -> (first step, text) of each of its values."""
     rows = database.connection.execute(
         f"SELECT name, step, text FROM metrics WHERE text IS NOT NULL AND name LIKE {quoted(HYPERPARAMETER + '%')} ORDER BY name, step"
     ).fetchall()

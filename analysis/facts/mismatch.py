@@ -1,4 +1,4 @@
-"""The mismatch of a run: by step, from stored sums or from the tokens of both passes, and summarised around a drop."""
+"""Read the mismatch of a run by step, from stored sums or from tokens, and summarise it around a drop."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class StepMismatch:
 
     columns: list[Column]
     estimate: Column | None
-    """-mean logprob of pass a, an estimate of the entropy in nats; None if stored sums were read."""
+    """-mean logprob of pass a, which estimates the entropy in nats; None if the values come from stored sums."""
 
 
 def read_step_mismatch(database: Database, pair: Pair, run: str) -> StepMismatch:
-    """Read the mismatch by step; the result has no columns if the passes share no token."""
+    """Read the mismatch by step; there are no columns if the passes share no token."""
     has = sequence_columns(database, run)
     if database.sums.covers(pair) and not has.advantages and _used_once(database, pair):
         rows = by_step(database, _KEPT.format(pair=quoted_pair(pair)), {"run": run})
@@ -62,12 +62,12 @@ def _gap(rows: dict[str, np.ndarray], pair: Pair) -> StepMismatch:
     names = f"{pair[0]} - {pair[1]}"
     sources = dict.fromkeys(("k3", "mean_abs_d", "p99_abs_d", "max_abs_d", "mean_d", "ess"), f"d = {names}, nats")
     sources |= {
-        "k3_positive": f"d = {names}, nats, where the advantage is above 0",
-        "k3_negative": f"d = {names}, nats, where the advantage is below 0",
+        "k3_positive": f"d = {names}, nats, tokens with a positive advantage",
+        "k3_negative": f"d = {names}, nats, tokens with a negative advantage",
     }
     estimate = None
     if "estimate" in rows and len(n):
-        source = f"estimated by -mean logprob of {pair[0]}, nats"
+        source = f"estimated as -mean logprob of {pair[0]}, nats"
         estimate = Column("entropy", rows["step"], rows["estimate"], source)
     return StepMismatch(columns_of(rows, sources), estimate)
 
@@ -77,18 +77,18 @@ _SUMS = ("num_tokens", "sum_d", "sum_abs_d", "sum_k3", "max_abs_d", "peak_d", "s
 
 @dataclass(frozen=True, slots=True)
 class _StepBatch:
-    """Sums over the tokens of N sequences, and |d| of each token."""
+    """Sums over the tokens of each of N sequences, and |d| of every token."""
 
     step_N: np.ndarray
     sums: dict[str, Array]
-    """Name -> per-sequence value [N]: those in _SUMS, sum_a, and num_tokens and sum_k3 split by the sign of the advantage."""
+    """Name -> [N] sums: those in _SUMS, sum_a, and num_tokens and sum_k3 by the sign of the advantage."""
     size_T: Array
     num_read: int
     """Number of tokens read, including those left out of the sums."""
 
 
 def _of_tokens(database: Database, pair: Pair, run: str, has: OptionalColumns) -> dict[str, np.ndarray]:
-    """Compute the columns from tokens, several whole steps at a time, because quantiles need every d in a step."""
+    """Compute the columns from tokens. Quantiles need every d of a step, so several whole steps are read at a time."""
     lists = [name for name in ("mask", "advantage", "advantages") if getattr(has, name)]
     num_tokens = tokens_by_step(database, run)
     parts = []
@@ -132,7 +132,7 @@ def _of_batch(rows: pa.RecordBatch) -> _StepBatch:
 
 
 def _by_step(batches: list[_StepBatch]) -> dict[str, np.ndarray]:
-    """Return the columns named in _KEPT, and the entropy estimate, for steps with at least one token."""
+    """Return the columns named in _KEPT, and the entropy estimate, for every step with a token."""
     sums = {name: np.concatenate([batch.sums[name] for batch in batches]) for name in batches[0].sums}
     full_N = sums["num_tokens"] > 0
     steps, place_N = np.unique(np.concatenate([batch.step_N for batch in batches])[full_N], return_inverse=True)
@@ -168,11 +168,11 @@ def _quantile(parts: list[Array], p: float) -> float:
 
 
 def _sizes(batches: list[_StepBatch]) -> dict[int, list[Array]]:
-    """Return step -> |d| per token, as one array per batch."""
+    """Return step -> |d| of its tokens, as one array per batch."""
     parts: dict[int, list[Array]] = {}
     for batch in batches:
         ends_N = np.cumsum(batch.sums["num_tokens"]).astype(np.int64)
-        # Index of the last sequence in each stretch of sequences from the same step.
+        # Index of the last sequence in each stretch of one step.
         last = np.flatnonzero(np.append(np.diff(batch.step_N) != 0, True)[: len(batch.step_N)])
         for step, sizes in zip(batch.step_N[last].tolist(), np.split(batch.size_T, ends_N[last][:-1]), strict=False):
             parts.setdefault(step, []).append(sizes)
@@ -186,20 +186,20 @@ def _used_once(database: Database, pair: Pair) -> bool:
 
 
 _WIDTH = 3
-"""Number of successive steps over which a median is taken, so that a single outlier has no effect."""
+"""Number of successive steps in a median, so that a single outlier has no effect."""
 FROM_START, FROM_UPDATES, LATER = "from the start", "with the first updates", "later"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMismatch:
-    """The mismatch in a run as mean |d|, in nats, at several stages of training."""
+    """The mismatch of a run at several stages of training: mean |d|, in nats."""
 
     size: float
-    """Mean |d| at the onset of the drop: the median over the tenth of the run before it, or the largest median of three
-    successive steps around the onset if that is larger.
+    """Mean |d| at the onset of the drop: the median over the tenth of the run before it, or, if larger, the largest
+    median of three successive steps around it.
     """
     first: float
-    """Mean |d| at the first step; before any update if the run was recorded from its start."""
+    """Mean |d| at the first step, which is before any update if the run was recorded from its start."""
     settled: float
     """Median mean |d| between a tenth and half of the run."""
     late: float
@@ -207,7 +207,7 @@ class RunMismatch:
 
     @property
     def begins(self) -> str:
-        """`from the start`, `with the first updates` (initially equal weights diverge), or `later`."""
+        """`from the start`, `with the first updates` (weights are equal at first and then diverge), or `later`."""
         reference = max(self.settled, self.size)
         if self.first > t.AT_ONCE * reference:
             return FROM_START
@@ -220,7 +220,7 @@ class RunMismatch:
 
 
 def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMismatch | None:
-    """Summarise the mismatch in a run, given its drop if any; None if the two passes were not both recorded."""
+    """Summarise the mismatch of a run and of its drop, if any; None unless both passes were recorded."""
     mean_abs_d = series.get("mean_abs_d")
     if mean_abs_d is None or not mean_abs_d.known.any():
         return None
@@ -241,9 +241,9 @@ def read_run_mismatch(series: Mapping[str, Series], fall: Fall | None) -> RunMis
 
 
 def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> float:
-    """Return the largest median of three successive steps starting within `first` to `last`, at most the largest value there.
+    """Return the largest median of three successive steps from `first` to `last`, at most the largest value there.
 
-    A single outlier and a jump after `last` do not count; a jump at `last` does.
+    It ignores single outliers and a jump after `last`, but not a jump at `last`.
     """
     within = values[(steps >= first) & (steps <= last)]
     around = values[(steps >= first) & (steps <= last + _WIDTH - 1)]
@@ -254,8 +254,8 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """Return [n] bool: True for the tenth of the run before a drop (at least three steps), or for the whole run if
-    there is no drop.
+    """Return [n] bool: True in the tenth of the run before a drop (at least three steps), or in the whole run without a
+    drop.
     """
     if fall is None:
         return np.ones(len(steps), bool)

@@ -1,8 +1,8 @@
-"""The exact order in which quantities change around a drop, and how steeply the reward drops.
+"""Find the exact order in which quantities change around a drop, and how steeply the reward drops.
 
-The interval of a change point spans several steps, whereas a fault at a single step shows in the order in which
-quantities leave their earlier level: prompts and sampled tokens, their rewards, the correlation of both, the gradient,
-and a step later the policy.
+A change point is known only within an interval of several steps. A fault at a single step shows in the order in which
+quantities leave their earlier level: prompts and sampled tokens, then their rewards, the correlation of the two, the
+gradient, and one step later the policy.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from .rollouts import Rollouts
 from .series import Series
 
 _BASE = 15
-"""Number of preceding steps with which a step is compared."""
+"""Number of earlier steps that a step is compared with."""
 _FEWEST = 4
 _NEXT = 3
-"""Number of steps checked after a change; the new level must hold in at least two of them."""
+"""Number of steps checked after a change; at least two of them must be at the new level."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01}
-"""Series compared on a log scale -> minimum scatter assumed, in natural logarithm units."""
+"""Series compared on a log scale -> minimum scatter assumed, as a natural logarithm."""
 POLICY = ("sampled", "trained", "entropy", "length")
-"""Quantities that change with the policy."""
+"""Quantities that change only if the policy changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A quantity by step, on the scale used for comparison."""
+    """A quantity by step, on the scale on which it is compared."""
 
     steps: np.ndarray
     values: np.ndarray
     least: float
-    """Minimum scatter assumed for the quantity, on its comparison scale."""
+    """Minimum scatter assumed, on this scale."""
 
     def off(self, place: int) -> np.ndarray:
-        """Return how far a value and the next three are from the preceding level, in standard deviations.
+        """Return how far a value and the next three are from the earlier level, in standard deviations.
 
-        Empty if too few steps precede the value."""
+        Empty if there are too few earlier steps."""
         base = self.values[max(place - _BASE, 0) : place]
         if len(base) < _FEWEST:
             return np.empty(0)
@@ -52,7 +52,7 @@ class Quantity:
         return np.asarray((self.values[place : place + 1 + _NEXT] - np.median(base)) / scatter)
 
     def moves(self, place: int) -> float:
-        """Return the size of a lasting change at an index, in standard deviations; 0 if there is none."""
+        """Return the size of a lasting change at an index, in standard deviations; 0 if the change does not last."""
         off = self.off(place)
         if not len(off) or abs(off[0]) < t.MOVES_SD:
             return 0.0
@@ -62,7 +62,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """The steps at which quantities leave their earlier level."""
+    """The quantities of a run around its drop, and the steps at which they leave their earlier level."""
 
     columns: Mapping[str, Quantity]
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`, `loss`; `sampled` and `trained`: mean logprob of the
@@ -70,9 +70,9 @@ class Moves:
     `relation` between likelihood and reward, `follows` between advantage and reward, `leaves` between advantage and
     distance, `surprises` between advantage and information."""
     first: int
-    """First step in the range at which a change may have started the drop."""
+    """First step at which a change may have caused the drop."""
     last: int
-    """Last step in the range at which a change may have started the drop."""
+    """Last step at which a change may have caused the drop."""
 
     def size(self, name: str, step: int) -> float:
         """Return the size of a quantity's change at a step, in standard deviations; 0 if it does not change."""
@@ -95,7 +95,7 @@ class Moves:
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
     def breaks(self, name: str) -> int | None:
-        """Return the first step, at or before the drop, from which a correlation is permanently lost, or None."""
+        """Return the first step, at the drop or before it, from which a correlation is lost for good, or None."""
         column = self.columns.get(name)
         if column is None:
             return None
@@ -116,7 +116,7 @@ NOTHING = Moves(columns={}, first=0, last=-1)
 
 
 def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> Moves:
-    """Read the quantities that may change, and the range of steps at which a change may have started the drop."""
+    """Read the quantities that may change, and the range of steps in which a change may have caused the drop."""
     found = {
         "sampled": (*rollouts.sampled_by_step, 0.005),
         "trained": (*rollouts.likelihood_by_step, 0.005),
@@ -146,30 +146,30 @@ _BESIDE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """The steepest descent of the reward around the onset of a run's drop."""
+    """The steepest descent of the reward near the onset of the drop."""
 
     step: int
-    """First step after the reward's steepest descent."""
+    """First step after the steepest descent."""
     share: float
-    """Share of the whole reward loss that occurs at `step`."""
+    """Share of the reward's total loss that occurs at `step`."""
     is_early: bool
-    """True if too few steps precede the descent to characterise the policy."""
+    """True if too few steps precede the descent to know the policy before it."""
     policy: float
-    """Change of the policy: the largest change of entropy, length and likelihood of the responses, in standard deviations."""
+    """Largest change of entropy, length and likelihood of the responses, in standard deviations."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence."""
+        """The numbers reported with the evidence, by name."""
         return {"share": min(self.share, 1.0), "step": self.step}
 
     @property
     def is_of_reward(self) -> bool:
-        """True if the reward drops abruptly while the policy is unchanged, so that the same responses earn less."""
+        """True if the reward drops abruptly while the policy is unchanged: the same responses earn less."""
         return self.share > t.DROPS and self.policy < t.SAME_POLICY and not self.is_early
 
     @property
     def is_of_policy(self) -> bool:
-        """True if the policy changed within the few updates around the descent."""
+        """True if the policy changed in the few updates around the descent."""
         return self.share > t.DROPS and (self.policy > t.OTHER_POLICY or self.is_early)
 
 
@@ -180,7 +180,7 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
         return None
     steps, values = reward.steps[reward.known], reward.values[reward.known]
     margin = max(len(steps) // 20, _BESIDE)
-    first = max(int(np.searchsorted(steps, fall.low)) - margin, 2)  # at least one update must come first
+    first = max(int(np.searchsorted(steps, fall.low)) - margin, 2)  # at least one update must precede the descent
     last = min(int(np.searchsorted(steps, fall.fallen)) + margin, len(steps) - _BESIDE)
     if last <= first or len(steps) < 4 * _BESIDE:
         return None
@@ -199,16 +199,16 @@ def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | Non
 
 
 def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return steps and values for the quantities that characterise a policy: entropy, response length and likelihood."""
+    """Return the steps and values of each quantity that characterises the policy: entropy, length and likelihood."""
     of_policy = [series[name] for name in ("entropy", "length") if name in series]
     return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), rollouts.likelihood_by_step]
 
 
 def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
-    """Return the difference between the mean of the three values from a step on and that of the three values before it,
-    in standard deviations.
+    """Return the mean of the three values from a step on minus that of the three before it, in standard deviations.
 
-    The scatter is at least a hundredth of the level."""
+    The scatter is assumed to be at least
+    a hundredth of the level."""
     place = int(np.searchsorted(steps, step))
     before, after = values[max(place - _BESIDE, 0) : place], values[place : place + _BESIDE]
     if not len(before) or not len(after):
@@ -218,5 +218,5 @@ def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
 
 
 def _scatter(values: np.ndarray) -> float:
-    """Return the standard deviation of a mean over _BESIDE values, estimated from differences between neighbours."""
+    """Return the standard deviation of a mean over _BESIDE values, from differences between neighbouring values."""
     return float(robust_sd(np.diff(values)) / math.sqrt(_BESIDE))

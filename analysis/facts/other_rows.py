@@ -1,4 +1,4 @@
-"""Detect rewards and logprobs that belong to other rows in the same step, or to other prompts."""
+"""Detect rewards and logprobs that belong to other rows of the step, or to other prompts."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from . import thresholds as t
 from .rollouts import FARTHEST, FEWEST_COMPARED, Rollouts, hash_pair, least_reward
 
 _KEPT_STEPS = 8
-"""Maximum number of steps compared before and after a step, few enough that the policy hardly changes."""
+"""Maximum number of steps compared on each side of a step; over so few, the policy hardly changes."""
 _FEWEST_KEPT = 3
-"""Minimum number of steps compared before and after a step."""
+"""Minimum number of steps compared on each side of a step."""
 _PROMPTS_AWAY = 8
-"""Maximum distance, in prompts within a step, at which to look for the prompt against which a response was graded."""
+"""Largest offset, in prompts of the step, at which to look for the prompt that a response was graded against."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
-    """Sequences that trainer and engine score differently, looked up among the engine's logprobs of other rows."""
+    """Sequences that trainer and engine score differently, compared with the engine's logprobs of other rows."""
 
     step: int
     num_other: int
     share: float
-    """Share of sequences matching the engine's mean logprob for any other row in the step, or for the row at one fixed distance."""
+    """Share of sequences with the engine's mean logprob of any other row of the step, or of one fixed offset."""
     by_chance: float
-    """Share of sequences matching by chance, measured on rows from the previous step or as the median over other distances."""
+    """Share of sequences that match by chance: with rows of the previous step, or the median over other offsets."""
 
     @property
     def explains(self) -> bool:
-        """True if logprobs belong to other rows in the step. With a low-entropy policy, nearly all rows must match."""
+        """True if the logprobs belong to other rows of the step. With a low-entropy policy, nearly all must match."""
         is_all = 1 - self.share <= t.NONE_LEFT * (1 - self.by_chance)
         return (self.share >= t.OTHER_ROWS and self.by_chance <= t.OTHER_ROWS * self.share) or is_all
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence."""
+        """The numbers reported with the evidence, by name."""
         return {"step": self.step, "num_responses": self.num_other, "share": self.share, "chance_share": self.by_chance}
 
 
 def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | None:
-    """Compare the trainer's mean logprobs from `step` with the engine's for other rows; None if fewer than 30 differ.
+    """Compare the trainer's mean logprobs from `step` on with the engine's of other rows; None if fewer than 30 differ.
 
-    `least`: minimum difference between two mean logprobs, in nats, for them to count as different.
+    `least`: smallest difference between two mean logprobs, in nats, that counts.
     """
     shifts = [by for by in range(-FARTHEST, FARTHEST + 1) if by]
     counts, beside = np.zeros(3, int), np.zeros(len(shifts))
@@ -71,7 +71,7 @@ def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | Non
 
 
 def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
-    """Return [n] bool: True for each of `values` that is within `least` of some known value."""
+    """Return [n] bool: True for each of `values` within `least` of some known value."""
     known = np.sort(known[np.isfinite(known)])
     if not len(known):
         return np.zeros(len(values), bool)
@@ -82,18 +82,18 @@ def is_near(values: np.ndarray, known: np.ndarray, least: float) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReorderedRewards:
-    """Responses that no longer get their earlier reward, and whether that reward is in another row of the step."""
+    """Responses whose reward changed, and whether their earlier reward is in another row of the step."""
 
     num_other: int
     """Number of repeated responses whose reward changed."""
     num_lacking: int
-    """Number of earlier rewards that no row in the same step has; a lower bound."""
+    """Number of earlier rewards that no row of the step has; a lower bound."""
     lacking_by_chance: float
-    """Number of earlier rewards that would be missing if changed rewards were drawn at random from all later rewards."""
+    """Number of earlier rewards that would be missing if changed rewards were random draws from all later ones."""
 
     @property
     def is_permuted(self) -> bool:
-        """True if each step still contains its responses' earlier rewards, but in other rows."""
+        """True if each step still has the earlier rewards of its responses, but in other rows."""
         return (
             self.lacking_by_chance >= t.LACKING and self.num_lacking <= t.LACKING_OF_PERMUTED * self.lacking_by_chance
         )
@@ -101,7 +101,7 @@ class ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRewards:
-    """Comparison of the reward distributions before and after a step, regardless of rows."""
+    """Comparison of the rewards before a step with those after it, ignoring rows."""
 
     step: int
     mean_before: float
@@ -111,11 +111,11 @@ class KeptRewards:
     spread: float
     """Standard deviation of all compared rewards."""
     in_sd: float
-    """Difference between the mean rewards before and after the step, in standard errors."""
+    """Difference between the mean rewards before and after, in standard errors."""
 
     @property
     def are_same(self) -> bool:
-        """True if the distribution of rewards is unchanged, so that changed rewards of responses come from other rows."""
+        """True if rewards have the same distribution, so that changed rewards are those of other rows."""
         return self.apart <= t.SAME_REWARDS and (
             abs(self.in_sd) <= t.SAME_REWARDS_SD or abs(self.mean - self.mean_before) <= t.SAME_REWARDS * self.spread
         )
@@ -123,7 +123,7 @@ class KeptRewards:
 
 def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
     """Compare the rewards of up to eight steps before a step with those of up to eight steps from it on; None if either
-    side has fewer than three.
+    has fewer than three steps.
     """
     before, since = (
         rollouts.until(step - 1).since(step - _KEPT_STEPS),
@@ -137,7 +137,7 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
         of_steps.append(np.bincount(place, part.reward[known]) / np.maximum(np.bincount(place), 1))
         if len(steps) < _FEWEST_KEPT:
             return None
-    from scipy.stats import ks_2samp  # imported here because it takes half a second
+    from scipy.stats import ks_2samp  # importing it takes half a second
 
     error = math.sqrt(sum(float(means.var(ddof=1)) / len(means) for means in of_steps))
     difference = float(of_steps[1].mean() - of_steps[0].mean())
@@ -148,7 +148,7 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
 
 
 def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
-    """Compare the rewards of each step from `step` on, regardless of row, with the earlier rewards of its responses."""
+    """Compare the rewards of each step from `step` on, ignoring rows, with the earlier rewards of its responses."""
     least = least_reward(rollouts)
     known = _earned_before(rollouts, step)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
@@ -166,27 +166,27 @@ def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPromptsRewards:
-    """Responses with the reward they earned earlier under another prompt of their step."""
+    """Responses whose reward is one that they earned earlier under another prompt of the step."""
 
     shift: int
-    """Distance from a response's own prompt to the one that graded it, in prompts of the step."""
+    """Offset from a response's own prompt to the one that it was graded against, in prompts of the step."""
     num_responses: int
-    """Number of responses that earned a reward under that prompt earlier."""
+    """Number of responses with an earlier reward under that prompt."""
     equal: float
-    """Share of the `num_responses` responses whose reward now equals the one earned under the other prompt."""
+    """Share of these responses whose reward now equals that earlier one."""
     by_chance: float
-    """Share of equal rewards expected if rewards were drawn at random from all later rewards."""
+    """Share of them expected to be equal if rewards were random draws from all later rewards."""
 
     @property
     def explains(self) -> bool:
-        """True if responses were graded against the prompt at distance `shift`."""
+        """True if responses were graded against the prompt at offset `shift`."""
         return self.equal >= t.GRADED_ELSEWHERE and self.by_chance <= t.GRADED_BY_CHANCE
 
 
 def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewards | None:
-    """Compare rewards from `step` on with the earlier rewards of the same responses under neighbouring prompts.
+    """Compare rewards from `step` on with those that the same responses earned earlier under neighbouring prompts.
 
-    None if fewer than 30 responses were seen under any one neighbour.
+    None if no neighbour has 30 such responses.
     """
     least = least_reward(rollouts)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
@@ -215,7 +215,7 @@ def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewar
 
 
 def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return for each row the prompt `shift` prompts after its own within the step, wrapping around: [N]."""
+    """Return [N] the prompt `shift` prompts after that of each row within the step, wrapping around."""
     starts_step = np.r_[True, rollouts.step[1:] != rollouts.step[:-1]]
     starts = starts_step | np.r_[True, rollouts.prompt[1:] != rollouts.prompt[:-1]]
     place = np.cumsum(starts) - 1
@@ -227,7 +227,7 @@ def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
-    """Return, for each row, the latest reward that the same response got before `step`, [N]; NaN if there is none."""
+    """Return [N] the latest reward that the same response got before `step`; NaN if there is none."""
     _, number = np.unique(rollouts.whole, return_inverse=True)
     earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
     before = (rollouts.step < step) & np.isfinite(rollouts.reward)
@@ -237,7 +237,7 @@ def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
 
 
 def _lacking(wanted: np.ndarray, given: np.ndarray, least: float) -> int:
-    """Return the number of wanted values that no given value matches; each given value can match only once."""
+    """Return the number of wanted values without a given value that matches; each given value can match only once."""
     given = np.sort(given)
     place, lacking = 0, 0
     for value in np.sort(wanted):

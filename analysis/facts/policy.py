@@ -1,4 +1,4 @@
-"""The policy by step: entropy, policy lag, and the share of tokens that the loss clips."""
+"""Read the state of the policy by step: entropy, policy lag, and the share of tokens that the loss clips."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The optional columns that the passes of a run recorded; they determine the source of a series for all steps."""
+    """Which optional score columns a run recorded; they decide the source of each series for all steps."""
 
     entropy: frozenset[str] = frozenset()
     """Passes with token entropies."""
@@ -84,7 +84,7 @@ class Given:
 
 
 def read_given(database: Database, run: str) -> Given:
-    """Find which optional score columns have values, and in which passes."""
+    """Return the optional score columns that have values, by pass."""
     return Given(passes_with(database, "entropy", run), passes_with(database, "policy_version", run))
 
 
@@ -96,15 +96,15 @@ def read_entropy(
     estimate: Column | None,
     given: Given | None = None,
 ) -> list[Column]:
-    """Read the token entropy of `train` or `current`; if not recorded, leave it to the logged one in `metrics`, or estimate it.
+    """Read the token entropy of `train` or `current`; if missing, use the logged one in `metrics`, else the estimate.
 
-    The estimate is -mean logprob of pass a, whose expectation over samples of the policy is the entropy. `given` describes
-    the whole run if the database holds only some of its steps.
+    The estimate is -mean logprob of pass a, whose expected value over samples of the policy is the entropy. `given`
+    describes the whole run if the database has only some of its steps.
     """
     given = given or read_given(database, run)
     for name in ("train", "current"):
         if name in given.entropy:
-            what = f"mean entropy of the tokens of {name}, nats"
+            what = f"mean entropy over the tokens of {name}, nats"
             return columns_of(_mean(database, run, name, "entropy"), {"entropy": what})
     if any(column.name == "entropy" for column in metrics):
         return []
@@ -112,28 +112,28 @@ def read_entropy(
         return [estimate]
     if not passes_with(database, "logprobs", run, of=[pass_a]):
         return []
-    what = f"estimated by -mean logprob of {pass_a}, nats"
+    what = f"estimated as -mean logprob of {pass_a}, nats"
     return columns_of(_mean(database, run, pass_a, "logprobs"), {"entropy": what})
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Column]:
-    """Read the number of updates between sampling and loss, and between pass b and pass a; `given` as for read_entropy."""
+    """Read the numbers of updates from sampling to loss, and from pass b to pass a; `given` as in read_entropy."""
     given = given or read_given(database, run)
     loss = "current" if "current" in given.version else "train"
-    # The engine's scores default to the policy version of the sequence.
+    # Without its own policy version, an engine's score has that of the sequence.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
-        "policy_lag": f"updates between the sampling weights and the weights of {loss}",
-        "version_lag": f"updates between the weights of {pair[1]} and those of {pair[0]}",
+        "policy_lag": f"number of updates between the sampling weights and the weights of {loss}",
+        "version_lag": f"number of updates between the weights of {pair[1]} and those of {pair[0]}",
     }
     return columns_of(by_step(database, query, {"run": run, "loss": loss}), sources)
 
 
 def read_clipping(database: Database, run: str) -> list[Column]:
-    """Read the share of tokens with an advantage that the recorded loss clips, counted as in analysis.objective.
+    """Read the share of tokens with an advantage that the recorded loss clips, as defined in analysis.objective.
 
-    Empty if the recorded loss does not clip. With a sequence-level loss all tokens share the ratio of their sequence.
+    Empty if the recorded loss does not clip. In a sequence-level loss, all tokens share the ratio of their sequence.
     """
     loss = read_loss(read_hyperparameters(database, run))
     if loss is None or loss.denominator == losses.CURRENT or not loss.has_clip:
@@ -148,7 +148,7 @@ def read_clipping(database: Database, run: str) -> list[Column]:
         mask=_MASK if has.mask else "",
         masked=" AND mask" if has.mask else "",
     )
-    source = f"share of tokens that {loss.kind} clips, by current / {loss.denominator}"
+    source = f"share of tokens that {loss.kind} clips by the ratio current / {loss.denominator}"
     return columns_of(by_step(database, query, {"run": run, "below": loss.denominator}), {"clip_share": source})
 
 

@@ -1,4 +1,4 @@
-"""Read the series of a run from its trace: samples, logged metrics, and values computed from both."""
+"""Read the series of a run: from its samples, from logged metrics, and computed from both."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ MISMATCH: Pair = ("train", "rollout")
 
 
 def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = None) -> dict[str, Series]:
-    """Read the series of a run by step, named as in `series.KINDS`; series without data are left out.
+    """Read the series of a run by step, named as in `series.KINDS`; series without data are missing from the result.
 
-    All series share the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch
-    d = logprob(a) - logprob(b), in nats, over tokens of the loss mask that are finite in both, at the first use of each
-    sequence. `run` is required if several traces are open.
+    All series have the same steps: those with sequences or a logged value. `pair` names the passes of the mismatch d =
+    logprob(a) - logprob(b), in nats, over the tokens in the loss mask with finite logprobs in both, at the first use of
+    each sequence. `run` is required if several traces are open.
 
     - k3 = mean(exp(d) - 1 - d); k3_positive and k3_negative: the same over tokens with advantage above and below 0;
       ess = (sum w)^2 / (n sum w^2) with w = exp(d).
-    - reward_std_within_groups: standard deviation (n - 1) within groups of at least two, averaged over groups;
-      share_groups_without_spread: share of groups whose rewards are all equal and give no gradient.
-    - policy_lag: updates between sampling weights and loss weights; version_lag: between those of pass b and pass a.
-    - clip_share: share of tokens with an advantage that the recorded loss clips.
-    - reward: mean over sequences; if they have none, the logged value.
-    - changed_weights: share of elements whose bits differ from the previously kept version.
+    - reward_std_within_groups: standard deviation (n - 1) within groups of two or more, averaged over groups;
+      share_groups_without_spread: share of groups with equal rewards, which give no gradient.
+    - policy_lag: number of updates from the sampling weights to the loss weights; version_lag: from pass b to pass a.
+    - clip_share: share of the tokens with an advantage that the recorded loss clips.
+    - reward: mean over sequences, or the logged value if they have none.
+    - changed_weights: share of elements whose bits differ from the last recorded version.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -72,7 +72,7 @@ def _columns(database: Database, pair: Pair, run: str) -> Iterable[Column]:
 
 
 def on_steps(steps: np.ndarray, column: Column) -> Series:
-    """Return a column as a series over `steps`, with NaN at steps missing from the column."""
+    """Return a column as a series over `steps`, with NaN at steps that the column lacks."""
     values = np.full(len(steps), np.nan)
     values[np.searchsorted(steps, column.steps)] = column.values
     return named(column.name, steps, values, column.source, column.not_finite, column.logged)
@@ -97,7 +97,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Series -> metric names used by frameworks and the recorder; the first name found in the trace is used."""
+"""Series -> its names in the logs of frameworks and of the recorder; the first that the trace has is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),
@@ -105,7 +105,7 @@ LAST_WORDS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy", "policy_entropy", "mean_entropy"),
     "reward": ("reward", "rewards", "mean_reward", "reward_mean", "avg_reward", "average_reward"),
 }
-"""Series -> last words of metric names in custom training loops, used if none of NAMES is logged."""
+"""Series -> last words of its names in custom training loops; used if none of NAMES was logged."""
 
 _METRICS = """
 SELECT step, name, avg(value) FILTER (isfinite(value)) AS value, count(*) FILTER (NOT isfinite(value)) AS num_not_finite
@@ -133,8 +133,8 @@ def read_logged(database: Database, run: str) -> list[Column]:
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Return series -> metric name in this run; if several names end with the same word, the first in alphabetical
-    order is used.
+    """Return series -> metric name in this run; of several names with the same last word, the alphabetically first is
+    used.
     """
     logged = [
         name for (name,) in database.connection.execute(_NAMES, {"run": run}).fetchall() if not is_evaluation(name)
@@ -157,7 +157,7 @@ def _column(series: str, name: str, rows: list[tuple[int, float, int]]) -> Colum
     )
 
 
-# A fixed summation order keeps results bitwise reproducible with several threads.
+# A fixed order of summation keeps results bitwise reproducible with several threads.
 _SEQUENCES = """
 SELECT step, avg(reward ORDER BY seq_id) FILTER (isfinite(reward)) AS reward, avg(num_response_tokens) AS length,
        avg((finish_reason = 'length')::INTEGER) AS share_length_limited,
@@ -179,7 +179,7 @@ GROUP BY step ORDER BY step
 """
 
 _MOST = 0.5
-"""Share of NaN or infinite rewards above which the reward of a step counts as not finite."""
+"""Above this share of NaN or infinite rewards, the reward of a step counts as not finite."""
 
 
 def read_sampled(database: Database, run: str) -> list[Column]:
@@ -201,14 +201,14 @@ def read_sampled(database: Database, run: str) -> list[Column]:
             groups,
             {
                 "reward_std_within_groups": "standard deviation of the reward within groups, averaged over groups",
-                "share_groups_without_spread": "share of groups in which all rewards are equal",
+                "share_groups_without_spread": "share of groups with equal rewards",
             },
         ),
     ]
 
 
 def read_changed(database: Database, run: str) -> list[Column]:
-    """Read the share of weight elements whose bits changed at each version, from metadata only."""
+    """Read the share of weight elements whose bits changed at each version; it comes from metadata only."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):
@@ -224,5 +224,5 @@ def read_changed(database: Database, run: str) -> list[Column]:
     kept = database.kept_steps.get(run)
     steps = np.array(sorted(shares if kept is None else shares.keys() & set(kept)), np.int64)
     values = np.array([shares[int(step)] for step in steps])
-    what = "share of the weights whose bits differ from the previously kept version"
+    what = "share of the weights whose bits differ from the last recorded version"
     return [Column("changed_weights", steps, values, what)]

@@ -1,4 +1,4 @@
-"""All recorded changes of a run: step, old and new value, and size relative to scatter."""
+"""Collect all recorded changes of a run, with step, old and new value, and size relative to scatter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .read_series import read_series
 from .series import ENTROPY, LENGTH, LINEAR, LOG, MISMATCH, OPTIMIZER, POLICY, REWARD, WEIGHTS, Series
 
 SET = "set"
-"""Value of `shape` for a deliberate change, whose step is known exactly."""
+"""`shape` of a deliberate change, whose step is known exactly."""
 CONTRACT = "contract"
 
 _CONTRACTS = """
@@ -39,19 +39,19 @@ SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINC
 """
 
 GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
-"""Kinds of changes in inputs, which the policy cannot cause."""
+"""Kinds of changes in inputs, which no policy can cause."""
 FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
-"""Kinds of changes that accompany a policy change, and so may be consequences of an earlier change in an input."""
+"""Kinds of changes that follow the policy, and so may be consequences of an earlier change in an input."""
 
 CLEAR_SD = 4.0
-"""Minimum size of a change in an input, in standard deviations, for it to be certain and to have consequences."""
+"""Minimum size, in standard deviations, of a change in an input that is certain and can have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedChange:
-    """One recorded change."""
+    """One recorded change of a series."""
 
     series: str
     kind: str
@@ -60,26 +60,26 @@ class RecordedChange:
     step: int
     low: int
     high: int
-    """End of the 95 % confidence interval of the step, which starts at `low`; both equal the step for deliberate
-    changes.
+    """Last step of the 95 % confidence interval, which starts at `low`; both equal the step if the change was
+    deliberate.
     """
     before: float | str
     after: float | str
     size_in_sd: float | None
-    """after - before on the scale of the series, in standard deviations of its scatter; None for deliberate changes."""
+    """after - before on the scale of the series, in standard deviations of its scatter; None if deliberate."""
     shape: str
-    """`shift`: the level jumps; `ramp`: the slope changes; `set`: a deliberate change."""
+    """`shift` if the level jumps, `ramp` if the slope changes, `set` if the change was deliberate."""
     order: str = ""
     """`before` the drop (disjoint intervals), `with` it, or `after` it; empty without a drop."""
     follows: str = ""
-    """The series whose earlier change caused this change; empty if there is none."""
+    """Name of the series whose earlier change caused this one; empty if there is none."""
 
 
 @cached
 def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Find all changes recorded in the open run, ordered by step.
+    """Return all changes recorded in the open run, ordered by step.
 
-    Changes of series come from `read_changes`, so that all commands report the same step.
+    Series are searched with `read_changes`, so that all commands report the same step.
     """
     series = read_series(database, pair=pair)
     fall = read_outcomes(database, pair).fall
@@ -99,7 +99,7 @@ def read_recorded(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.Table:
-    """Return `read_recorded` of several runs as rows of the SQL view `changes`, with numbers and texts in separate columns."""
+    """Return the changes of several runs as rows of the SQL view `changes`; numbers and texts have separate columns."""
     rows = [
         {"run": source.run, **{field.name: getattr(change, field.name) for field in fields(change)}}
         for source in database.sources
@@ -121,7 +121,7 @@ def changes_table(database: Database, pair: Pair = ("train", "rollout")) -> pa.T
 
 
 def around(changes: Iterable[RecordedChange], fall: Fall, num_steps: int) -> tuple[RecordedChange, ...]:
-    """Return the changes within the onset interval of a drop or shortly before it, largest first, consequences last."""
+    """Return the changes within or shortly before the onset interval of a drop, largest first, consequences last."""
     first, last = fall.interval
     earliest = first - max(num_steps // 10, 5)
     near = [change for change in changes if earliest <= change.high and change.low <= max(last, fall.fallen)]
@@ -140,7 +140,7 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Return each change in a setting; the interval of a gradual change (a ramp or a controller) spans its first to last step."""
+    """Return the changes of a setting; the interval of a gradual one (ramp, controller) is its first to last step."""
     values, steps = series.values, series.steps
     parts = held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:
@@ -166,7 +166,7 @@ def _texts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _contracts(database: Database) -> Iterator[RecordedChange]:
-    """Yield the passes whose contract changes at some step."""
+    """Yield changes of a pass's contract."""
     rows = database.connection.execute(_CONTRACTS).fetchall()
     known: dict[str, str] = {}
     for name, step, contract in rows:
@@ -176,7 +176,7 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Yield changes in the number of processes, and processes whose mismatch diverges from the others' at some step."""
+    """Yield changes in the number of processes, and processes whose mismatch departs from that of the others."""
     count = read_num_writers(database, pair)
     if count is not None:
         yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
@@ -185,7 +185,7 @@ def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
 
 
 def _folded(changes: list[RecordedChange], fall: Fall | None) -> Iterator[RecordedChange]:
-    """Yield the changes, each with its order relative to the drop and the earlier change that caused it."""
+    """Yield the changes with their order relative to the drop, and the earlier change that caused them, if any."""
     given = [change for change in changes if change.kind in GIVEN and _abnormal(change) >= CLEAR_SD]
     mismatch = [change for change in changes if change.series == "mean_abs_d"]
     for change in changes:
@@ -208,9 +208,9 @@ def order_beside(change: RecordedChange, fall: Fall) -> str:
 WRITERS = "writers"
 
 _MOST = 256
-"""Maximum number of writers per pass that are compared individually."""
+"""Maximum number of writers per pass that are compared one by one."""
 _APART = 2.0
-"""Minimum factor between a writer's mean |d| and the other writers' for the writer to be reported."""
+"""Minimum ratio between a writer's mean |d| and that of the others for the writer to be reported."""
 
 # Group by rank, because a restarted rank writes under a new name.
 _WHO = "coalesce('rank ' || nullif(regexp_extract(writer, '^r([0-9]+)-p', 1), ''), writer)"
@@ -227,7 +227,7 @@ WHERE isfinite(mean_abs_d) GROUP BY ALL ORDER BY step, writer
 
 
 def read_num_writers(database: Database, pair: Pair) -> Series | None:
-    """Return the number of processes that recorded scores of the pair, by step; None without scores."""
+    """Return the number of processes that recorded scores of the pair, by step; None if it has no scores."""
     rows = database.connection.execute(_COUNTS, {"a": pair[0], "b": pair[1]}).fetchnumpy()
     steps, counts = np.asarray(rows["step"], np.int64), np.asarray(rows["num_writers"], float)
     return (
@@ -236,9 +236,9 @@ def read_num_writers(database: Database, pair: Pair) -> Series | None:
 
 
 def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, ChangePoint]]:
-    """Yield, for each pass, the writers whose mean |d| diverges from the others', with the change.
+    """Yield each pass's writers whose mean |d| departs from that of the others, with the change.
 
-    The series is the ratio of a writer's mean |d| to that of all others at the same step.
+    The series is a writer's mean |d| divided by that of all others at the same step.
     """
     names = {name: database.connection.execute(_NAMES, {"name": name}).fetchall() for name in pair}
     is_one = names[pair[0]] == names[pair[1]]  # each process recorded both passes of its sequences
@@ -255,7 +255,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
         for place, writer in enumerate(writers):
             series = Series(
                 f"mean_abs_d of {whose}{writer}", steps, ratio_nW[:, place], LOG, WRITERS,
-                "mean |d| of the writer's tokens divided by the other writers'",
+                "mean |d| of the writer's tokens over that of the other writers",
             )  # fmt: skip
             for change in change_points(series):
                 factor = change.after / change.before if change.before > 0 else np.inf
@@ -264,7 +264,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
 
 
 def _beside_others(total_nW: Array, count_nW: Array) -> Array:
-    """Return the ratio [n, W] of each writer's mean to that of all others; NaN if either is missing."""
+    """Return [n, W] each writer's mean divided by that of all others; NaN if either is missing."""
     others = total_nW.sum(1, keepdims=True) - total_nW, count_nW.sum(1, keepdims=True) - count_nW
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (total_nW / count_nW) / (others[0] / others[1])

@@ -1,4 +1,4 @@
-"""Correlations of rewards, advantages, lengths and logprobs, and the step from which identical responses get different
+"""Correlate rewards, advantages, lengths and logprobs, and find the step from which identical responses get other
 values.
 """
 
@@ -23,32 +23,32 @@ from .rollouts import (
 )
 
 _BY_CHANCE = 1.32
-"""One-sided 10 % bound on the correlation between unrelated values, in standard errors of 1 / sqrt(n - 1)."""
+"""Correlation that unrelated values exceed in 10 % of cases, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses per length, and of such lengths, to relate rewards to length."""
+"""Minimum number of responses of one length, and of such lengths, to relate rewards to length."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Minimum number of responses per length within a step, and of such lengths, to relate the step's rewards to length."""
+"""The same minimums within a single step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relation:
-    """Correlation within groups between two per-sequence quantities."""
+    """Correlation of two per-sequence quantities within groups."""
 
     correlation: float
-    """Pooled correlation, after subtracting group means from all values; NaN if there is nothing to compare."""
+    """Pooled correlation after subtracting group means; NaN if there is nothing to compare."""
     by_group: float
-    """Mean over groups of the correlation within each group."""
+    """Mean over groups of each group's correlation."""
     num_groups: int
     """Number of groups in which both quantities vary."""
     negative: float
-    """Share of groups whose correlation is below the 10 % chance bound, which is -0.5 for eight members."""
+    """Share of groups whose correlation is below the 10 % chance bound: -0.5 for eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
-    """Correlate two columns within groups, pooled and per group; NaN if both vary in fewer than 30 groups.
+    """Correlate two columns within groups, pooled and per group; NaN unless both vary in at least 30 groups.
 
-    The correlation between rewards and advantages stays 1 if a baseline is subtracted or the result is divided by the
-    group's spread.
+    Subtracting a baseline from rewards, or dividing the result by the group's spread, leaves their correlation with
+    advantages at 1.
     """
     x, y, known = _in_groups(rollouts, first, second)
     group = rollouts.group[known]
@@ -68,7 +68,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two columns minus their group means, only where both are known, and a mask of these sequences, [N] bool."""
+    """Return two columns minus their group means, where both are known, and [N] bool that marks these sequences."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -76,7 +76,7 @@ def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray,
 
 
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the n steps in which both columns vary within groups, and the columns' correlation within groups at each."""
+    """Return the n steps in which both columns vary within groups, and their correlation within groups at each."""
     x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
     xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
@@ -85,14 +85,14 @@ def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.nd
 
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation; 0 if one side is constant."""
+    """Return Pearson's correlation; 0 if either column is constant."""
     return float(np.corrcoef(x, y)[0, 1]) if len(x) > 2 and np.ptp(x) > 0 and np.ptp(y) > 0 else 0.0
 
 
 def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndarray) -> float:
-    """Return the correlation between reward differences and response lengths: over all pairs, or within steps if stronger.
+    """Return the correlation of reward differences with response lengths, over all pairs or, if stronger, within steps.
 
-    A bonus per token that grows with the step is proportional to length only within a step.
+    A bonus per token that grows from step to step is proportional to length only within a step.
     """
     overall = correlation(difference, length)
     _, of_step = np.unique(step, return_inverse=True)
@@ -107,12 +107,12 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of the variance in reward differences between identical responses that length explains, and the
+    """Return the share of the variance of reward differences between identical responses that length explains, and the
     sign of the relation.
 
-    The share is the largest of those explained by length, by length minus its group mean and, if material, by length among
-    responses with equal rewards. The fit is monotone or has one turning point. The share is 0 if fewer than two lengths have
-    five responses, or if no reward differs.
+    It is the largest of three: by length; by length minus its group mean; and, if they vary enough, by length among
+    responses with equal rewards. The fitted function is monotone or has one turning point. The share is 0 if fewer than
+    two lengths have five responses, or if no reward differs.
     """
     at_a, at_b = shared_responses(run, control)
     difference, base = run.reward[at_a] - control.reward[at_b], control.reward[at_b]
@@ -135,7 +135,7 @@ def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]
 def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
     """Return the share of variance explained by the best monotone function of length, and its sign.
 
-    With at least five lengths, functions with one turning point are fitted too."""
+    With at least five lengths, the function may have one turning point."""
     lengths, place, counts = np.unique(length, return_inverse=True, return_counts=True)
     total = float(((values - values.mean()) ** 2).sum())
     means = np.bincount(place, values) / counts
@@ -152,10 +152,10 @@ def _explained(values: np.ndarray, length: np.ndarray) -> tuple[float, float]:
 
 
 def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -> float:
-    """Return the weighted sum of squared residuals between means and their best monotone fit."""
+    """Return the weighted sum of squared residuals of the best monotone fit to means."""
     if len(means) < 2:
         return 0.0
-    from scipy.optimize import isotonic_regression  # slow to import: half a second
+    from scipy.optimize import isotonic_regression  # importing it takes half a second
 
     fitted = isotonic_regression(means, weights=counts, increasing=increasing).x
     return float(counts @ (means - fitted) ** 2)
@@ -164,7 +164,7 @@ def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     """Return the correlation between reward and length if `run` rewards length and `control` does not, else 0.
 
-    It is measured on reward differences between identical responses, or within groups if almost all rewards differ and
+    It comes from reward differences of identical responses, or from within groups if almost all rewards differ and
     lengths change in the rewarded direction.
     """
     at_a, at_b = shared_responses(run, control)
@@ -181,15 +181,15 @@ def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
 
 
 def _latest(rollouts: Rollouts) -> Rollouts:
-    """Return the sequences from the last quarter of the run."""
+    """Return the sequences of the last quarter of the run."""
     return rollouts.ordered(slice(3 * len(rollouts.step) // 4, None))
 
 
 def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return n steps, and the share of the reward variance at each that length explains.
+    """Return n steps, and the share of each step's reward variance that length explains.
 
-    Only steps with at least three lengths, each with at least three rewards, are returned. The share is adjusted for the
-    number of lengths, so it is 0 on average if length is irrelevant.
+    Only steps with at least three lengths, each with at least three rewards, are included. The share is adjusted for
+    the number of lengths: it is 0 on average if length does not matter.
     """
     known = np.isfinite(rollouts.reward)
     length = rollouts.length[known].astype(np.int64)
@@ -209,26 +209,26 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 
 _INTERVAL = 1.92
-"""Decrease of the log-likelihood from its maximum to the ends of a 95 % confidence interval."""
+"""Log-likelihood below the maximum at the ends of a 95 % confidence interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedResponses:
-    """Responses sampled both before and after a step at which their value changes: a reward, a reference logprob or a mask."""
+    """Responses sampled before and after a step at which their value changes: a reward, reference logprob or mask."""
 
     step: int
     """First step with changed values."""
     num_responses: int
     share: float
-    """Share of the responses repeated across the step whose value changed."""
+    """Share of the responses sampled on both sides of the step whose value changed."""
     share_before: float
-    """Share of the responses repeated before `first` whose value had already changed there; NaN if none repeat."""
+    """Share of the responses repeated before `first` whose value had changed by then; NaN if none repeat."""
     length_correlation: float
-    """Correlation between value differences and response lengths, over all pairs or within steps; 0 if either is constant."""
+    """Correlation of value differences with lengths, over all pairs or within steps; 0 if either is constant."""
     is_of_one_length: bool
-    """True if all changed responses have the same length, so that a correlation with length is undefined."""
+    """True if all changed responses have one length, so that no correlation with length is defined."""
     agreement: float = 0.0
-    """Correlation between values before the step and after it; 0 if either is constant."""
+    """Correlation of the values before the step with those after it; 0 if either are constant."""
     low: int = 0
     """First step of the 95 % confidence interval of the change."""
     high: int = 0
@@ -239,26 +239,26 @@ class ChangedResponses:
 
     @property
     def is_rescaled(self) -> bool:
-        """True if responses rank in the same order before and after the change, so that only the scale or level changed."""
+        """True if responses keep their order by value, so that only the scale or level of the values changed."""
         return self.agreement > t.SAME_ORDER and abs(self.length_correlation) <= t.LENGTH_EXPLAINS
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence."""
+        """The numbers reported with the evidence, by name."""
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
 
     def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
-        """Return the sequences after the change and before it, leaving out the interval of its step."""
+        """Return the sequences after the change and those before it, without the interval of its step."""
         return rollouts.since(self.high), rollouts.until(self.low - 1)
 
 
 def changed_responses(
     rollouts: Rollouts, column: str, *, first: int, last: int, least: float
 ) -> ChangedResponses | None:
-    """Find the step, from `first` to `last`, at which the largest share of repeated responses changes its value.
+    """Return the step, from `first` to `last`, at which the largest share of repeated responses changes its value.
 
-    `column` names the value, `least` is the minimum size of a difference. None if no step has at least 10 responses
-    sampled on both sides.
+    `column` names the value; differences of at most `least` do not count. None if no step has 10 responses that were
+    sampled both before and after it.
     """
     step, given = rollouts.step, getattr(rollouts, column)
     one, two = successive(comparable(rollouts, column), step)
@@ -278,7 +278,7 @@ def changed_responses(
             by_length = length_correlation(difference[chosen], lengths, high[chosen])
             steadily = correlation(
                 difference[chosen], lengths * (high - low)[chosen]
-            )  # a bonus per token may grow with the step
+            )  # a bonus per token may grow from step to step
             if abs(steadily) > max(abs(by_length), t.LENGTH_EXPLAINS_WITHIN):
                 by_length = steadily
             best = ChangedResponses(
@@ -295,10 +295,10 @@ def changed_responses(
 
 
 def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
-    """Return the most likely step of a change and its 95 % confidence interval, from M pairs of values.
+    """Return the most likely step of a change, and its 95 % confidence interval, from M pairs of values.
 
-    Pairs that span the change differ more often than others. `differs` [M] bool: True if the values in a pair differ; `low`
-    and `high` [M]: the earlier and the later step of each pair.
+    Pairs that span the change differ more often than others. `differs`: [M] bool, True if the values of a pair differ;
+    `low` and `high`: [M] its earlier and its later step.
     """
     steps = np.unique(high)
     first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)
@@ -313,13 +313,13 @@ def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tup
 
 
 def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int) -> np.ndarray:
-    """Return, for each of `num` indices, the total weight of the intervals `first` to `last` that contain it."""
+    """Return [num] the total weight of the intervals, from `first` to `last`, that contain each index."""
     held: np.ndarray = np.cumsum(np.bincount(first, weight, num + 1) - np.bincount(last + 1, weight, num + 1))[:num]
     return held
 
 
 def _likelihood(num_differing: np.ndarray, num: np.ndarray) -> np.ndarray:
-    """Return the maximum log-likelihood of observing `num_differing` differing pairs among `num`."""
+    """Return the maximum log-likelihood of `num_differing` differing pairs out of `num`."""
     rate = (num_differing + 0.5) / (num + 1)
     likelihood: np.ndarray = num_differing * np.log(rate) + (num - num_differing) * np.log1p(-rate)
     return likelihood

@@ -1,4 +1,4 @@
-"""Repeated responses: whether they get the same reward, and whether rewards are in a different row order."""
+"""Compare repeated responses: do they get the same reward, and are rewards in another row order?"""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, FARTHEST, FEWEST_COMPARED, Rollouts, comparable, least_reward, successive
 
 _LEAST_SORTED = 3
-"""Minimum group size to test whether rewards are sorted."""
+"""Minimum size of a group for a test whether its rewards are sorted."""
 _EQUAL = 1e-4
-"""Difference, in nats, up to which two logprobs for the same prefix count as equal; rounding depends on the batch shape."""
+"""Difference, in nats, up to which two logprobs of one prefix are equal; rounding depends on the batch shape."""
 _FEWEST_IN_STEP = 20
-"""Minimum number of pairs of identical responses within a step for their share of unequal values to be known."""
+"""Minimum number of pairs of identical responses within a step to compute their share of unequal values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedResponses:
-    """Rewards of responses sampled twice; a deterministic reward is the same both times."""
+    """Rewards of responses sampled twice; a deterministic reward is equal both times."""
 
     num_pairs: int
     unequal: float
-    """Share of response pairs whose rewards differ; NaN if there are no pairs."""
+    """Share of pairs with different rewards; NaN if there are no pairs."""
     shift: int
-    """Row shift of rewards that leaves the fewest pairs with different rewards; 0 if rewards are in the right rows."""
+    """Row shift that leaves the fewest pairs with different rewards; 0 if rewards are in the right rows."""
     unequal_shifted: float
-    """Share of pairs whose rewards differ after undoing `shift` or `order`."""
+    """Share of pairs with different rewards after undoing `shift` or `order`."""
     mean_difference: float
-    """Mean absolute reward difference over pairs whose rewards differ."""
+    """Mean absolute difference over the pairs with different rewards."""
     order: str = ""
-    """The row order in ORDERS that leaves the fewest pairs with different rewards; empty if a shift, or no change,
-    leaves fewer.
+    """Row order in ORDERS that leaves the fewest pairs with different rewards; empty if a shift, or no change, leaves
+    fewer.
     """
 
     @property
     def lies_off(self) -> bool:
-        """True if undoing `shift` or `order` makes far fewer pairs differ."""
+        """True if undoing `shift` or `order` leaves far fewer pairs with different rewards."""
         return (self.shift != 0 or self.order != "") and self.unequal_shifted < t.UNEQUAL_SHIFTED * self.unequal
 
 
 def repeated_responses(rollouts: Rollouts) -> RepeatedResponses:
-    """Compare the rewards of repeated responses to the same prompt, as recorded and in other row orders of the step."""
+    """Compare the rewards of repeated responses to a prompt, as recorded and in other row orders of the step."""
     pairs, least = successive(rollouts.whole, rollouts.step), least_reward(rollouts)
     num, unequal, mean_difference = _unequal(rollouts.reward, pairs, least)
     shift, unequal_shifted, other = 0, unequal, ""
@@ -68,21 +68,21 @@ ORDERS = (
     "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves",
     "shortest_first", "longest_first", "shortest_first_in_groups", "last_step",
 )  # fmt: skip
-"""Row orders that a bug may produce: the step reversed; each group reversed; the first members of all groups first, or the inverse; each
-member replaced by the next or the previous one of its group; the halves of the step swapped; by response length ascending or descending,
-in the step or in each group; the rewards of the previous step."""
+"""Row orders that a bug may produce: the step reversed; each group reversed; first the first members of all groups, or
+the inverse; each member replaced by the next or the last one in its group; the halves of the step swapped; ordered by
+ascending or descending response length, in the step or in each group; the rewards of the previous step."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return [N] for each row the index of the row whose reward it takes in the named order; its own index if groups
-    differ in size.
+    """Return [N] the index of the row whose reward each row takes in the named order; its own index if groups differ in
+    size.
     """
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
     place = np.arange(len(rollouts.step))
     if name == "last_step":
         for first, last, end in zip(firsts, lasts, lasts[1:], strict=False):
-            if last - first == end - last:  # the rewards of this step are recorded with the next one
+            if last - first == end - last:  # the rewards of this step were recorded with the next one
                 place[first:last] = np.arange(last, end)
         return place
     for first, last in zip(firsts, lasts, strict=True):
@@ -115,7 +115,7 @@ def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
     """Return the share of groups with sorted rewards (descending or ascending, whichever is larger), and the share
     expected by chance.
 
-    Only groups whose rewards differ count; NaN if there are fewer than 30.
+    Only groups with different rewards count; NaN if there are fewer than 30.
     """
     if not len(rollouts.group):
         return math.nan, math.nan
@@ -133,8 +133,8 @@ def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
 
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
-    """Return the number of pairs with known rewards, the share of them that differ by more than `least`, and the mean
-    difference of those.
+    """Return the number of pairs with known rewards, the share that differs by more than `least`, and the mean
+    difference of these.
     """
     difference = _differences(reward, *pairs)
     if len(difference) < FEWEST_COMPARED:
@@ -144,13 +144,13 @@ def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: fl
 
 
 def _differences(reward: np.ndarray, one: np.ndarray, two: np.ndarray) -> np.ndarray:
-    """Return [M] absolute reward differences of pairs with both rewards known."""
+    """Return [M] absolute reward differences of the pairs whose rewards are known."""
     known = np.isfinite(reward[one]) & np.isfinite(reward[two])
     return np.asarray(np.abs(reward[two] - reward[one])[known])
 
 
 def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return the rewards, [N], moved by `shift` rows within each step, wrapping around."""
+    """Return [N] rewards moved by `shift` rows within each step, wrapping around."""
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     sizes = np.diff(np.r_[firsts, len(rollouts.step)])
     first, size = np.repeat(firsts, sizes), np.repeat(sizes, sizes)
@@ -159,14 +159,14 @@ def _moved(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def unequal_share(rollouts: Rollouts, column: str, least: float) -> float:
-    """Return the share of repeated responses whose values differ by more than `least`; NaN below 30 pairs."""
+    """Return the share of repeated responses whose values differ by more than `least`; NaN with fewer than 30 pairs."""
     return _unequal(getattr(rollouts, column), successive(comparable(rollouts, column), rollouts.step), least)[1]
 
 
 def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
-    """Return the number of pairs of identical responses to the same prompt within a step, and the share whose rewards differ.
+    """Return the number of pairs of identical responses to a prompt in a step, and the share with different rewards.
 
-    A reward that depends only on the response is the same for both. The share is NaN below 20 pairs.
+    If the reward depends only on the response, the share is 0. It is NaN with fewer than 20 pairs.
     """
     one, two = successive(rollouts.whole, rollouts.step)
     inside = rollouts.step[one] == rollouts.step[two]
@@ -176,10 +176,10 @@ def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
 
 
 def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the share of identical prefixes within a step that get two different logprobs, for the engine and for the
+    """Return the share of identical prefixes within a step that get two different logprobs: from the engine, from the
     trainer.
 
-    NaN below 20 pairs.
+    NaN with fewer than 20 pairs.
     """
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening, step, sampled, trained = (

@@ -46,7 +46,7 @@ LEFT JOIN (
 ) AS referred USING (step, seq_id)
 ORDER BY s.step, s.place
 """
-"""Query for one row per sequence. Lists are reduced to numbers before joining and sorting, to save memory."""
+"""One row per sequence. Lists are reduced to numbers before they are joined and sorted, which saves memory."""
 _OF_ALL = {"mean": "list_avg(logprobs)", "masks": "", "masked": "0"}
 _OF_COUNTED = {
     "mean": "CASE WHEN response_mask IS NULL THEN list_avg(logprobs) "
@@ -54,20 +54,20 @@ _OF_COUNTED = {
     "masked": "coalesce(num_response_tokens - list_sum(response_mask::TINYINT[]), 0)",
     "masks": " JOIN (SELECT step, seq_id, response_mask FROM sequences) USING (step, seq_id)",
 }
-"""Parts inserted into the query _ROWS. Tokens outside the loss mask are left out, as the policy did not choose them."""
+"""SQL inserted into _ROWS. Tokens outside the loss mask are left out, because the policy did not choose them."""
 FARTHEST = 16
-"""Maximum shift, in rows, to test for misplaced rewards."""
+"""Maximum shift, in rows, tested for misplaced rewards."""
 OPENING = 3
-"""Number of tokens at the start of a response that form its opening, the prefix compared between responses."""
+"""Number of response tokens in an opening: the prompt with these tokens is the prefix compared between responses."""
 _ALONE = 0.5
-"""Share of sequences alone in their group above which whole steps serve as groups."""
+"""Share of sequences that are alone in their group above which each step counts as one group."""
 FEWEST_COMPARED = 30
-"""Minimum number of compared sequences or groups for a comparison to give a result."""
+"""Minimum number of sequences or groups for a comparison to give a result."""
 FEWEST_SPANNING = 10
-"""Minimum number of responses sampled on both sides of a step."""
+"""Minimum number of responses sampled both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""Bound on -logprob, in nats, below which the policy is certain of a prefix, so that the logprob cannot show a change
-of weights.
+"""-logprob, in nats, below which the policy is certain of a prefix, whose logprob then cannot show a change of
+weights.
 """
 
 
@@ -78,24 +78,24 @@ class Rollouts:
     step: np.ndarray
     """[N] int64"""
     prompt: np.ndarray
-    """[N] hash of the prompt ids."""
+    """[N] hash of the prompt's token ids."""
     response: np.ndarray
-    """[N] hash of the response ids."""
+    """[N] hash of the response's token ids."""
     whole: np.ndarray
     """[N] hash of prompt and response ids."""
     group: np.ndarray
-    """[N] group index. A group is the sequences at one step with the same group_id, or the same prompt if group_id was not
-    recorded. If most groups have one member, each step is a group."""
+    """[N] group index. A group is the sequences of a step with one group_id, or with one prompt if group_id was not
+    recorded; if most groups have one member, each step is a group."""
     reward: np.ndarray
     """[N] float64; NaN where not recorded."""
     advantage: np.ndarray
-    """[N] advantage per response, or the mean over its tokens if recorded per token; NaN where not recorded."""
+    """[N] advantage of the response, or the mean over its tokens if recorded per token; NaN where not recorded."""
     first_advantage: np.ndarray
-    """[N] advantage of the first token if advantages are per token, else of the response."""
+    """[N] advantage of the first token if recorded per token, else of the response."""
     length: np.ndarray
-    """[N] response tokens in the loss mask."""
+    """[N] number of response tokens in the loss mask."""
     num_masked: np.ndarray
-    """[N] response tokens outside the loss mask, such as tool output."""
+    """[N] number of response tokens outside the loss mask, such as tool output."""
     likelihood: np.ndarray
     """[N] mean trainer logprob over response tokens in the loss mask, nats; the engine's mean where the trainer has no
     logprobs.
@@ -115,7 +115,7 @@ class Rollouts:
 
     @property
     def num_tokens(self) -> np.ndarray:
-        """[N] number of all response tokens, masked or not, as a length limit counts them."""
+        """[N] number of response tokens, masked or not, as a length limit counts them."""
         return np.asarray(self.length + self.num_masked)
 
     @property
@@ -130,12 +130,12 @@ class Rollouts:
 
     @property
     def reward_size(self) -> np.ndarray:
-        """[N] absolute difference between the reward and its group's mean."""
+        """[N] |reward - mean reward of the group|."""
         return np.asarray(np.abs(centred(self.reward, self.group)))
 
     @property
     def advantage_size(self) -> np.ndarray:
-        """[N] absolute value of the advantage."""
+        """[N] |advantage|."""
         return np.asarray(np.abs(self.advantage))
 
     @property
@@ -145,22 +145,22 @@ class Rollouts:
 
     @property
     def is_alone(self) -> bool:
-        """True if whole steps serve as groups."""
+        """True if each step counts as one group."""
         return len(np.unique(self.group)) == len(np.unique(self.step))
 
     @property
     def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps at which `likelihood` is known, and its mean over each step's responses."""
+        """The n steps with a known `likelihood`, and its mean over the responses of each."""
         return self._by_step(self.likelihood)
 
     @property
     def sampled_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps at which engine logprobs are known, and their mean over each step's responses."""
+        """The n steps with engine logprobs, and their mean over the responses of each."""
         return self._by_step(self.sampled)
 
     @property
     def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with a known reference, and the mean of policy minus reference logprob at each, nats per token."""
+        """The n steps with reference logprobs, and the mean of policy minus reference logprob, nats per token."""
         return self._by_step(self.likelihood - self.reference)
 
     def _by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -169,7 +169,7 @@ class Rollouts:
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
 
     def keeps_reference(self, step: int) -> bool:
-        """Return True if the reference model scores responses repeated across a step the same; False if none repeat."""
+        """Return True if the reference scores responses repeated across a step equally; False if none repeat."""
         one, two = successive(comparable(self, "reference"), self.step)
         moved = np.abs(self.reference[two] - self.reference[one])[(self.step[one] < step) & (self.step[two] >= step)]
         moved = moved[np.isfinite(moved)]
@@ -177,7 +177,7 @@ class Rollouts:
 
     @property
     def share_below_group(self) -> float:
-        """Share of sequences with a reward below their group's mean; NaN without rewards."""
+        """Share of sequences whose reward is below their group's mean; NaN without rewards."""
         less = centred(self.reward, self.group)
         least = 1e-6 * float(np.fmax.reduce(np.abs(self.reward), initial=1.0))
         return float((less[np.isfinite(less)] < -least).mean()) if np.isfinite(less).any() else math.nan
@@ -188,11 +188,11 @@ class Rollouts:
         return np.sort(self.prompt[first:last])
 
     def since(self, step: int) -> Rollouts:
-        """Return the sequences from a step on."""
+        """Return the sequences of a step and of all later ones."""
         return self.ordered(self.step >= step)
 
     def until(self, step: int) -> Rollouts:
-        """Return the sequences up to and including a step."""
+        """Return the sequences of a step and of all earlier ones."""
         return self.ordered(self.step <= step)
 
     def at_step(self, step: int) -> Rollouts:
@@ -201,7 +201,7 @@ class Rollouts:
         return self.ordered(slice(first, last))
 
     def ordered(self, places: np.ndarray | slice) -> Rollouts:
-        """Return the sequences at the given indices, in that order, or the sequences selected by a mask, [N] bool."""
+        """Return the sequences at the given indices, in that order, or those selected by a mask, [N] bool."""
         return Rollouts(**{name: getattr(self, name)[places] for name in self.__dataclass_fields__})
 
     def at(self, steps: Sequence[int]) -> Rollouts:
@@ -222,7 +222,7 @@ def read_rollouts(database: Database, pair: Pair = ("train", "rollout")) -> Roll
 
 
 def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
-    """Return [N] group indices, or step indices if most sequences are alone in their group."""
+    """Return [N] group indices; step indices if most sequences are alone in their group."""
     _, number, count = np.unique(group, return_inverse=True, return_counts=True)
     alone = (count[number] == 1).mean() if len(number) else 0.0
     groups: np.ndarray = np.unique(step, return_inverse=True)[1] if alone > _ALONE else number
@@ -230,35 +230,35 @@ def _groups(group: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 def comparable(rollouts: Rollouts, column: str) -> np.ndarray:
-    """Return [N] hashes that are equal where two responses' values in a column can be compared.
+    """Return [N] hashes that are equal for responses with comparable values in a column.
 
-    Mean logprobs can be compared only between responses with equal loss masks.
+    Mean logprobs are comparable only between responses with equal loss masks.
     """
     return rollouts.counted if column == "reference" else rollouts.whole
 
 
 def least_reward(rollouts: Rollouts) -> float:
-    """Return the minimum difference between two rewards for them to count as different."""
+    """Return the smallest difference between two rewards that counts."""
     known = rollouts.reward[np.isfinite(rollouts.reward)]
     return max(1e-9, t.MATERIAL_REWARD * float(known.std())) if len(known) else math.inf
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M] indices of the earlier and of the later sequence in each pair of consecutive sequences with equal keys."""
+    """Return [M] indices of the earlier and the later sequence of each pair of consecutive ones with equal keys."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
 
 
 def hash_pair(prompt: np.ndarray, response: np.ndarray) -> np.ndarray:
-    """Return [N] uint64: a hash of each prompt with its response."""
+    """Return [N] uint64 hashes of each prompt with its response."""
     return prompt.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + response.astype(np.uint64)
 
 
 def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return reward differences between identical responses, [N], NaN if a reward is unknown, and whether each exceeds rounding.
+    """Return [N] reward differences of identical responses (NaN if unknown), and whether each exceeds rounding.
 
-    `scale_of`: rewards whose largest absolute value sets the scale of rounding.
+    `scale_of`: rewards whose largest absolute value determines the size of rounding errors.
     """
     difference = first - second
     scale = float(np.fmax.reduce(np.abs(scale_of), initial=1.0))
@@ -266,13 +266,13 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M] indices into each run of the first occurrence of every prompt and response that both runs sampled."""
+    """Return [M] indices, into each run, of the first occurrence of each prompt and response that both sampled."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 
 
 def centred(values: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """Return [N] values minus the mean of the known values of their group."""
+    """Return [N] values minus the mean of their group's known values."""
     known = np.isfinite(values)
     total = np.bincount(group, np.where(known, values, 0.0))
     count = np.bincount(group, known.astype(float))

@@ -1,4 +1,4 @@
-"""The series of a run: one value per step of each quantity.
+"""The series of a run: one value of a quantity per step.
 
 Shapes: n steps, the same for every series of a run.
 """
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "clip_share": (POLICY, LOGIT),
     "changed_weights": (WEIGHTS, LOGIT),
 }
-"""Series -> its kind, and the scale on which to look for changes."""
+"""Series -> its kind, and the scale on which its changes are found."""
 
 
 def _no_steps() -> Array:
@@ -54,32 +54,32 @@ def _no_steps() -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One quantity over the steps of a run."""
+    """A quantity over the steps of a run."""
 
     name: str
     steps: Array
     """[n] int64, ascending."""
     values: Array
-    """[n] float64 in the unit of the quantity; NaN where no finite value was recorded."""
+    """[n] float64, in the unit of the quantity; NaN at steps without a finite value."""
     scale: str
-    """`linear`, `log` or `logit`: the scale on which to look for changes."""
+    """`linear`, `log` or `logit`: the scale on which changes are found."""
     kind: str
     """`mismatch`, `optimizer`, `reward`, `length`, `entropy`, `policy` or `weights`."""
     source: str = ""
-    """Description of where the values come from."""
+    """Where the values come from, in words."""
     not_finite: Array = field(default_factory=_no_steps)
-    """Steps with a recorded NaN or infinity."""
+    """Steps with a NaN or infinite value."""
     logged: str = ""
     """Name under which the trainer logged the series; empty if the series was computed."""
 
     @property
     def known(self) -> Array:
-        """[n] bool: steps that have a value."""
+        """[n] bool: True at steps with a value."""
         return np.asarray(np.isfinite(self.values))
 
     @property
     def not_finite_since(self) -> int | None:
-        """First step from which all recorded values are NaN or infinite; None if the last value is finite."""
+        """First step from which on every recorded value is NaN or infinite; None if the last value is finite."""
         is_number = self.known & ~np.isin(self.steps, self.not_finite)
         since = self.not_finite[self.not_finite > self.steps[is_number].max(initial=-1)]
         return int(since[0]) if len(since) else None
@@ -88,8 +88,8 @@ class Series:
     def scaled(self) -> Array:
         """[n] values on the series' scale; NaN stays NaN.
 
-        On a log scale, values are clipped from below at half of the smallest positive value, or a billionth of the median
-        positive value if that is larger. On a logit scale, distances from 0 and from 1 are clipped likewise.
+        On a log scale, values are raised to at least half of the smallest positive value, or a billionth of the median
+        positive value if that is more. On a logit scale, the same applies to distances from 0 and from 1.
         """
         if self.scale == LINEAR or not self.known.any():
             return self.values.copy()
@@ -99,7 +99,7 @@ class Series:
 
 
 def _off_zero(values: Array) -> Array:
-    """Return values clipped from below at a positive floor, or all 1 if no value is positive."""
+    """Return the values raised to at least a positive floor; all 1 if no value is positive."""
     above = values[values > 0]
     if not len(above):
         return np.where(np.isfinite(values), 1.0, np.nan)
@@ -109,7 +109,7 @@ def _off_zero(values: Array) -> Array:
 def named(
     name: str, steps: Array, values: Array, source: str, not_finite: Array | None = None, logged: str = ""
 ) -> Series:
-    """Build a series of KINDS, moving infinities to `not_finite`."""
+    """Build a series of KINDS; infinities become NaN, and their steps are added to `not_finite`."""
     kind, scale = KINDS[name]
     infinite = np.isinf(values)
     without_value = steps[infinite] if not_finite is None else np.union1d(steps[infinite], not_finite)
@@ -121,7 +121,7 @@ _NO_STEPS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Values of one series, only at steps with a value."""
+    """A series stored only at the steps that have a value."""
 
     name: str
     steps: np.ndarray
@@ -130,13 +130,13 @@ class Column:
     """[m] float64"""
     source: str
     not_finite: np.ndarray = field(default_factory=lambda: _NO_STEPS)
-    """Steps with a recorded NaN or infinity."""
+    """Steps with a NaN or infinite value."""
     logged: str = ""
     """Name under which the trainer logged the series; empty if the series was computed."""
 
 
 def by_step(database: Database, query: str, values: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
-    """Return the columns of a query as float64 with NULL as NaN; `step` as int64."""
+    """Return the columns of a query as float64, with NaN for NULL; `step` as int64."""
     rows = database.connection.execute(query, dict(values or {})).fetchnumpy()
     steps = np.asarray(rows.pop("step"), np.int64)  # float64 cannot hold all int64 values
     return {"step": steps} | {
@@ -147,9 +147,9 @@ def by_step(database: Database, query: str, values: Mapping[str, Any] | None = N
 def columns_of(
     rows: dict[str, np.ndarray], sources: Mapping[str, str], not_finite: Mapping[str, np.ndarray] | None = None
 ) -> list[Column]:
-    """Return the columns of a query that have values, each with its source.
+    """Return the columns of a query that have a value, with their sources.
 
-    `not_finite`: column -> steps with a recorded NaN or infinity.
+    `not_finite`: column -> steps with a NaN or infinite value.
     """
     columns = []
     for name, source in sources.items():

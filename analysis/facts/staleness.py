@@ -1,6 +1,6 @@
-"""Detect stale weights: engine logprobs that match the trainer's from earlier steps.
+"""Detect stale weights: engine logprobs that equal the trainer's of earlier steps.
 
-Shapes: N sequences, M response prefixes (openings), each at most once per step.
+Shapes: N sequences, M openings (response prefixes), each at most once per step.
 """
 
 from __future__ import annotations
@@ -14,66 +14,66 @@ from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
 
 _FARTHEST = 64
-"""Maximum number of steps to look back for trainer logprobs to compare with the engine's."""
+"""Maximum number of steps back from which trainer logprobs are compared with the engine's."""
 _AROUND = 1
-"""Number of neighbouring step distances, on either side, whose prefixes are pooled with those at each distance."""
+"""Number of neighbouring distances on each side whose prefixes are pooled with those of a distance in steps."""
 _FEWEST = 30
-"""Minimum number of prefixes repeated at a given distance in steps to judge that distance."""
+"""Minimum number of prefixes repeated at a distance in steps for a result about this distance."""
 _SOON = 20
-"""Maximum number of steps between two occurrences of a prefix, to test whether the engine kept its weights."""
+"""Maximum number of steps between two occurrences of a prefix that show whether the engine kept its weights."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
-"""Maximum difference, in nats, between two means over the same float32 logprobs."""
+"""Maximum difference, in nats, between two means of the same float32 logprobs."""
 _SAME_LOGPROB = 1e-5
-"""Maximum difference, in nats, between the logprobs of an exact engine and its trainer under the same weights."""
+"""Maximum difference, in nats, between the logprobs of an exact engine and its trainer with the same weights."""
 _NEAR = 1e-4
-"""Maximum difference, in nats, between matching engine and trainer logprobs if only one step is compared, where chance
-matches are rare.
+"""Maximum difference, in nats, between matching logprobs if only one step is compared, where chance matches are
+rare.
 """
 _ASIDE = 3.0
-"""Offset at which chance matches are counted, in units of the matching tolerance."""
+"""Offset, in units of the matching tolerance, at which logprobs are matched to count matches by chance."""
 _MOST_HELD = 5_000_000
-"""Maximum number of comparisons with earlier logprobs; if there are more, prefixes are subsampled evenly."""
+"""Maximum number of comparisons with earlier logprobs; above it, every k-th prefix is used."""
 _FEWEST_OF_VERSION = 20
-"""Minimum number of prefixes to compare the engine with the trainer at one step or one distance in steps."""
+"""Minimum number of prefixes for a comparison with the trainer at one step, or at one distance in steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleWeights:
-    """Comparison of the engine's logprobs for prefixes with the trainer's logprobs for the same prefixes at earlier steps."""
+    """Engine logprobs of prefixes, compared with the trainer's of the same prefixes at earlier steps."""
 
     steps: int
-    """Distance, in steps, at which engine and earlier trainer agree best."""
+    """Distance in steps at which the engine agrees best with the earlier trainer."""
     left: float
-    """Share of the prefixes' mismatch that remains when compared with the trainer `steps` earlier; 0 if the engine had
+    """Share of the prefixes' mismatch that remains in comparison with the trainer `steps` earlier; 0 if the engine had
     those weights.
     """
     num_pairs: int
-    """Number of prefixes sampled at two steps that are `steps` apart."""
+    """Number of prefixes sampled at two steps with this distance."""
     farthest: int
-    """Largest distance, in steps, at which enough prefixes repeat."""
+    """Largest distance in steps at which enough prefixes repeat."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence."""
+        """The numbers reported with the evidence, by name."""
         return {"distance": self.steps, "left_share": self.left, "num_openings": self.num_pairs}
 
     @property
     def explains(self) -> bool:
-        """True if weights `steps` behind explain the mismatch."""
+        """True if weights from `steps` steps earlier explain the mismatch."""
         return self.left < t.STALE_LEFT
 
     @property
     def is_excluded(self) -> bool:
-        """True if no weights up to `farthest` steps behind explain the mismatch."""
+        """True if no weights from up to `farthest` steps earlier explain the mismatch."""
         return not self.explains and self.farthest >= t.STALE_REACHES
 
 
 def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | None:
-    """Compare the engine's logprobs for prefixes with the trainer's for the same prefixes 1 to 64 steps earlier.
+    """Compare the engine's logprobs of prefixes with the trainer's of the same prefixes 1 to 64 steps earlier.
 
-    A prefix has one logprob per set of weights. `mean_abs_d` is the run's mean |d|, in nats. None if too few prefixes repeat,
-    or if the prefixes show little of the mismatch.
+    With the same weights, a prefix always has the same logprob. `mean_abs_d` is the run's mean |d|, in nats. None if
+    too few prefixes repeat, or if they show little of the mismatch.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     if len(step) < _FEWEST or not np.abs(sampled - trained).mean() > t.STALE_CARRIES * mean_abs_d:
@@ -90,27 +90,27 @@ def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillEngine:
-    """Comparison of logprobs between two occurrences of the same prefix a few steps apart, for engine and trainer."""
+    """Logprobs of prefixes that repeat a few steps apart, compared for engine and trainer."""
 
     num_pairs: int
     still: float
-    """Share of repeated prefixes that get bitwise identical logprobs from the engine both times."""
+    """Share of these prefixes with bitwise identical logprobs from the engine at both steps."""
     of_trainer: float
-    """Share of repeated prefixes that get bitwise identical logprobs from the trainer both times."""
+    """Share of these prefixes with bitwise identical logprobs from the trainer at both steps."""
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence."""
+        """The numbers reported with the evidence, by name."""
         return {"num_openings": self.num_pairs, "still_share": self.still, "trainer_share": self.of_trainer}
 
     @property
     def explains(self) -> bool:
-        """True if the engine kept its weights while the trainer changed them."""
+        """True if the engine kept its weights while the trainer's changed."""
         return self.still >= t.STILL and self.of_trainer <= t.STILL_BY_CHANCE
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes from step `first`; None if too few repeat."""
+    """Compare the logprobs of repeated prefixes from step `first` on; None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -123,18 +123,18 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Prefixes that engine and trainer score differently, with the engine's logprobs looked up among earlier trainer logprobs."""
+    """Engine logprobs of prefixes that the trainer scores differently, looked up among earlier trainer logprobs."""
 
     num_pairs: int
-    """Number of differently scored prefixes that were also sampled at an earlier step."""
+    """Number of such prefixes that were also sampled at an earlier step."""
     num_equal: int
-    """Number of prefixes whose engine logprob equals the trainer's at some earlier step."""
+    """Number of them whose engine logprob equals the trainer's at some earlier step."""
     by_chance: int
-    """Matches expected by chance, estimated by shifting the logprobs slightly."""
+    """Number of matches expected by chance: those found after shifting the logprobs slightly."""
     version: int
-    """Trainer step that agrees best with the engine, or its distance in steps (see `is_distance`); 0 if no step has 20 prefixes."""
+    """Trainer step that matches best, or its distance in steps (see `is_distance`); 0 if none has 20 prefixes."""
     is_distance: bool
-    """True if `version` is a distance in steps."""
+    """True if `version` is a distance in steps, False if it is a step."""
     agreement: float
     """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's there."""
     num_agreeing: int
@@ -142,7 +142,7 @@ class EarlierWeights:
 
     @property
     def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence."""
+        """The numbers reported with the evidence, by name."""
         return {
             "num_openings": self.num_pairs, "num_equal": self.num_equal, "by_chance": self.by_chance,
             "version": self.version, "share": self.agreement, "num_agreeing": self.num_agreeing,
@@ -150,21 +150,21 @@ class EarlierWeights:
 
     @property
     def is_one(self) -> bool:
-        """True if the engine had the trainer's weights from one step, or from one fixed number of steps earlier."""
+        """True if the engine had the trainer's weights of one step, or of one fixed number of steps earlier."""
         return self.agreement >= t.EARLIER_AGREES
 
     @property
     def explains(self) -> bool:
-        """True if the engine had earlier trainer weights, from one step or from several."""
+        """True if the engine had earlier trainer weights, of one step or of several."""
         are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
         return self.is_one or are_several
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's logprobs for prefixes, from step `first`, among earlier trainer logprobs for the same prefixes.
+    """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's of earlier steps.
 
-    Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if none of
-    them was sampled before.
+    Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if
+    none of them was sampled before.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)
@@ -175,7 +175,7 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
     if not len(rows):
         return None
     rows = rows[:: -(-int((rows - since[rows]).sum()) // _MOST_HELD)]
-    # All pairs of a row and an earlier row with the same prefix.
+    # All pairs of a row with an earlier row that has the same prefix.
     counts = rows - since[rows]
     at = np.repeat(rows, counts)
     before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(since[rows], counts)
@@ -196,11 +196,11 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
 
 
 def _best(sums: np.ndarray) -> StaleWeights | None:
-    """Return the distance with the least remaining mismatch, given [_FARTHEST, 3] sums of mismatch, remaining mismatch
-    and number of openings.
+    """Return the distance that leaves the least mismatch, given [_FARTHEST, 3] sums: mismatch, remaining mismatch,
+    number of openings.
     """
     together = np.stack([np.convolve(column, np.ones(2 * _AROUND + 1), mode="same") for column in sums.T], 1)
-    # Require prefixes repeated at the distance itself, not only at neighbouring distances.
+    # Prefixes must repeat at the distance itself, not only at its neighbours.
     judged = np.flatnonzero((together[:, 2] >= _FEWEST) & (sums[:, 2] > 0) & (together[:, 0] > 0))
     if not len(judged):
         return None
@@ -215,7 +215,7 @@ def _best(sums: np.ndarray) -> StaleWeights | None:
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return each prefix once per step, sorted: [M] prefix, step, mean engine logprob and mean trainer logprob."""
+    """Return each prefix of a step once, sorted, as [M] arrays: prefix, step, mean engine and mean trainer logprob."""
     known = np.isfinite(rollouts.opening_sampled) & np.isfinite(rollouts.opening_trained)
     opening = np.unique(rollouts.opening[known], return_inverse=True)[1].astype(np.int64)
     step = rollouts.step[known].astype(np.int64)

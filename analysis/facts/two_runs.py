@@ -1,6 +1,6 @@
-"""The sequences of two runs, paired within each step, and the tokens that paired responses share.
+"""Pair the sequences of two runs within each step, and compare the tokens that paired responses share.
 
-Shapes: N sequences of run A, M of run B, K pairs of both, T tokens.
+Shapes: N sequences of run A, M of run B, K pairs, T tokens.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ ORDER BY step, place
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Paired sequences of both runs."""
+    """Sequences of two runs, paired."""
 
     a: np.ndarray
     """[K] index of each paired sequence in run A."""
     b: np.ndarray
     """[K] index of each paired sequence in run B."""
     equal: np.ndarray
-    """[K] bool: True if prompt and response are equal, False if only the prompt is."""
+    """[K] bool: True if prompt and response are equal, False if only the prompts are."""
 
 
 def paired(a: Any, b: Any) -> Pairs:
-    """Pair the sequences of each step: equal ones first, then the rest by prompt, each in recording order.
+    """Pair the sequences of each step: first those that are equal, then the rest by prompt, each in recording order.
 
-    Both runs need the arrays `step`, `prompt` and `whole` of Rollouts.
+    Both runs need the arrays `step`, `prompt` and `whole`, as in Rollouts.
     """
     of_whole = _matched(a.step, a.whole, b.step, b.whole)
     left_a, left_b = (np.setdiff1d(np.arange(len(run.step)), used) for run, used in zip((a, b), of_whole, strict=True))
@@ -55,7 +55,7 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices of rows with equal step and key, pairing the k-th such row in one run with the k-th in the other."""
+    """Return the indices of rows with equal step and key: the k-th such row of one run with the k-th of the other."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     kind = number * len(keys) + key
@@ -69,7 +69,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Return [N] for each row the number of earlier rows with the same key."""
+    """Return [N] the number of earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
     ordered, places = kind_N[order], np.arange(len(kind_N))
     begins = (
@@ -103,7 +103,7 @@ class RunRows:
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """Pairs of responses, with the number of tokens before they diverge."""
+    """Pairs of responses, and how many tokens they share from the start."""
 
     a: RunRows
     """[K] rows of run A."""
@@ -112,13 +112,13 @@ class Prefixes:
     equal_K: np.ndarray
     lengths_K: tuple[np.ndarray, np.ndarray]
     num_K: np.ndarray
-    """[K] number of shared tokens."""
+    """[K] number of tokens before the two responses diverge."""
 
     def logprobs(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the number of shared tokens, [K], that have a logprob under a pass in both runs, and the logprobs in A
-        and in B, [T].
+        """Return the number [K] of shared tokens with a logprob from a pass in both runs, and these logprobs in A and
+        in B, [T].
 
-        All shared tokens of a pair count, or none."""
+        Either all shared tokens of a pair count, or none of them."""
         lists = [rows.logprobs[name] for rows in (self.a, self.b)]
         num_K = np.where(np.all([flat(each)[1] >= self.num_K for each in lists], axis=0), self.num_K, 0)
         a_T, b_T = (fitted(each, num_K) for each in lists)
@@ -126,7 +126,7 @@ class Prefixes:
 
 
 def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str], columns: str = "") -> Prefixes:
-    """Read and pair both runs' sequences at the given steps, with logprobs from the given passes."""
+    """Read and pair the sequences of both runs at some steps, with the logprobs of some passes."""
     one, two = (_read(database, steps, passes, columns) for database in (a, b))
     pairs = paired(one, two)
     one, two = one.at(pairs.a), two.at(pairs.b)
@@ -142,18 +142,18 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
-    """Comparison of the tokens shared by paired responses at one step."""
+    """What paired responses of one step show about their shared tokens."""
 
     apart: dict[str, float]
-    """Pass -> mean absolute difference between the two runs' logprobs, nats; only passes that both runs have."""
+    """Pass -> mean absolute difference between the runs' logprobs, nats; only passes recorded in both runs."""
     num_cut: int
     """Number of responses of run A that are proper prefixes of run B's."""
     num_in_tool: int
-    """Number of responses that diverge at a token outside the loss mask, which was not sampled."""
+    """Number of responses that diverge at a token outside the loss mask, i.e. one that was not sampled."""
 
 
 def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) -> SharedTokens:
-    """Compare both runs' logprobs on the tokens shared by their paired sequences at a step."""
+    """Compare the runs' logprobs on the tokens shared by their paired sequences at a step."""
     found = read_prefixes(a, b, range(step, step + 1), passes, columns=", response_mask")
     length_a, length_b = found.lengths_K
     apart = {}
@@ -170,7 +170,7 @@ def shared_tokens(a: Database, b: Database, step: int, passes: Sequence[str]) ->
 
 
 def _num_in_tool(found: Prefixes) -> int:
-    """Return the number of pairs that diverge at a token outside run A's loss mask."""
+    """Return the number of pairs that diverge at a token outside the loss mask of run A."""
     flags, length_K = flat(found.a.mask)
     diverges = (found.num_K < np.minimum(*found.lengths_K)) & (length_K > found.num_K)
     places = (np.cumsum(length_K) - length_K + found.num_K)[diverges]
@@ -179,7 +179,7 @@ def _num_in_tool(found: Prefixes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class MovedTokens:
-    """Logprob differences between two runs, on the tokens shared by paired responses at one step."""
+    """Logprob differences between two runs on the tokens that paired responses of one step share."""
 
     moved: np.ndarray
     """[T] logprob in run A minus that in run B, nats."""
@@ -190,7 +190,7 @@ class MovedTokens:
 
 
 def moved_tokens(a: Database, b: Database, step: int, name: str, reference: str) -> MovedTokens:
-    """Return the logprob differences, run A minus run B, under a pass on the tokens shared at a step."""
+    """Return the logprob differences of a pass, run A minus run B, on the tokens shared at a step."""
     found = read_prefixes(a, b, range(step, step + 1), (name, reference))
     num_K, *logprobs = found.logprobs(name)
     a_T, b_T = (values.astype(np.float64) for values in logprobs)

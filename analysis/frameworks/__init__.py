@@ -1,1 +1,1 @@
-"""The numbers that frameworks log, under their own names and definitions: one module per framework."""
+"""Reproduce the numbers that frameworks log, with their names and definitions: one module per framework."""

@@ -1,4 +1,4 @@
-"""Base class of all frameworks, with their options and the numbers that they log."""
+"""Base class of frameworks: their options, and the numbers that they log."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 class Framework:
     """A framework's options, under its own names, and the numbers that it logs with them.
 
-    A framework is a frozen dataclass that inherits this one; its fields are options, declared with `option_field`.
+    A framework is a frozen dataclass derived from this one; its fields are options, declared with `option_field`.
     """
 
     name: ClassVar[str]
     version: ClassVar[str]
-    """The framework release that the definitions were taken from."""
+    """The framework's release whose definitions are used."""
     source: ClassVar[str]
-    """The framework's source files that contain the definitions."""
+    """The framework's source files with the definitions."""
     columns: ClassVar[str] = ""
-    """SQL that is inserted for {columns} in the macros."""
+    """SQL that replaces {columns} in the macros."""
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -49,30 +49,30 @@ class Framework:
         self.check()
 
     def check(self) -> None:
-        """Raise InvalidOption if the options cannot be combined."""
+        """Raise InvalidOption if the options contradict each other."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         """Return one row per `by`, `run` or `step`; pass a of the pair is the trainer, pass b the rollout.
 
-        `only` names the columns of the macro `<name>_<by>s` to compute; if it is empty, all are computed.
+        `only` names the columns of the macro `<name>_<by>s` to compute; empty means all.
         """
         rows = database.ask(call(self.name.replace("-", "_"), pair, by, only, **options_of(self)))
         return rows.without({name for name in rows.columns if self.is_unlogged(name)})
 
     def is_unlogged(self, column: str) -> bool:
-        """Return True if the framework does not log a column with its current options."""
+        """Return True if the framework does not log a column with these options."""
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of macros that read tokens; all numbers are computed from their rows, which contain run,
-        step and seq_id.
+        """Return the calls of the macros that read tokens; all numbers follow from their rows, which have run, step and
+        seq_id.
 
-        Other options may require reading the tokens again. A macro may use the macros listed before it.
+        With other options the tokens may have to be read again. A macro may use the macros before it.
         """
         return ()
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        """Yield macro name -> the rows of its call, in an order that does not depend on threads."""
+        """Yield macro name -> rows of its call, in an order that does not depend on threads."""
         for call in self.row_calls(pair):
             database.connection.use_threads()
             query = f"SELECT * FROM {call} ORDER BY ALL"
@@ -84,21 +84,21 @@ class Framework:
 
 
 def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]) -> None:
-    """Raise InvalidOption if a value is not one of the choices."""
+    """Raise InvalidOption unless a value is one of the choices."""
     if value not in choices:
-        raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
+        raise InvalidOption(f"got {value!r}; {framework} knows {', '.join(choices)}", option=option)
 
 
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
-    """Declare an option of a framework by its default, its help text, the name of its value, and the allowed values."""
+    """Declare an option of a framework: its default, help text, placeholder of its value, and allowed values."""
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 
 
 def call(macro: str, pair: Pair, by: str, only: Sequence[str] = (), **options: Any) -> str:
-    """Return a query that calls the macro `<macro>_steps` or `<macro>_runs`, for all of its columns or some of them."""
+    """Return a query that calls the macro `<macro>_steps` or `<macro>_runs`, for some or all of its columns."""
     columns = ", ".join(f'"{name}"' for name in only) or "*"
     arguments = "".join(f", {name} := {literal(value)}" for name, value in options.items())
     return f"SELECT {columns} FROM {macro}_{by}s({quoted_pair(pair)}{arguments})"
@@ -109,7 +109,7 @@ def options_of(framework: Framework) -> dict[str, Any]:
 
 
 def literals(values: Iterable[Any]) -> str:
-    """Render values as arguments for an SQL macro."""
+    """Return values as arguments of an SQL macro."""
     return ", ".join(literal(value) for value in values)
 
 
@@ -125,11 +125,11 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read the rows that determine a framework's numbers for a pair of passes; inside the context, computing the
-    numbers reads no tokens, except for medians over tokens.
+    """Read the rows that a framework's numbers for a pair of passes follow from, once; while the context is open, only
+    medians over tokens read tokens.
 
-    The rows returned by the framework's token-reading macros are stored in temporary tables, which replace the macros.
-    Sequences that `database.leave_out` excludes are filtered from these tables.
+    The rows of the macros that read tokens are stored in temporary tables, which replace these macros. Sequences
+    excluded by `database.leave_out` are filtered out.
     """
     connection, kept = database.connection, list[str]()
     try:

@@ -1,8 +1,8 @@
 -- Numbers of NeMo-RL 0.7.0: ClippedPGLossFn of nemo_rl/algorithms/loss/loss_functions.py and
 -- compute_and_apply_seq_logprob_error_masking of nemo_rl/algorithms/grpo.py. Pass a is the trainer (prev_logprobs), b the
 -- generation; d = a - b. Means are over the tokens of all sequences that count in the loss.
---   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error the same per sequence with tokens.
---   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error that of -d; as k1 they are -d and d, as k2 d^2 / 2.
+--   token_mult_prob_error = mean(exp(|d|)); *_seq_mult_prob_error is the same for each sequence with tokens.
+--   gen_kl_error = mean of k3 = exp(d) - 1 - d, policy_kl_error the same of -d. With k1 they are means of -d and d, with k2 of d^2 / 2.
 --   js_divergence_error = mean of half the k3 of a against m plus half that of b, m = mean of both probabilities.
 --   sampling_importance_ratio = mean of exp(d), cut or masked by the truncation, with infinities and NaN as 0; at sequence
 --   level mean of exp(sum of d) over all sequences, times train_micro_batch_size: NeMo-RL multiplies the weights of a
@@ -16,7 +16,7 @@
 --   numbers; num_masked_seqs_by_logprob_error (num_masked_seqs in the function) counts them, masked_correct_pct is the share of
 --   them with a reward of 1, *_seq_mult_prob_error_after_mask are over the other sequences, 0 if there are none.
 -- NeMo-RL multiplies by the mask; here tokens that do not count are left out, whatever their logprob. One exception: a
--- sequence ratio is 0 if any of its tokens is NaN or infinite, also one that does not count (NaN * 0 is NaN, which becomes 0).
+-- sequence ratio is 0 if the logprob of any token, even one that does not count, is NaN or infinite (NaN * 0 is NaN, then 0).
 
 CREATE OR REPLACE MACRO nemo_rl_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_a::DOUBLE AS prev, logprob_b::DOUBLE AS generation, d,

@@ -1,4 +1,4 @@
-"""Caveats on the numbers of a framework for a trace."""
+"""Caveats on a framework's numbers for a trace."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Report which runs lack a pass, or a column of the pass, so that some numbers are NULL; empty if no run does."""
+    """Return a note on runs without a pass, or without a column of it, which makes some numbers NULL; empty if none."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
@@ -53,10 +53,10 @@ def masked_out(
     rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:
-    """Warn of NaN and infinities on masked tokens, for frameworks that multiply by the mask; empty without any.
+    """Return a warning of NaN and infinities on masked tokens, for frameworks that multiply by the mask; empty if none.
 
-    NaN * 0 and inf * 0 are NaN, which makes the framework's sums NaN, whereas tim-trace leaves these tokens out. With
-    `rejects`, options may also mask tokens that are not finite. `effect` is that on the framework's numbers.
+    NaN * 0 and inf * 0 are NaN, and so are the framework's sums, whereas tim-trace leaves these tokens out. With `rejects`,
+    options may mask tokens that are not finite as well. `effect` says what this does to the framework's numbers.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -74,7 +74,7 @@ def masked_out(
 
 
 def in_half(database: Database, scored: str, framework: str) -> list[str]:
-    """Report the runs whose contract shows that the framework averaged logprobs in half precision; empty if there are
+    """Return a note on each run whose contract says that the framework averaged logprobs in half precision; empty if
     none.
     """
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
@@ -86,8 +86,8 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Report the options that a run was trained with if they differ from the given ones."""
-    from ..trace.columns import read_hyperparameters  # DuckDB, which the help of a command does without
+    """Return a note on each run that was trained with other options than the given ones."""
+    from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
 
     told = []
     for source in database.sources:

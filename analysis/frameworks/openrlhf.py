@@ -1,4 +1,4 @@
-"""OpenRLHF's numbers for the difference between vLLM and trainer logprobs."""
+"""OpenRLHF's numbers on the difference between vLLM and trainer logprobs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenRlhf(Framework):
-    """Options of OpenRLHF's policy loss that affect the ratio and its clip."""
+    """Options of OpenRLHF's policy loss that change the ratio and its clip."""
 
     policy_loss_type: str = option_field("ppo", "Token-level or sequence-level ratios (ppo).", choices=("ppo", "gspo"))
-    """Ratios per token (`ppo`), or their geometric mean over a sequence (`gspo`)."""
+    """One ratio per token (`ppo`), or their geometric mean over a sequence (`gspo`)."""
     eps_clip_low_high: tuple[float, float] = option_field(
         (0.2, 0.2), "Ratios are clipped to 1 - E and 1 + E (0.2 0.2).", metavar="E E"
     )
-    """Pair (low, high): the ratio is clipped to [1 - low, 1 + high]."""
+    """(low, high): the ratio is clipped to [1 - low, 1 + high]."""
     is_correction_enable: bool = option_field(False, "With gspo, divide by the rollout's logprobs.")
-    """True to divide, with gspo, by the rollout's probabilities instead of the trainer's old ones."""
+    """True to divide by the rollout's probabilities instead of the trainer's old ones; only with gspo."""
 
     name: ClassVar[str] = "openrlhf"
     version: ClassVar[str] = "0.11.0"
@@ -37,7 +37,7 @@ class OpenRlhf(Framework):
     def check(self) -> None:
         if len(self.eps_clip_low_high) != 2 or not all(eps >= 0 for eps in self.eps_clip_low_high):
             raise InvalidOption(
-                f"got {self.eps_clip_low_high}; give two numbers of at least 0", option="eps_clip_low_high"
+                f"got {self.eps_clip_low_high}; give two numbers of 0 or more", option="eps_clip_low_high"
             )
 
     def is_unlogged(self, column: str) -> bool:

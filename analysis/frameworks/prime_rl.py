@@ -1,4 +1,4 @@
-"""prime-rl's numbers for the difference between inference and trainer logprobs."""
+"""prime-rl's numbers on the difference between inference and trainer logprobs."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 _OF_SIGNS = ("is_masked_low", "is_masked_high", "masked_advantage_positive", "masked_advantage_negative")
-"""Numbers that are split by the sign of the advantage; the loss `ipo` does not log them."""
+"""Numbers split by the sign of the advantage, which the loss `ipo` does not log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimeRl(Framework):
-    """Options of prime-rl's losses that determine which tokens are masked."""
+    """Options of prime-rl's losses that decide which tokens are masked."""
 
     dppo_mask_low: float = option_field(
         0.2, "Mask larger drops of a probability if A <= 0 (0.2).", metavar="P", at_least=0
     )
-    """Tokens without a positive advantage are masked if their probability drops by more than this value."""
+    """Tokens with A <= 0 are masked if their probability drops by more than this."""
     dppo_mask_high: float = option_field(
         0.2, "Mask larger rises of a probability if A > 0 (0.2).", metavar="P", at_least=0
     )
-    """Tokens with a positive advantage are masked if their probability rises by more than this value."""
+    """Tokens with A > 0 are masked if their probability rises by more than this."""
     ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)
-    """Bound of the loss `ipo`, which masks tokens whose probability changes by more than this value in either
-    direction; None uses the default loss."""
+    """Bound of the loss `ipo`, which masks tokens whose probability changes by more than this in either direction; None
+    uses the default loss."""
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"

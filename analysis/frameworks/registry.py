@@ -1,9 +1,9 @@
-"""Registry of frameworks: each is a module of this package and an SQL file of the same name.
+"""Find frameworks: each is a module of this package, with an SQL file of the same name.
 
-The module defines the framework's class as FRAMEWORK, whose fields are its options (also on the command line), and optionally
-`register(connection)`, which registers functions used by the macros. The SQL file defines macros prefixed with the module's
-name; `<module>_numbers(a, b, by_step, {options})` returns the numbers by step or by run, or else `<module>_runs(a, b)` and
-`<module>_steps(a, b)` do. The command line and the macros' parameters are derived from these two files. Tables of published levels, corrections and figures
+The module defines the framework's class as FRAMEWORK, whose fields are its options (also on the command line), and may
+define `register(connection)`, which registers functions for the macros. The SQL file defines macros that start with the
+module's name: `<module>_numbers(a, b, by_step, {options})`, by step or by run, or else `<module>_runs(a, b)` and
+`<module>_steps(a, b)`. The command line and the parameters of the macros come from these two files. Tables of published levels, corrections and figures
 (alarms/reading.py, correction.py, diagnosis/figures.py) cite frameworks as sources; no other code depends on one.
 """
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""Option type -> cast appended to its value in a macro call. Integers and booleans have none, because DuckDB rejects
+"""Type of an option -> cast of its value in a macro call. Integers and booleans have none, because DuckDB rejects
 aggregates next to such a cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
-    """Name of a framework -> its class, which is imported when it is first used."""
+    """Name of a framework -> its class, which is imported on first use."""
 
     def __getitem__(self, name: str) -> type[Framework]:
         found: type[Framework] = _module(name).FRAMEWORK
@@ -51,7 +51,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Return a framework with options; None counts as not given, and so does another framework's False."""
+    """Return a framework with options; None means not given, and so does False for an option of another framework."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -64,16 +64,16 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Raise InvalidOption if options of a framework are given without naming a framework."""
+    """Raise InvalidOption if an option of some framework is given without a framework."""
     for key, value in options.items():
         if value is not None and value is not False:
             raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidOption if no framework has this name."""
+    """Raise InvalidOption unless a framework has this name."""
     if name not in FRAMEWORKS:
-        raise InvalidOption(f"got {name!r}; use {', '.join(FRAMEWORKS)}", option="like")
+        raise InvalidOption(f"got {name!r}; use one of {', '.join(FRAMEWORKS)}", option="like")
 
 
 def options_of(name: str) -> tuple[str, ...]:
@@ -82,19 +82,19 @@ def options_of(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredOption:
-    """An option of a framework, as the command line declares it."""
+    """A framework's option as the command line declares it."""
 
     framework: str
     name: str
     type: Any
-    """Type of the option's value when it is not None: str, float, int, bool, or a tuple of these."""
+    """Type of a value other than None: str, float, int, bool, or a tuple of these."""
     default: Any
     help: str
     metavar: str | None
 
 
 def declared_options() -> list[DeclaredOption]:
-    """Return the options of every framework, which imports all framework modules."""
+    """Return the options of every framework; this imports all their modules."""
     return [one for name in FRAMEWORKS for one in _declared(name)]
 
 
@@ -110,14 +110,14 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """Return the macro files of the frameworks; a module is imported when a query names one of its macros."""
+    """Return the macro files of all frameworks; a module is imported when a query names one of its macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]
 
 
 def _define(name: str, database: Database) -> None:
-    """Define the macros of a framework, with its options inserted for {parameters} in macros and {options} in calls."""
+    """Define the macros of a framework, after inserting its options for {parameters} and {options}."""
     module, connection, every = _module(name), database.connection.raw, list(_declared(name))
     if hasattr(module, "register"):
         module.register(connection)
@@ -143,7 +143,7 @@ CREATE OR REPLACE MACRO {prefix}_runs(a, b, {{parameters}}) AS TABLE
 
 @cache
 def macros(name: str) -> str:
-    """Return the SQL of a framework, without replacing {parameters}, {options} and {columns}."""
+    """Return the SQL of a framework, before {parameters}, {options} and {columns} are replaced."""
     file = _files()[name]
     sql = file.read_text(encoding="utf-8")
     return sql if f"MACRO {file.stem}_steps" in sql else sql + _BOTH.format(prefix=file.stem)
@@ -164,4 +164,4 @@ def _whose(name: str) -> str:
     owners = [framework for framework in FRAMEWORKS if name in options_of(framework)]
     if not owners:
         return "no framework has it"
-    return f"it belongs to {' and '.join(owners)}: drop it, or use {option('like', owners[0])}"
+    return f"it belongs to {' and '.join(owners)}; drop it or use {option('like', owners[0])}"

@@ -1,4 +1,4 @@
-"""slime's numbers for the difference between engine and trainer logprobs."""
+"""slime's numbers on the difference between engine and trainer logprobs."""
 
 from __future__ import annotations
 
@@ -22,46 +22,46 @@ _OF_MIS = (
     "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize", "use_rs", "rs_level",
     "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
 )  # fmt: skip
-"""Options that have no effect unless use_tis is given."""
+"""Options without effect unless use_tis is given."""
 
 _OF_MODES = {
     "truncate": {"mis_tis_truncate_fraction"},
     "clip": {"mis_tis_clip_fraction_low", "mis_tis_clip_fraction_high"},
     "mask": {"mis_tis_mask_fraction_low", "mis_tis_mask_fraction_high"},
 }
-"""Value of tis_mode -> numbers that are logged only in this mode."""
+"""Value of tis_mode -> numbers logged in this mode only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, then of mis.py from slime's examples.
+    """Options of slime's truncated importance sampling and averaging, then of mis.py in slime's examples.
 
-    Defaults of the mis.py options are taken from the mis.yaml next to that file.
+    The defaults for mis.py are those of mis.yaml next to it.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound (2.0).", metavar="C")
-    """Upper bound of the ratio of a token."""
+    """Upper bound of token ratios."""
     tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
-    """Lower bound of the ratio of a token."""
+    """Lower bound of token ratios."""
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    """True to average over all tokens instead of over the means of sequences."""
+    """True to average over all tokens, False over the means of sequences."""
     use_tis: bool = option_field(False, "Weights and rejections of the example mis.py.")
-    """True to include weights and rejections of mis.py; otherwise only its metrics, as get_mismatch_metrics does."""
+    """True for the weights and rejections of mis.py; False for its metrics only, as get_mismatch_metrics does."""
     tis_level: str = option_field("token", "Level of the weights (token; mis.py).", choices=LEVELS)
-    """Level of the weights: per `token`, per `sequence`, or the `geometric` mean over a sequence."""
+    """Level of the weights: `token`, `sequence`, or the `geometric` mean over a sequence."""
     tis_mode: str = option_field(
         "truncate", "Treatment of weights beyond the bounds (truncate; mis.py).", choices=tuple(_OF_MODES)
     )
-    """`truncate` clamps weights to the upper bound, `clip` to both bounds; `mask` rejects tokens outside them."""
+    """`truncate` clamps weights to the upper bound, `clip` to both bounds; `mask` rejects tokens outside both."""
     tis_lower_bound: float | None = option_field(None, "Lower bound of weights (1 / upper; mis.py).", metavar="C")
     """Lower bound of weights; None means 1 / tis_upper_bound."""
     tis_upper_bound: float = option_field(2.0, "Upper bound of weights (2.0; mis.py).", metavar="C")
     tis_batch_normalize: bool = option_field(True, "Normalize weights to mean 1 (on; mis.py).")
     """True to divide the weights by their mean."""
     use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
-    """True to reject tokens whose weight is not between rs_lower_bound and rs_upper_bound."""
+    """True to reject tokens with a weight outside rs_lower_bound and rs_upper_bound."""
     rs_level: str = option_field("token", "Level of the rejections (token; mis.py).", choices=LEVELS)
-    """Level at which rejections are decided, with the same values as tis_level."""
+    """Level of the rejections, with the values of tis_level."""
     rs_lower_bound: float | None = option_field(
         None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
     )
@@ -73,7 +73,7 @@ class Slime(Framework):
     rs_veto_threshold: float = option_field(
         1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0
     )
-    """Threshold below which a single token ratio causes its sequence to be rejected; 0 rejects no sequence."""
+    """A sequence is rejected if one of its token ratios is below this; 0 rejects no sequence."""
 
     name: ClassVar[str] = "slime"
     version: ClassVar[str] = "0.3.1"
@@ -98,7 +98,7 @@ class Slime(Framework):
             )
 
     def _check_bounds(self) -> None:
-        """Raise InvalidOption if the bounds violate slime's assertions."""
+        """Raise InvalidOption if the bounds violate one of slime's assertions."""
         if self.tis_upper_bound <= 0:
             raise InvalidOption(f"got {self.tis_upper_bound:g}; give a number above 0", option="tis_upper_bound")
         tis_lower = 1 / self.tis_upper_bound if self.tis_lower_bound is None else self.tis_lower_bound

@@ -1,4 +1,4 @@
-"""TRL's numbers for the difference between vLLM and trainer logprobs, and for the tokens that the loss clips."""
+"""TRL's numbers on the difference between vLLM and trainer logprobs, and on the tokens that the loss clips."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from ..trace.source import Pair
 
 CLIPPING = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
-"""Values of loss_type for which ratios are clipped on both sides."""
+"""Values of loss_type that clip ratios from both sides."""
 
 _SAMPLING, _CLIPS, _CISPO, _MASK = "sampling/", "clip_ratio/", "cispo_clip_ratio", "off_policy_mask_ratio"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trl(Framework):
-    """Options of TRL's importance-sampling correction, loss and logging."""
+    """Options of TRL's importance-sampling correction, its loss and its logging."""
 
     vllm_importance_sampling_mode: str = option_field(
         "sequence_mask",
@@ -35,11 +35,11 @@ class Trl(Framework):
     )
     """Level of the ratios, and whether those outside the bounds are clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
-    """Upper bound of a ratio; infinity means no bound."""
+    """Upper bound of ratios; infinity means none."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
-    """Lower bound of a ratio; None means no bound."""
+    """Lower bound of ratios; None means none."""
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
-    """The trainer whose loss is used, `grpo` or `rloo`."""
+    """Trainer whose loss is used, `grpo` or `rloo`."""
     loss_type: str = option_field(
         "dapo", "Loss type, as named by TRL: dapo (the default), cispo, ...", metavar="TYPE",
         choices=(*CLIPPING, "cispo", "sapo", "vespo"),
@@ -47,27 +47,27 @@ class Trl(Framework):
     importance_sampling_level: str = option_field(
         "token", "Level of the loss's ratios (token).", choices=("token", "sequence")
     )
-    """Level of the ratios: per `token`, or the geometric mean per `sequence`."""
+    """One ratio per `token`, or their geometric mean over a `sequence`."""
     epsilon: float = option_field(0.2, "Ratios are clipped below 1 - E (0.2).", metavar="E", at_least=0)
     """Ratios below 1 - epsilon are clipped."""
     epsilon_high: float | None = option_field(
         None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
     )
-    """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
+    """Ratios above 1 + epsilon_high are clipped, with cispo above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
-    """Upper bound of the ratio regardless of the sign of the advantage; None means no bound."""
+    """Upper bound of the ratio, whatever the sign of the advantage; None means none."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )
-    """Threshold on a sequence's mean of rollout - current logprobs, above which the sequence is dropped if its
-    advantage is negative; None drops no sequence."""
+    """A sequence with a negative advantage is dropped if its mean of rollout - current logprobs is above this; None
+    drops no sequence."""
     logging_steps: int | None = option_field(
         None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
-    """Number of steps per row: TRL logs means over this many steps. None gives one row per step, whose sequences count
-    as one batch."""
+    """Number of steps per row, since TRL logs means over them. None gives one row per step, whose sequences count as
+    one batch."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
-    """True to log the first step in a separate row."""
+    """True to log the first step in a row of its own."""
 
     name: ClassVar[str] = "trl"
     version: ClassVar[str] = "1.16.0"
@@ -84,10 +84,10 @@ class Trl(Framework):
         if self.trainer == "rloo":
             for name in ("delta", "off_policy_mask_threshold"):
                 if getattr(self, name) is not None:
-                    raise InvalidOption("does not exist in TRL's RLOO trainer, only in trainer grpo", option=name)
+                    raise InvalidOption("TRL's RLOO trainer does not have it; use trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        from ..trace.columns import num_scored, why_nothing  # DuckDB, which the help of a command does without
+        from ..trace.columns import num_scored, why_nothing  # imports DuckDB, which a command's help does not need
 
         if by == "run" and self.logging_steps is not None:
             raise InvalidOption(
@@ -96,7 +96,7 @@ class Trl(Framework):
         # TRL also clips without an engine, so rollout may be missing; any other missing pass is an error.
         if pair[1] != ROLLOUT and pair[1] not in num_scored(database):
             raise NothingToCompare(why_nothing(database, pair))
-        # dataclass(slots=True) creates a new class, which breaks zero-argument super().
+        # dataclass(slots=True) makes a new class, in which super() without arguments fails.
         return Framework.numbers(self, database, pair, by, only)
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
@@ -141,7 +141,7 @@ class Trl(Framework):
         return column == _MASK and self.off_policy_mask_threshold is None
 
     def _effective(self) -> dict[str, object]:
-        """Return the options as TRL records them, without options that are implied by others."""
+        """Return the options as TRL records them, without those implied by others."""
         options = options_of(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps

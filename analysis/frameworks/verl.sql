@@ -4,7 +4,7 @@
 --   Token means are over the tokens that count in the loss. Sequence means are over the whole batch: a fully masked sequence
 --   counts with a mean logprob of 0. NaN and infinities inside the mask propagate.
 --   kl = mean(-d); k3_kl = mean(exp(d) - 1 - d), not clamped; chi2_token clamps d, chi2_seq the sum of d, to 20 nats;
---   log_ppl_diff = rollout - trainer of the means over a sequence's tokens: above 0 the trainer is less confident.
+--   log_ppl_diff = a sequence's mean rollout logprob minus its mean trainer logprob: above 0, the trainer is less confident.
 
 -- verl_rows(a, b): sequences that both passes scored, with logprobs and mask; an empty mask counts every token.
 CREATE OR REPLACE MACRO verl_rows(a, b) AS TABLE

@@ -1,7 +1,7 @@
-"""Compute the per-sequence sums over tokens that verl's numbers need.
+"""Compute the sums over the tokens of each sequence that verl's numbers need.
 
-Shapes: T concatenated tokens of N sequences. The sums of a sequence depend only on its own tokens, so they are bitwise
-the same in any batch and with any number of threads.
+Shapes: T tokens of N sequences, concatenated. A sequence's sums depend on its own tokens only, so they are bitwise the
+same in any batch and with any number of threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..trace.pair_sums import OF_PROBABILITIES, expm1_minus, prob_differences, p
 from ..trace.ragged import blocks, tokens_of
 
 SAFETY_BOUND = 20.0
-"""Bound to which verl clamps log-ratios before exponentiating, +-20 nats."""
+"""Bound, in nats, to which verl clamps log-ratios before exponentiating them."""
 
 _KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")
 
@@ -26,21 +26,21 @@ _SUMS = (
     "sum_old", "sum_rollout", "sum_d", "sum_k3", "sum_expm1_2d", "sum_prob_diff", "max_prob_diff", "mean_prob_diff",
     "spread_prob_diff", *OF_PROBABILITIES,
 )  # fmt: skip
-"""Names of sums, maxima, and means with centred sums of squares. In OF_PROBABILITIES, pass a is the trainer and pass b
-the rollout."""
+"""Names of sums, maxima, means and centred sums of squares. In OF_PROBABILITIES, pass a is the trainer and pass b the
+rollout."""
 
 STRUCT = struct_sql({"num_tokens": "BIGINT"} | dict.fromkeys(_SUMS, "DOUBLE"))
 
 
 def summed(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the keys and sums of sequences, given rows of `verl_rows`."""
+    """Return the keys and sums of the sequences in rows of `verl_rows`."""
     sums = verl_sums(rows.column("old"), rows.column("rollout"), rows.column("mask"))
     names = [*_KEYS, *(field.name for field in sums.type)]
     return pa.RecordBatch.from_arrays([*(rows.column(name) for name in _KEYS), *sums.flatten()], names)
 
 
 def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarray) -> np.ndarray:
-    """Return [16, N] sums over sequences, each with `num_tokens_N` >= 1 tokens; NaN and infinities propagate."""
+    """Return [16, N] sums over sequences of `num_tokens_N` >= 1 tokens; NaN and infinities propagate."""
     found = np.empty((len(_SUMS), len(num_tokens_N)))
     for sequences, tokens, starts in blocks(num_tokens_N):
         with np.errstate(all="ignore"):
@@ -51,7 +51,7 @@ def token_sums(old_T: np.ndarray, rollout_T: np.ndarray, num_tokens_N: np.ndarra
 
 
 def _sums(old_T: np.ndarray, rollout_T: np.ndarray, starts: np.ndarray) -> dict[str, np.ndarray]:
-    """Return every sum named in _SUMS for each sequence in a block."""
+    """Return all sums named in _SUMS for the sequences of a block."""
     d_T = old_T - rollout_T
     growth_T = np.expm1(d_T)
     num = np.diff(np.append(starts, len(d_T))).astype(np.float64)

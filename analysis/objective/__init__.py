@@ -1,1 +1,1 @@
-"""Measure how the mismatch affects the objective that a run was trained on."""
+"""Measure how the mismatch changes the objective that a run optimizes."""

@@ -1,4 +1,4 @@
-"""Formulas of the objective's figures from totals over sequences, for one value or arrays over updates or resamples.
+"""The formulas of the objective's figures, from totals over sequences: one value, or arrays over updates or resamples.
 
 Shapes: N sequences, U updates (step and inner iteration).
 """
@@ -24,23 +24,23 @@ from .sums import SequenceSums
 
 @dataclass(frozen=True, slots=True)
 class FigureFormula:
-    """The formula of a figure, with its meaning and bounds."""
+    """The formula of a figure, with its meaning and its bounds."""
 
     value: Callable[[Totals], Array]
     meaning: str
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
-    """Data that the figure needs: MISMATCH, DRIFT or ADVANTAGE (see pass_roles), or a loss that clips, CLIP."""
+    """What the figure needs: data (MISMATCH, DRIFT or ADVANTAGE, see pass_roles) or a loss that clips (CLIP)."""
     of_correction: bool = False
-    """True if the figure is meaningful only for a loss with a correction."""
+    """True if the figure has a meaning only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """Possible range of the value; ends of intervals are limited to this range."""
+    """Range of possible values, to which the ends of intervals are limited."""
     in_tails: float | None = None
-    """Measured coverage of the 95 % interval in runs dominated by a few tokens; None if it is at least 90 %. See
+    """Measured coverage of the 95 % interval in runs where a few tokens dominate; None if it is at least 90 %. See
     benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
     def description(self) -> str:
-        """The meaning of the figure, and the coverage of its interval if that is low."""
+        """The meaning of the figure, with the coverage of its interval if that is low."""
         if self.in_tails is None:
             return self.meaning
         return (
@@ -69,7 +69,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return a formula for a covariance of totals centred near the means, which avoids cancellation."""
+    """Return the formula of a covariance from totals centred near the means, which avoids cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -94,28 +94,28 @@ def _clipped_used(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""Marks figures that are meaningful only for a loss that clips."""
+"""Marks figures that only a loss with a clip has."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
-"""Possible ranges of figures: sizes, shares, and signed shares."""
+"""Ranges of figures: sizes, shares, and shares with a sign."""
 
 FIGURES: Mapping[str, FigureFormula] = {
-    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how much the mismatch raises the objective"),
+    "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how far the mismatch raises the objective"),
     "bias_positive": FigureFormula(_per_update(itemgetter("w_applied_positive")), "bias of tokens with A > 0"),
     "bias_negative": FigureFormula(_per_update(itemgetter("w_applied_negative")), "bias of tokens with A < 0"),
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
-    "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 is noise, -1 or 1 a one-sided bias", bounds=_SIGNED),
-    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, the size of the objective's terms; other figures are relative to it", bounds=_SIZE),
-    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used) with the same weights, which is minus the "
-    "policy part of the loss; for cispo and vespo, f is the weight on grad log p"),
+    "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
+    "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, the size of the objective's terms, to which other figures are relative", bounds=_SIZE),
+    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used) with the same weights: minus the policy part "
+    "of the loss; for cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
     "relative_negative": FigureFormula(_over(itemgetter("w_applied_negative"), itemgetter("w_size_negative")), "sum b / sum |f(rho*)| over A < 0: below 0, these tokens are punished too much"),
     "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
     "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; "
-    "relative_bias is larger if the clip limits only f(rho*)", _CLIPPED),
+    "relative_bias is larger if only f(rho*) is clipped", _CLIPPED),
     "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the weights of the loss's correction", of_correction=True),
     "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without these weights", of_correction=True, bounds=_SIZE),
     "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without these weights", of_correction=True, bounds=_SIGNED),
@@ -131,15 +131,15 @@ FIGURES: Mapping[str, FigureFormula] = {
     "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): "
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): those "
     "due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
     "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
     "var_d": FigureFormula(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
     "mean_drift": FigureFormula(_mean("sum_drift"), "mean of the policy drift = current - train, nats", frozenset({DRIFT})),
     "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift", frozenset({DRIFT}), bounds=_SIZE),
-    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "their covariance", _BOTH),
-    "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: both variances plus twice their covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
+    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "covariance of d and drift", _BOTH),
+    "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: the two variances plus twice the covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
     "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 / (mean d^2 + mean drift^2)", _BOTH, bounds=_SHARE, in_tails=0.85),
     "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
     "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean over sequences of |sum of d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
@@ -147,11 +147,11 @@ FIGURES: Mapping[str, FigureFormula] = {
     "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of the absolute value of that "
     "product", bounds=_SIZE),
 }  # fmt: skip
-"""Name of a figure -> its formula; arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
+"""Name of a figure -> its formula; sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 
 
 def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula]:
-    """Return the figures that can be computed for a loss from the recorded data."""
+    """Return the figures of a loss that the recorded data determine."""
     corrected = loss.correction != "none"
     known = known | {CLIP} if loss.has_clip else known
     return {
@@ -160,7 +160,7 @@ def chosen_figures(loss: Loss, known: frozenset[str]) -> dict[str, FigureFormula
 
 
 def totals_of(sums: SequenceSums, place_N: np.ndarray | None = None) -> dict[str, Array]:
-    """Return [N] columns whose totals determine the figures, over the whole run or in each group given by `place_N`.
+    """Return [N] columns whose totals, over the whole run or over each group in `place_N`, determine the figures.
 
     Squares and products are centred on each group's median of sequence means, so that totals do not cancel.
     """
@@ -190,13 +190,13 @@ def _around(columns: Mapping[str, Array], place_N: np.ndarray) -> dict[str, Arra
 
 
 def values_of(figures: Mapping[str, FigureFormula], totals: Totals) -> dict[str, Array]:
-    """Return name -> figure for each element of the totals; NaN if a divisor is 0."""
+    """Return name -> figure for each element of the totals; NaN where a divisor is 0."""
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         return {name: np.asarray(each.value(totals), np.float64) for name, each in figures.items()}
 
 
 def summed(columns: Mapping[str, Array], places: np.ndarray, number: int) -> dict[str, Array]:
-    """Return [number] sums of [N] columns, one per group."""
+    """Return [number] sums of [N] columns over each group."""
     return {name: np.bincount(places, of_N, minlength=number).astype(np.float64) for name, of_N in columns.items()}
 
 

@@ -1,4 +1,4 @@
-"""The terms of a loss, i.e. the tokens or sequences with one ratio each, and sums of terms per sequence.
+"""The terms of a loss (the tokens or sequences that have one ratio each), and their sums per sequence.
 
 Shapes: T tokens, N sequences, K terms (T or N).
 """
@@ -14,12 +14,12 @@ from ..statistics.estimators import Array
 from ..statistics.loss import clamped_exp, contribution, correction_weight, is_clipped, log_ratios, log_used
 
 SIDES = ("positive", "negative")
-"""Signs of an advantage, as used in column names."""
+"""The signs of an advantage, as in column names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios between passes, per token; 0 for tokens that do not count in the loss."""
+    """Log-ratios between passes by token; 0 for tokens that do not count in the loss."""
 
     d_T: Array
     """Logprob difference train - rollout, nats."""
@@ -28,17 +28,17 @@ class Differences:
     advantage_T: Array
     """Advantage of each token; 0 if missing."""
     counts_T: np.ndarray | None
-    """bool: True if the token counts in the loss and has a finite logprob in every pass; None if all tokens do."""
+    """bool: True if the token counts and has a finite logprob in every pass; None if all tokens do."""
     known_T: np.ndarray | None
     """bool: True if the token counts and has an advantage; None if all tokens do."""
     num_N: Array
-    """Number of counted tokens in each sequence."""
+    """Number of tokens of each sequence that count."""
     known_N: Array
-    """Number of counted tokens with an advantage in each sequence."""
+    """Number of these tokens with an advantage."""
     advantage_N: Array
-    """Mean advantage over the tokens of each sequence."""
+    """Mean advantage over the tokens of a sequence."""
     has_one: bool
-    """True if all tokens of a sequence share one advantage."""
+    """True if all tokens of each sequence have one advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
@@ -54,16 +54,16 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """The ratio that the loss uses, times the correction if the loss applies it to the ratio (vespo)."""
+    """The ratio in the loss, times the correction where the loss applies it to the ratio (vespo)."""
     weight: Array | float
-    """Weight from the loss's correction; 1 if the correction is part of the ratio."""
+    """Weight of the loss's correction; 1 if the correction is part of the ratio."""
     advantage: Array
     tokens: Array | float
-    """Number of tokens that a term represents."""
+    """Number of tokens that each term stands for."""
     sign_N: Array | None
-    """Sign of the advantage, common to all terms in a sequence; None if signs differ within a sequence."""
+    """Sign of the advantage that all terms of a sequence share; None if signs differ within a sequence."""
     known_N: Array
-    """Number of terms with an advantage in each sequence."""
+    """Number of terms of each sequence with an advantage."""
     starts_N: np.ndarray
     """Index of each sequence's first term."""
 
@@ -87,7 +87,7 @@ class LossTerms:
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """Return [K] w f(rho_used) with the loss as applied, given f(rho_used)."""
+        """Return [K] w f(rho_used) as the loss applies it, given f(rho_used)."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)
@@ -104,7 +104,7 @@ class LossTerms:
         return np.add.reduceat(values_K, self.starts_N)
 
     def _signed(self, name: str, values_K: Array) -> dict[str, Array]:
-        """Return separate sums over the terms with A > 0 and those with A < 0."""
+        """Return the sums over terms with A > 0, and over those with A < 0."""
         if self.sign_N is None:
             sides = [np.where(self.advantage > 0, values_K, 0.0), np.where(self.advantage < 0, values_K, 0.0)]
             positive, negative = (self._total(side) for side in sides)
@@ -114,7 +114,7 @@ class LossTerms:
         return {f"{name}_positive": positive, f"{name}_negative": negative}
 
     def _count(self, name: str, flags_K: np.ndarray) -> dict[str, Array]:
-        """Return separate counts of flagged terms with A > 0 and A < 0; fast if few terms are flagged."""
+        """Return the numbers of flagged terms with A > 0 and with A < 0; fast if few terms are flagged."""
         flagged = np.flatnonzero(flags_K)
         row = np.searchsorted(self.starts_N, flagged, "right") - 1
         above = self.advantage[flagged] > 0
@@ -145,7 +145,7 @@ def _of_tokens(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return one term per sequence; corrections per token are averaged over the sequence."""
+    """Return one term per sequence, with per-token corrections averaged over the sequence."""
     term_d_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N) for log_T in (tokens.d_T, tokens.drift_T)
     )
@@ -161,7 +161,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return one term per sequence: the product of token ratios within +-20 nats, and of the correction weights."""
+    """Return one term per sequence, with the products of token ratios (within +-20 nats) and of weights."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)
@@ -179,7 +179,7 @@ def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, weight: Array | float) -> LossTerms:
-    """Build terms that each represent a whole sequence."""
+    """Build terms that each stand for a whole sequence."""
     has_N = tokens.known_N > 0
     return LossTerms(
         ratio_true=true, ratio_used=used, ratio_applied=applied, weight=weight, advantage=tokens.advantage_N,
@@ -189,7 +189,7 @@ def _one_each(tokens: Differences, true: Array, used: Array, applied: Array, wei
 
 
 def _ratios(loss: Loss, log_true: Array, drift: Array) -> tuple[Array, Array]:
-    """Return rho* = current / rollout and the loss's ratio, given log rho* and the drift current - train."""
+    """Return rho* = current / rollout and the loss's ratio, given ln rho* and drift = current - train."""
     true = clamped_exp(log_true)
     used = log_used(loss, log_true, drift)
     return true, true if used is log_true else clamped_exp(used)

@@ -51,11 +51,11 @@ def objective(
     masked rows and tokens without a logprob, which contribute nothing to the sums. `steps` (3:80, -10:, 2:200:2)
     selects steps. Intervals are over groups (see statistics.intervals.bootstrap). The KL term is left out.
 
-    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
-    its actors.
+    `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), has its actors share the
+    reading of the tokens.
 
-    Questions that lack data (no advantages, no pass `current`, one side only, an unknown loss) are listed in `cannot`
-    and `notes`; all others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
+    Questions that lack data (no advantages, no pass `current`, no trainer or no engine, an unknown loss) are listed in
+    `cannot` and `notes`; all others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
@@ -92,9 +92,9 @@ def estimates(
     unit_N: np.ndarray,
     confidence: float,
 ) -> dict[str, Estimate]:
-    """Return the figures of a run with intervals over groups, from the [N] columns of `totals_of`.
+    """Return the figures of a run, with intervals over groups, from the [N] columns of `totals_of`.
 
-    Resamples keep the recorded token weights within an update and the recorded number of updates.
+    Resamples keep the token weights within an update and the number of updates as recorded.
     """
     constants = {"num_updates": float(num_updates)}
     totals = {key: np.asarray(values.sum()) for key, values in columns.items()}

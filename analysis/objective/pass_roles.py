@@ -1,5 +1,5 @@
-"""Choose the loss and the passes that act as trainer at the sampling weights, as engine and as policy inside the loss,
-and read their rows.
+"""Choose the loss and the roles of passes (trainer at the sampling weights, engine, policy inside the loss), and read
+their rows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ..trace.database import Database
 from ..trace.tokens import PassRows, token_query
 
 MISMATCH, DRIFT, ADVANTAGE = "mismatch", "drift", "advantage"
-"""Data that figures need. MISMATCH: trainer and engine logprobs at the sampling weights; DRIFT: logprobs of the policy
-inside the loss and of the trainer; ADVANTAGE: advantages."""
+"""Data that figures need. MISMATCH: logprobs of the trainer at the sampling weights and of the engine; DRIFT: logprobs
+of the policy inside the loss and of the trainer; ADVANTAGE: advantages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,15 +48,15 @@ class PassRoles:
     """Name of the pass inside the loss; equal to `train` if that pass was not recorded."""
     loss: Loss
     known: frozenset[str]
-    """The members of MISMATCH, DRIFT and ADVANTAGE for which the trace has data."""
+    """The members of MISMATCH, DRIFT and ADVANTAGE that the trace has data for."""
     notes: tuple[Statement, ...]
-    """Caveats: codes of sentences.NOTES."""
+    """Caveats, as codes of sentences.NOTES."""
     cannot: tuple[Statement, ...]
-    """Unanswerable questions: codes of sentences.CANNOT."""
+    """Questions without an answer, as codes of sentences.CANNOT."""
 
 
 def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
-    """Return the passes to read, with substitutes for missing ones; None if no usable pass was recorded."""
+    """Return the passes to read, with substitutes for missing ones; None if the trace has no usable pass."""
     scored = passes_with(database, "logprobs", of=(TRAIN, ROLLOUT, CURRENT))
     if not scored or scored == {ROLLOUT}:
         return None
@@ -90,19 +90,19 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the distinct names of the passes to read; there is no `now` if the policy inside the loss has no separate
-    pass.
+    """Return the names of the passes to read, each once; `now` is missing if no separate pass recorded the policy
+    inside the loss.
     """
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
 
 def read_batches(database: Database, sides: PassRoles, steps: range) -> Iterable[pa.RecordBatch]:
-    """Return batches of all sequences that went through the loss in the given steps, with or without tokens: one row
-    per sequence and inner iteration of the pass inside the loss.
+    """Return batches of all sequences that went through the loss in some steps, with or without tokens: one row for
+    each sequence and inner iteration of the pass inside the loss.
 
-    `sequence`, `unit` (the group of the sequence) and `micro_batch` are returned as numbers, which are faster than
-    names. `is_whole` is true if the response has tokens and every pass has one logprob per token.
+    `sequence`, `unit` (the sequence's group) and `micro_batch` are numbers, which are faster than names. `is_whole` is
+    true if the response has tokens and every pass has one logprob per token.
     """
     names = names_of(sides)
     now = names[-1] if names[-1] == "now" else "train"
@@ -135,15 +135,15 @@ LOSSES: Mapping[str, Mapping[str, Any]] = {
     "sapo": {"kind": SAPO, "level": TOKEN, "aggregation": "sequence_mean"},
     "vespo": {"kind": VESPO, "level": SEQUENCE_SUM},
 }
-"""Name of a loss -> fields of Loss used if neither the trace nor an option sets them. The bounds of gspo are from arXiv
+"""Name of a loss -> values of Loss fields that neither the trace nor an option sets. The bounds of gspo are from arXiv
 2507.18071 (section 5.1); the bound of cispo is TRL's recommendation, after arXiv 2510.13786."""
 
 
 def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[Statement, ...]]:
-    """Return the loss, and the source of its settings as codes of sentences.loss_basis.
+    """Return the loss, and the sources of its settings as codes of sentences.loss_basis.
 
-    `text` may name a key of LOSSES and set fields of Loss, such as `gspo,clip_high=0.01`. Other fields keep the
-    recorded value; if no loss was recorded, it is PPO with a clip of 0.2. Raises InvalidOption.
+    `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. All other fields are as
+    recorded; without a recorded loss, it is PPO with a clip of 0.2. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
@@ -151,7 +151,7 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
     changed = [part for part in parts if "=" in part]
     for name in (part for part in parts if "=" not in part):
         if name not in LOSSES:
-            raise InvalidOption(f"got {name!r}; use {', '.join(LOSSES)}, or name=value for a field", option="loss")
+            raise InvalidOption(f"got {name!r}; use one of {', '.join(LOSSES)}, or FIELD=VALUE", option="loss")
         known = LOSSES[name]
         same = is_recorded and all(getattr(loss, key) == known[key] for key in ("kind", "level"))
         loss = loss if same else replace(_neutral(loss), **known)
@@ -162,7 +162,7 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
     for name in (part.partition("=")[0].strip().replace("-", "_") for part in changed):
         value = getattr(loss, name)
         if isinstance(value, float) and not value >= 0:
-            raise InvalidOption(f"{name}: got {value}; give a number of at least 0", option="loss")
+            raise InvalidOption(f"{name}: got {value}; give a number of 0 or more", option="loss")
     asked = ", ".join(part.replace("=", " ") for part in changed)
     return loss, (basis, Statement(code="fields_asked", values={"fields": asked}))
 
@@ -176,7 +176,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Return the loss with default bounds, for another kind of loss; denominator and correction are kept."""
+    """Return the loss with default bounds, for another kind of loss; denominator and correction stay."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

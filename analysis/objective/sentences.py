@@ -1,4 +1,4 @@
-"""Sentences that describe the objective, looked up by code."""
+"""The sentences about an objective, by code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ VERDICT: Mapping[str, str] = {
     "in_ratio": "The loss divides by the rollout's own logprobs, so its ratio is the true one and this bias is 0. That ratio "
     "contains both the mismatch and the policy's drift, so clip and weights act on both{how_far}; the gradient is the "
     "trainer's.",
-    "no_effect": "The mismatch does not change the objective's value: every token contributes the same under the used ratio as "
-    "under the true one.",
+    "no_effect": "The mismatch does not change the objective's value: every token contributes the same with the used ratio as "
+    "with the true one.",
     "not_answerable": "The effect on the objective cannot be computed; the missing data are listed below.",
-    "ratios": "A token's ratio is off by {mean_abs_d:.3g} nats on average, a whole sequence's by {mean_abs_sum_d:.3g} nats.",
-    "undecided": "Undecided whether the mismatch biases the objective: {reason}. {how_much}",
-    "negligible_noise": "The mismatch does not detectably bias the objective, and its noise is negligible. {how_much}",
-    "moderate_noise": "The mismatch does not detectably bias the objective: it is noise. {how_much}",
-    "large_noise": "The mismatch does not detectably bias the objective: it is noise, but large. {how_much}",
+    "ratios": "The mismatch changes a token's ratio by {mean_abs_d:.3g} nats on average, a whole sequence's by {mean_abs_sum_d:.3g} nats.",
+    "undecided": "Cannot tell whether the mismatch biases the objective: {reason}. {how_much}",
+    "negligible_noise": "The mismatch does not detectably bias the objective, and it adds negligible noise. {how_much}",
+    "moderate_noise": "The mismatch does not detectably bias the objective, but it adds noise. {how_much}",
+    "large_noise": "The mismatch does not detectably bias the objective, but it adds much noise. {how_much}",
     "negligible_push_up": "The mismatch biases the objective negligibly upward: {up}. {how_much}",
     "small_push_up": "The mismatch biases the objective slightly upward: {up}. {how_much}",
     "large_push_up": "The mismatch biases the objective strongly upward: {up}. {how_much}",
@@ -48,37 +48,37 @@ _WAYS = {
 }
 
 CANNOT: Mapping[str, str] = {
-    "no_trainer_logprobs": "everything: the trace has no logprobs of 'train' or 'current', from which the loss's ratio is computed; "
+    "no_trainer_logprobs": "any question, because the trace has no logprobs of 'train' or 'current', from which the loss's ratio is computed; "
     "record them with Recorder.add_scores",
-    "no_rollout": "the effect of the mismatch: the trace has no logprobs of the pass 'rollout'",
-    "no_train": "how much of the ratio is mismatch and how much is policy drift: record the pass 'train'",
-    "no_current": "later updates on the same batch, and policy drift: record the pass 'current'",
-    "no_advantages": "everything that depends on advantages: record them with Recorder.add_sequences(advantage=...)",
+    "no_rollout": "how the mismatch affects the objective, because the trace has no logprobs of the pass 'rollout'",
+    "no_train": "which part of the ratio is mismatch and which is policy drift; record the pass 'train'",
+    "no_current": "how later updates on a batch behave, and how far the policy drifts; record the pass 'current'",
+    "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
-"""Code of an unanswerable question -> the sentence."""
+"""Code of a question without an answer -> the question, and why or what to record."""
 
 NOTES: Mapping[str, str] = {
-    "current_for_train": "the trace has no pass 'train': 'current' replaces it, so the updates since sampling count as "
+    "current_for_train": "the trace has no pass 'train', so 'current' replaces it and the updates since sampling count as "
     "mismatch",
-    "first_update_only": "the trace has no pass 'current': figures are for a batch's first update, where the policy inside the "
+    "first_update_only": "the trace has no pass 'current', so figures are for the first update on a batch, where the policy inside the "
     "loss is the trainer's own and the used ratio is 1 unless the loss divides by the rollout's",
-    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences have no logprobs in one of the passes and are left out",
-    "not_finite": "{num_nan:,} tokens have a NaN and {num_inf:,} an infinite logprob in some pass: all figures exclude them",
+    "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in one of the passes and are left out",
+    "not_finite": "{num_nan:,} tokens have NaN and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",
     "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to "
-    "compare: they contribute nothing to the sums, but count in the loss's mean",
+    "compare: they add nothing to the sums, but count in the loss's mean",
     "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
     "unknown_settings": "the figures ignore these loss settings: {settings}",
-    "micro_batches_unknown": "micro-batches were not recorded: tokens are weighted over the whole update",
-    "divisor_unknown": "the divisor of the aggregation (max_tokens) was not recorded: sizes assume 1, shares are unaffected",
+    "micro_batches_unknown": "micro-batches were not recorded, so tokens are weighted over the whole update",
+    "divisor_unknown": "the divisor of the aggregation (max_tokens) was not recorded: sizes assume 1, shares do not depend on it",
     "kl_left_out": "all figures exclude the KL term (coefficient {coefficient:g})",
     "ratios_clamped": "ratios of some sequences exceed exp({bound:g}) and are clamped to it",
 }
 
 
 def loss_basis() -> Mapping[str, str]:
-    """Return code for the source of the loss settings -> description."""
+    """Return code -> description of where the loss settings come from."""
     how = f"set it with {option('loss', 'KIND,FIELD=VALUE')}"
     return {
         "recorded": "as recorded",
@@ -110,7 +110,7 @@ def verdict_sentence(part: Statement, confidence: float) -> str:
 
 
 def _how_far(values: Mapping[str, Measured]) -> str:
-    """Describe by how much the mismatch changes a ratio that contains it, and what share of the terms is clipped."""
+    """Describe how much the mismatch changes a ratio that contains it, and which share of the terms is clipped."""
     parts = []
     if "mean_abs_d" in values:
         parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")

@@ -1,6 +1,6 @@
-"""Compute the sums of every sequence while reading the tokens once.
+"""Compute the sums of every sequence in one pass over the tokens.
 
-Shapes: R rows (sequence and inner iteration), of which N are comparable; U updates (step and inner iteration), C columns.
+Shapes: R rows (sequence and inner iteration), N of them comparable; U updates (step and inner iteration), C columns.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOKEN_COLUMNS = (
     "num_tokens", "num_nan", "num_inf", "sum_d", "sum_abs_d", "sum_d2", "sum_drift", "sum_drift2", "mean_d", "mean_drift",
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
-"""Sums over a sequence's tokens that count and have a finite logprob in every pass; num_nan and num_inf count the other
-tokens.
+"""Sums over the tokens of a sequence that count and have a finite logprob in every pass; num_nan and num_inf count the
+others.
 
 d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
@@ -46,7 +46,7 @@ unclipped: A (w rho_used - rho*);
 clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
-"""Columns of a sequence's sums; terms_known is the number of terms with an advantage."""
+"""Columns of a sequence's sums; terms_known is its number of terms with an advantage."""
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
@@ -64,7 +64,7 @@ def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
 
 
 def _spreads(parts: Differences) -> dict[str, Array]:
-    """Return the means of d and drift, and sums of squares and products around them."""
+    """Return the means of d and drift, and the sums of their squares and product around the means."""
     d, drift = (centred(side_T, parts.starts_N, parts.num_N, parts.counts_T) for side_T in (parts.d_T, parts.drift_T))
     sums = {"mean_d": d.mean_N, "mean_drift": drift.mean_N}
     for name, one, other in (("d", d, d), ("drift", drift, drift), ("d_drift", d, drift)):
@@ -73,7 +73,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return the log-ratios and counts of the tokens; log-ratios are 0 for tokens that do not count."""
+    """Return the log-ratios of the tokens, 0 for those that do not count, and the numbers of tokens."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None
@@ -104,7 +104,7 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Return counts of bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least 0.5."""
+    """Return the numbers of bad updates (arXiv 2602.04879): tokens with A < 0 that lost at least 0.5 of probability."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -116,8 +116,8 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of the trainer, the engine and the policy inside the loss; the trainer's replace those of a
-    missing pass.
+    """Return the logprobs of the trainer, the engine and the policy inside the loss; a missing pass is replaced by the
+    trainer.
     """
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
@@ -133,22 +133,22 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """Sums as [N] arrays with one element per comparable row, in a fixed order."""
+    """Sums as [N] arrays in a fixed order, one element per row that can be compared."""
 
     unit_N: np.ndarray
-    """Index of the row's group (group_id and step), or of the sequence itself if it has no group."""
+    """Index of the row's group (group_id and step), or of the sequence if it has no group."""
     updates: list[tuple[int, int]]
     """[U] (step, inner iteration)."""
     update_N: np.ndarray
-    """Index in `updates` of the update that the row belongs to."""
+    """Index in `updates` of the row's update."""
     share_N: Array
-    """Factor that the loss applies to each token's term within its update."""
+    """Factor of the loss on each token's term within its update."""
     num_rows_U: np.ndarray
-    """Number of sequences that went through the loss, including sequences without a comparable token."""
+    """[U] number of sequences that went through the loss, with or without a comparable token."""
     micro_batches_known: bool
     """True if the micro-batch of every sequence was recorded."""
     columns: dict[str, Array]
-    """Column named in sequence_sums.COLUMNS -> [N] sums."""
+    """Column in COLUMNS -> [N] sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +157,7 @@ class _Batch:
 
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
-    """bool: True if the row's logprobs are comparable, so that it is one of the N rows."""
+    """bool: True if the row's logprobs can be compared, so that it is one of the N rows."""
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss."""
     columns_CN: np.ndarray
@@ -165,7 +165,7 @@ class _Batch:
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
-    """Read every token once, and return the sums of every sequence."""
+    """Return the sums of every sequence, from one reading of the tokens."""
     batches: list[_Batch] = []
     tokens = tokens_by_step(database)
     num_tokens = sum(tokens.values())
@@ -188,7 +188,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # its single term represents the compared tokens
+    if sides.loss.aggregation == "sequence":  # the single term of a sequence stands for its compared tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -202,13 +202,13 @@ def _concatenated(parts: list[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """Return the sorted distinct (step, inner iteration) pairs, and the index in them for each row."""
+    """Return the sorted distinct (step, inner iteration), and each row's index among them."""
     pairs, place_N = np.unique(np.stack([step_N, iteration_N]).astype(np.int64), axis=1, return_inverse=True)
     return [(int(step), int(iteration)) for step, iteration in pairs.T], place_N.reshape(-1)
 
 
 def _of_range(database: Database, unit: tuple[PassRoles, range]) -> Iterator[_Batch]:
-    """Yield the sums of one step range; the ranges of different units do not overlap."""
+    """Yield the sums of one range of steps; no other unit has these steps."""
     sides, steps = unit
     with ThreadPoolExecutor(num_threads()) as pool:
         yield from mapped(pool, partial(_of_batch, sides), read_batches(database, sides, steps))
@@ -230,7 +230,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return the number [R] of tokens that the loss counts according to the mask alone."""
+    """Return [R] numbers of tokens that the loss counts, by the mask alone."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -242,25 +242,25 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """[R] arrays over all rows that went through the loss, which determine the divisors of the loss."""
+    """All rows that went through the loss, which determine its divisors, as [R] arrays."""
 
     update_R: np.ndarray
-    """Index of the update that the row belongs to."""
+    """Index of the row's update."""
     num_tokens_R: np.ndarray
-    """Number of tokens that count in the loss according to the mask alone."""
+    """Number of tokens that the loss counts, by the mask alone."""
     micro_batch_R: np.ndarray
     """Index of the micro-batch; 0 if not recorded."""
 
     @property
     def num_rows_U(self) -> np.ndarray:
-        """Number of sequences in each update."""
+        """[U] number of sequences in each update."""
         return np.bincount(self.update_R)
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return the [R] factor of the loss on each token's term, or with aggregation `sequence` on each sequence's.
+    """Return [R] the factor of the loss on each token's term; with aggregation `sequence`, on the sequence's term.
 
-    An update in which some micro-batches were not recorded is treated as one batch.
+    An update with micro-batches that were not recorded is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
@@ -283,7 +283,7 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the number [R] of tokens in the row's micro-batch, times the number of micro-batches in the row's
+    """Return [R] the number of tokens in the row's micro-batch, times the number of micro-batches in its
     update.
     """
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])

@@ -1,4 +1,4 @@
-"""Judge the figures of an objective; the verdict consists of codes and numbers."""
+"""Judge the figures of an objective; the verdict is a list of codes with numbers."""
 
 from __future__ import annotations
 
@@ -15,66 +15,66 @@ from .sentences import CANNOT, NOTES, loss_basis, verdict_sentence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A figure over the run, with its interval."""
+    """A figure of the run, with its interval."""
 
     name: str
     value: float | None
-    """Value of the figure; None if its divisor is 0."""
+    """None if the divisor of the figure is 0."""
     low: float | None
-    """Lower end of the interval over groups; None without an interval."""
+    """Lower end of the interval over groups; None if there is no interval."""
     high: float | None
     no_interval: str | None
-    """Reason why there is no interval; None if there is one."""
+    """Why there is no interval; None if there is one."""
     meaning: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective(Result):
-    """The effect of the mismatch on a run's objective."""
+    """How the mismatch affects a run's objective."""
 
     _text = "tim_trace.analysis.objective.text:objective_text"
 
     trace: str
     steps_asked: str = ALL_STEPS
-    """The analyzed steps, as given."""
+    """The steps to analyse, as given."""
     loss: Loss
     loss_basis: tuple[Statement, ...]
-    """Source of the loss settings: codes of sentences.loss_basis."""
+    """Where the loss settings come from, as codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """Passes used as the trainer at the sampling weights, the engine, and the policy inside the loss."""
+    """The passes in the roles of trainer at the sampling weights, engine, and policy inside the loss."""
     num_updates: int
-    """Number of (step, inner iteration) pairs; `steps` has one row for each."""
+    """Number of updates (step, inner iteration); `steps` has one row for each."""
     num_rows: int
-    """Number of sequences that went through the loss, counted once per inner iteration; divisor of the loss's sequence
-    means.
+    """Number of sequences that went through the loss, once per inner iteration: the divisor of the loss's means over
+    sequences.
     """
     num_sequences: int
-    """Number of sequences in `num_rows` with at least one token that counts in the loss and has a finite logprob in
-    every pass.
+    """How many of `num_rows` have a token that counts in the loss and has a finite logprob in every
+    pass.
     """
     num_tokens: int
     num_terms: int
-    """Number of terms with an advantage. A term is the unit with one ratio in the loss: a token or a sequence."""
+    """Number of terms with an advantage. A term is what has one ratio in the loss: a token or a sequence."""
     num_nan: int
-    """Number of tokens with NaN in any pass, which all figures exclude. `num_inf` is the same for infinities."""
+    """Number of tokens with NaN in any pass, which all figures exclude; `num_inf` is the same for infinities."""
     num_inf: int
     num_groups: int
-    """Number of groups that are resampled to obtain the intervals."""
+    """Number of groups, which are resampled for the intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
-    """Direction, size and location of the bias: codes of sentences.VERDICT."""
+    """Direction and size of the bias and where it is, as codes of sentences.VERDICT."""
     note_codes: tuple[Statement, ...]
-    """Caveats: codes of sentences.NOTES."""
+    """Caveats, as codes of sentences.NOTES."""
     cannot_codes: tuple[Statement, ...]
-    """Unanswerable questions: codes of sentences.CANNOT."""
+    """Questions without an answer, as codes of sentences.CANNOT."""
     figures: dict[str, Estimate]
-    """Name -> figure over the run; see figures.FIGURES."""
+    """Name -> figure of the run; see figures.FIGURES."""
     steps: Rows
-    """One row per update: step, iteration, and the figures."""
+    """One row per update: step, iteration and the figures."""
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Direction, size and location of the bias, in sentences."""
+        """Direction and size of the bias and where it is, in sentences."""
         return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
 
     @property
@@ -84,27 +84,27 @@ class Objective(Result):
 
     @property
     def cannot(self) -> tuple[str, ...]:
-        """Unanswerable questions and the data they need, in sentences."""
+        """Questions without an answer, and what to record, in sentences."""
         return sentences(self.cannot_codes, CANNOT)
 
     @property
     def loss_from(self) -> str:
-        """Source of the loss settings, in words."""
+        """Where the loss settings come from, in words."""
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return the value of a figure over the run; None if the figure has no value."""
+        """Return the value of a figure of the run; None if it has none."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Limits for the bias as a share of sum |f(rho*)|: below SMALL it is negligible, from LARGE upwards it is large. The
-limits are tim-trace's convention: advantages differ by noisy rewards, where 0.1 % is invisible and 5 % visible."""
+"""Limits of the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE on. They are a convention of
+tim-trace: advantages come from noisy rewards, under which 0.1 % is invisible and 5 % is visible."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
-    """Return the direction, size and location of the bias, as codes of sentences.VERDICT."""
+    """Return direction, size and place of the bias, as codes of sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
     relative, size = figures.get("relative_bias"), figures.get("relative_abs_bias")
@@ -128,10 +128,10 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return the sign of the bias with its size if its interval excludes 0, otherwise the size of the noise.
+    """Return sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
 
-    A clip of f(rho*) raises b regardless of the mismatch, so the sign is not reported if the bias without the clip
-    (`unclipped`) has the opposite sign.
+    The clip of f(rho*) alone raises b. So no sign is reported if the bias without the clip (`unclipped`) has the
+    opposite one.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
@@ -145,7 +145,7 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the bias with the loss's clip and the bias without it have opposite signs."""
+    """Return True if the bias with the loss's clip and the one without it have opposite signs."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 
@@ -159,7 +159,7 @@ def _unclipped(unclipped: Estimate | None) -> Iterator[Statement]:
 
 
 def _in_ratio(loss: Loss, figures: Mapping[str, Estimate]) -> Statement:
-    """Return the statement for a loss that uses the true ratio: how much mismatch and clip affect this ratio."""
+    """Return the statement for a loss with the true ratio: how far mismatch and clip change this ratio."""
     found = {name: figures[name].value for name in ("mean_abs_d", "clipped") if name in figures}
     values: dict[str, Measured] = {name: value for name, value in found.items() if value is not None}
     return Statement(code="in_ratio", values=values | {"terms": _terms(loss)})
@@ -170,7 +170,7 @@ def _size(share: float, below_small: str, between: str, from_large: str) -> str:
 
 
 def _signs(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """Yield statements on how much tokens with positive and negative advantages are over-credited or over-punished."""
+    """Yield the statement on how far tokens with A > 0 and A < 0 are credited or punished too much."""
     by_sign = {name: figures[name].value for name in ("relative_positive", "relative_negative")}
     values = {name: value for name, value in by_sign.items() if value}
     if values:
@@ -213,7 +213,7 @@ def _correction(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 
 
 def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
-    """Yield statements on the ratios of a run without advantages."""
+    """Yield the statement on the ratios of a run without advantages."""
     yield Statement(code="not_answerable")
     token, sequence = figures.get("mean_abs_d"), figures.get("mean_abs_sum_d")
     if token is not None and sequence is not None and token.value is not None and sequence.value is not None:
@@ -223,7 +223,7 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 def nothing_read(
     trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
 ) -> Objective:
-    """Return the result for a trace that has logprobs of only the trainer, only the engine, or neither."""
+    """Return the result for a trace without logprobs of the trainer, of the engine, or of both."""
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,

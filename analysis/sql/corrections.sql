@@ -1,13 +1,13 @@
--- Counterfactual corrections: which recorded tokens a rule would have kept, and with which weights.
+-- Counterfactual corrections: the recorded tokens that a rule would have kept, and their weights.
 --   rho_t = exp(d) of a token, rho_seq = exp(sum of d) and rho_geo = exp(mean of d) of a sequence, d = logprob(a) - logprob(b).
 --   Exponents are clamped to +-20 nats, as in verl: exp(20) is 4.9e8.
--- The table correction_rules has one row per rule. Zones are the intervals between the token bounds of all rules; a rule treats
--- all tokens of a zone equally, so tokens are read once for any number of rules.
+-- The table correction_rules has one row per rule. Zones are the intervals between the token bounds of all rules. A rule treats
+-- all tokens of a zone equally, so tokens are read only once for any number of rules.
 
--- NULL stays NULL, which greatest and least would ignore.
+-- NULL stays NULL, although greatest and least ignore it.
 CREATE OR REPLACE MACRO clamped(x) AS CASE WHEN x IS NOT NULL THEN greatest(least(x, 20.0::DOUBLE), -20.0::DOUBLE) END;
 
--- Weight of a ratio: the ratio within [low, high]; above, high if the rule truncates; else 0.
+-- Weight of a ratio: the ratio itself within [low, high], `high` above it if the rule truncates, and 0 otherwise.
 CREATE OR REPLACE MACRO corrected(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0.0 WHEN ratio <= high THEN ratio WHEN truncates THEN high ELSE 0.0 END;
 
@@ -16,7 +16,7 @@ CREATE OR REPLACE MACRO treatment(ratio, low, high, truncates) AS
     CASE WHEN ratio < low THEN 0 WHEN ratio <= high THEN 2 WHEN truncates THEN 1 ELSE 0 END;
 
 -- correction_lists(a, b, of_run, first_step, last_step): logprob lists of the sequences scored in both passes, with the mask
--- (empty if every token counts) and the advantages (empty if recorded per sequence). An argument of NULL selects everything.
+-- (empty if every token counts) and the advantages (empty if recorded per sequence). A NULL argument selects everything.
 CREATE OR REPLACE MACRO correction_lists(a, b, of_run, first_step, last_step) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            coalesce(scores_a.logprobs, []::FLOAT[]) AS logprobs_a, coalesce(scores_b.logprobs, []::FLOAT[]) AS logprobs_b,
@@ -31,7 +31,7 @@ CREATE OR REPLACE MACRO correction_lists(a, b, of_run, first_step, last_step) AS
       AND (last_step IS NULL OR (s.step <= last_step AND scores_a.step <= last_step AND scores_b.step <= last_step));
 
 -- correction_zones(a, b): one row per (sequence, sign of the advantage, zone of the ratio); the zone is NULL for tokens whose
--- logprob is not finite. `ratio` is any ratio of the zone; max_k2 and min_ratio are over the whole sequence. c is d, clamped.
+-- logprob is not finite. `ratio` is some ratio of the zone; max_k2 and min_ratio are over the whole sequence. c is clamped d.
 CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
     SELECT run, step, sequence, zone.*
     FROM (
@@ -42,7 +42,7 @@ CREATE OR REPLACE MACRO correction_zones(a, b) AS TABLE
 
 -- correction_groups(a, b, by_step, by_length): one row per rule and run, step, or quarter of the run's sequences by length.
 --   {sequence_class} numbers the intervals between the rules' bounds on sequences. A rule treats all sequences of a class
---   equally, so sums over classes suffice: millions of sequences fall into a few hundred classes.
+--   equally, so sums over classes suffice, and millions of sequences have only a few hundred classes.
 CREATE OR REPLACE MACRO correction_groups(a, b, by_step, by_length) AS TABLE
     WITH zones AS MATERIALIZED (
         FROM correction_zones(a, b)

@@ -1,4 +1,4 @@
--- Input rows of group_statistics.sql for any groups, computed in memory.
+-- Input rows of group_statistics.sql for groups of any kind, computed in memory.
 SELECT *, exp(top_a) * (fall_a - median(fall_a) OVER grouped) AS off_a,
        exp(top_b) * (fall_b - median(fall_b) OVER grouped) AS off_b
 FROM (

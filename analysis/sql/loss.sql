@@ -1,5 +1,5 @@
--- Scalar macros for the term of a ratio in a loss. Options have the names and defaults of schemas.loss.Loss; rules are those of
--- analysis.statistics.loss. Clip metrics as frameworks log them are in the frameworks' own files.
+-- Scalar macros for the term that a ratio has in a loss. Options have the names and defaults of schemas.loss.Loss, and the rules
+-- are those of analysis.statistics.loss. The frameworks' own files have the clip metrics that they log.
 
 -- clamped_exp(x): exp of a log-ratio clamped to +-20 nats.
 CREATE OR REPLACE MACRO clamped_exp(x) AS exp(greatest(least(x, 20.0), -20.0));
@@ -44,8 +44,8 @@ CREATE OR REPLACE MACRO loss_clips(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
 ) AS advantage <> 0 AND (ratio > clip_top(advantage, kind, clip_high, clip_hard) OR ratio < clip_bottom(advantage, kind, clip_low));
 
--- loss_has_gradient(...): true if a token has a gradient. A clipped token has none under ppo_clip; under cispo it is weighted by
--- the bound.
+-- loss_has_gradient(...): true if a token has a gradient. A clipped token has none under ppo_clip; under cispo, the bound is its
+-- weight.
 CREATE OR REPLACE MACRO loss_has_gradient(
     ratio, advantage, kind := 'ppo_clip', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL
 ) AS advantage <> 0 AND NOT (kind = 'ppo_clip' AND loss_clips(

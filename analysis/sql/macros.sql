@@ -17,8 +17,8 @@ CREATE OR REPLACE MACRO expm1(x) AS
          ELSE exp(x) - 1
     END;
 
--- Statistics with torch's semantics: min and max return NaN if any value is NaN, std divides by n - 1, and comparisons with NaN
--- are false. In DuckDB NaN is the largest number, and the deviation of non-finite values is an error.
+-- Statistics as in torch: min and max return NaN if any value is NaN, std divides by n - 1, and comparisons with NaN are false.
+-- In DuckDB, NaN is the largest number, and the deviation of non-finite values is an error.
 CREATE OR REPLACE MACRO torch_min(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE min(x) END;
 CREATE OR REPLACE MACRO torch_max(x) AS CASE WHEN bool_or(isnan(x)) THEN 'NaN'::DOUBLE ELSE max(x) END;
 CREATE OR REPLACE MACRO torch_std(x) AS
@@ -35,7 +35,7 @@ CREATE OR REPLACE MACRO above(x, bound) AS (x > bound AND NOT isnan(x));
 CREATE OR REPLACE MACRO below(x, bound) AS (x < bound AND NOT isnan(x));
 CREATE OR REPLACE MACRO torch_clamp(x, lower, upper) AS CASE WHEN isnan(x) THEN x ELSE greatest(least(x, upper), lower) END;
 
--- Variance floored at 0 against rounding; NaN stays NaN.
+-- Variance, at least 0 in spite of rounding; NaN stays NaN.
 CREATE OR REPLACE MACRO floored(x) AS CASE WHEN x < 0 THEN 0.0 ELSE x END;
 
 -- Sum and mean in a fixed order, so that threads do not change the last digits.

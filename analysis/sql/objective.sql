@@ -2,11 +2,11 @@
 -- Options have the names and defaults of schemas.loss.Loss; `now` is the pass inside the loss: 'current', or 'train' if that
 -- was not recorded.
 
--- objective_tokens(train, rollout, now, ...): one row per (response token, inner iteration) that counts, has an advantage, and
--- a finite logprob in all three passes; term_applied = weight f(ratio_used), for vespo f(weight ratio_used), and
--- bias = term_applied - f(ratio_true); bias_unclipped is the bias of the importance-weighted term without the loss's clip. With
--- a sequence-level ratio, all tokens of the sequence share it; vespo shares it at every level, as the product of token ratios
--- clamped to exp(+-20).
+-- objective_tokens(train, rollout, now, ...): one row per (response token, inner iteration) that counts and has an advantage and
+-- finite logprobs in all three passes. term_applied is weight f(ratio_used), or f(weight ratio_used) for vespo, and bias is
+-- term_applied - f(ratio_true). bias_unclipped is the bias of the importance-weighted term without the loss's clip. A
+-- sequence-level ratio is the same for all tokens of the sequence. For vespo this is so at every level; its ratio is the product
+-- of token ratios, clamped to exp(+-20).
 CREATE OR REPLACE MACRO objective_tokens(
     train, rollout, now, kind := 'ppo_clip', level := 'token', clip_low := 0.2, clip_high := 0.2, clip_hard := NULL,
     denominator := 'train', correction := 'none', correction_low := NULL, correction_high := NULL,
@@ -85,8 +85,8 @@ CREATE OR REPLACE MACRO objective_tokens(
 -- loss_shares(now, ...): one row per (sequence, inner iteration) that went through the loss; share is the loss's factor on each
 -- token's term. num_tokens depends on the mask only, and rows without tokens count in num_rows, so that sum(share *
 -- term_applied) of objective_tokens is minus the policy part of the loss, except for cispo and vespo. micro_token_mean treats
--- the update as one batch if forwards were not recorded; `sequence` divides its single term among the sequence's tokens;
--- `constant` is the loss's max_tokens (a column here has that name).
+-- the update as one batch if forwards were not recorded. `sequence` divides the sequence's single term among its tokens.
+-- `constant` is the loss's max_tokens, which is also the name of a column here.
 CREATE OR REPLACE MACRO loss_shares(now, aggregation := 'token_mean', constant := NULL) AS TABLE
     SELECT run, step, seq_id, iteration, num_tokens, num_rows,
            CASE WHEN aggregation IN ('token_mean', 'batch_token_mean') THEN 1.0 / greatest(num_update_tokens, 1)

@@ -1,6 +1,6 @@
 -- pair(a, b): one row per response token of sequences that both passes scored; d = logprob(a) - logprob(b), nats.
 -- logprob_a, logprob_b and d are NULL if a pass has no value for the token; mask is true if the loss counts it.
--- Token ids are indexed from their list rather than unnested: DuckDB reads every unnested list, even if a query ignores it.
+-- Token ids are indexed rather than unnested, because DuckDB reads every unnested list even if a query ignores it.
 CREATE OR REPLACE MACRO pair(a, b) AS TABLE
     SELECT run, step, seq_id, group_id, iteration_a, iteration_b, position, response_ids[position + 1] AS token_id, mask, advantage,
            logprob_a, logprob_b, logprob_a::DOUBLE - logprob_b::DOUBLE AS d

@@ -1,6 +1,6 @@
--- Agreement of two passes' router choices. A token counts in a layer if both passes routed it there.
+-- Agreement between two passes on the router's choices. A token counts in a layer if both passes recorded its routing there.
 
--- routed_rows(a, b): storage locations of the choices, for sequences with choices in both passes.
+-- routed_rows(a, b): where the choices are stored, for sequences that have them in both passes.
 CREATE OR REPLACE MACRO routed_rows(a, b) AS TABLE
     SELECT s.run, s.step, s.seq_id, scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b,
            s.num_prompt_tokens::BIGINT AS num_prompt_tokens, s.num_response_tokens::BIGINT AS num_response_tokens,
@@ -13,7 +13,7 @@ CREATE OR REPLACE MACRO routed_rows(a, b) AS TABLE
     WHERE scores_a."pass" = a AND scores_b."pass" = b
       AND scores_a.routing IS NOT NULL AND scores_b.routing IS NOT NULL;
 
--- moe_layers(a): the decoder layers with a router, from the contract of pass a; NULL if it does not list them.
+-- moe_layers(a): the decoder layers that have a router, from the contract of pass a; NULL if it does not list them.
 CREATE OR REPLACE MACRO moe_layers(a) AS TABLE
     SELECT DISTINCT run, contract, (contract_json -> '$.model.moe_layers')::BIGINT[] AS layers
     FROM passes
@@ -53,8 +53,8 @@ CREATE OR REPLACE MACRO pair_routing(a, b) AS TABLE
 CREATE OR REPLACE MACRO pair_routing_layers(a, b) AS TABLE
     SELECT * EXCLUDE (step) FROM routing_groups(a, b, false);
 
--- pair_routing_tokens(a, b): one row per response token. A token's logprob is computed at the previous token, so the routing of
--- the previous token is compared.
+-- pair_routing_tokens(a, b): one row per response token. Its logprob is computed at the previous token, whose routing is
+-- therefore the one compared.
 CREATE OR REPLACE MACRO pair_routing_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, position,
            found.num_layers AS num_layers, found.num_layers_differing AS num_layers_differing

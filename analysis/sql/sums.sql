@@ -1,4 +1,4 @@
--- pair_tokens(a, b): the tokens that count, with d NULL if not finite. Does not read token ids.
+-- pair_tokens(a, b): the tokens that count; d is NULL if it is not finite. Token ids are not read.
 CREATE OR REPLACE MACRO pair_tokens(a, b) AS TABLE
     SELECT run, step, seq_id, iteration_a, iteration_b, logprob_b,
            isnan(logprob_a) OR isnan(logprob_b) AS is_nan,
@@ -21,7 +21,7 @@ CREATE OR REPLACE MACRO pair_tokens(a, b) AS TABLE
     )
     WHERE mask AND logprob_a IS NOT NULL AND logprob_b IS NOT NULL;
 
--- pair_keys(a, b, of_run, first_step, last_step): sequences with a row in both passes. Does not read lists.
+-- pair_keys(a, b, of_run, first_step, last_step): sequences with a row in both passes. Lists are not read.
 CREATE OR REPLACE MACRO pair_keys(a, b, of_run, first_step, last_step) AS TABLE
     SELECT scores_a.run, scores_a.step, scores_a.seq_id,
            scores_a.iteration AS iteration_a, scores_b.iteration AS iteration_b

@@ -1,1 +1,1 @@
-"""Statistics: estimators, intervals, change points, correlations and the terms of the loss."""
+"""Estimators, intervals, change points, correlations and the terms of the loss."""

@@ -1,6 +1,6 @@
-"""Segment a series into straight lines at minimum cost, exactly.
+"""Divide a series exactly into the straight segments of least cost.
 
-ruptures' Pelt finds the same cuts but is 7 times (60 steps) to 70 times (1,000 steps) slower.
+ruptures' Pelt finds the same cuts, 7 times (60 steps) to 70 times (1,000 steps) slower.
 
 Shapes: n values, one per step, without gaps.
 """
@@ -16,22 +16,22 @@ import numpy as np
 from .noise import half_square_difference, long_run_variance, without_line
 
 SIGNIFICANT = 0.003
-"""Probability of a false change point in pure noise with known variance; below 0.01 with estimated variance."""
+"""Probability of a false change point in pure noise of known variance; below 0.01 if the variance is estimated."""
 
 _ROUNDS = 4
 
 
 def shortest(n: int) -> int:
-    """Return the minimum segment length: 4 steps, and 2 % of long series."""
+    """Return the minimum length of a segment: 4 steps, or 2 % of a long series."""
     return max(4, math.ceil(0.02 * n))
 
 
 def tail(gain: float, n: int) -> float:
-    """Return an upper bound on the probability that, in pure noise, a cut reduces the sum of squares by `gain` long-run
-    variances.
+    """Return an upper bound on the probability that some cut reduces the sum of squares of pure noise by `gain`
+    long-run variances.
 
-    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum of chi-square statistics with 2 degrees of freedom over
-    all positions; the factor comes from simulations of white noise with 20 to 1,000 steps.
+    0.58 ln(n) gain exp(-gain / 2) is the tail of the maximum, over all positions, of chi-square statistics with 2
+    degrees of freedom; the factor comes from simulations of white noise with 20 to 1,000 steps.
     """
     return min(1.0, 0.58 * math.log(n) * gain * math.exp(-gain / 2)) if gain > 2 else 1.0
 
@@ -48,7 +48,7 @@ def penalty(n: int) -> float:
 
 
 class StretchSquares:
-    """Residual sums of squares for lines fitted to any segment of a series, computed from running sums."""
+    """Residual sums of squares of lines fitted to any segment of a series, from running sums."""
 
     def __init__(self, values: np.ndarray):
         self.n = len(values)
@@ -58,7 +58,7 @@ class StretchSquares:
         self._sums = [np.concatenate([[0.0], np.cumsum(each)]) for each in (centred, t * centred, centred * centred)]
 
     def squares(self, start: np.ndarray | int, end: np.ndarray | int) -> np.ndarray:
-        """Return the residual sums of squares of segments [start, end) of at least two values."""
+        """Return the residual sums of squares of the segments [start, end), each of at least two values."""
         length = np.asarray(end - start, float)
         y, ty, yy = (sums[end] - sums[start] for sums in self._sums)
         middle = self._first + (np.asarray(start) + end - 1) / 2
@@ -67,10 +67,10 @@ class StretchSquares:
 
 
 def cut(values: np.ndarray) -> tuple[list[int], float]:
-    """Return the start index of every segment except the first, and the long-run variance that was used.
+    """Return the start index of every segment except the first, and the long-run variance.
 
-    The variance is estimated after the best single cut, then after the cuts found, until the cuts are stable. Fitting a
-    cut to a series without a change makes the estimate too small, which the factor 1.5 + 70 / n compensates.
+    The variance is estimated after the best single cut, and again after the cuts found, until the cuts no longer
+    change. Fitting a cut to a series without a change makes it too small, which the factor 1.5 + 70 / n makes up for.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:
@@ -79,7 +79,7 @@ def cut(values: np.ndarray) -> tuple[list[int], float]:
     extent = float(np.ptp(values))
     if extent <= 1e-12 * float(np.abs(values).max()):
         return [], 0.0
-    # Differences between neighbouring values give a lower bound for the noise, whatever the number of cuts.
+    # Differences of neighbouring values bound the noise from below, whatever the number of cuts.
     floor = max((0.01 * extent) ** 2, half_square_difference(values, 1))
     whole, places, found = long_run_variance(values, 2), [_best_single(lines, least)], [-1]
     variance = whole
@@ -104,7 +104,7 @@ def _best_single(lines: StretchSquares, least: int) -> int:
 
 
 def _cheapest(lines: StretchSquares, variance: float, least: int) -> list[int]:
-    """Return the cuts that minimise squares / variance + penalty * cuts, by dynamic programming over the last cut."""
+    """Return the cuts with the least squares / variance + penalty * cuts, by dynamic programming over the last cut."""
     n, price = lines.n, penalty(lines.n)
     cost = np.full(n + 1, np.inf)
     cost[0] = -price

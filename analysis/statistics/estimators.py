@@ -1,4 +1,4 @@
-"""Compute statistics of a pair from totals of the sums in schemas.sums: scalars, or arrays over resamples.
+"""Compute the statistics of a pair of passes from totals of schemas.sums: scalars, or arrays over resamples.
 
 Shapes: N sequences, each with at least one finite token.
 """
@@ -16,14 +16,14 @@ Totals = Mapping[str, Array]
 _ADDABLE = (
     "num_tokens", "num_outside", "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "sum_expm1_2d", "sum_prob_diff",
 )  # fmt: skip
-"""Names of the schemas.sums columns that can be added up directly."""
+"""Columns of schemas.sums that can be added up as they are."""
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Convert [N] columns of schemas.sums to [N] columns whose totals FROM_SUMS takes.
+    """Return, from the [N] columns of schemas.sums, [N] columns whose totals FROM_SUMS takes.
 
-    Sums of ratios are scaled by the largest ratio of all sequences and sums of probabilities centred on the median of
-    the sequences' means, to avoid cancellation. Columns derived from probabilities are omitted without them.
+    To avoid cancellation, sums of ratios are divided by the largest ratio of all sequences, and sums of probabilities
+    are centred on the median of the sequences' means. Without probabilities, the columns that need them are omitted.
     """
     num_N, sum_d_N = sums["num_tokens"], sums["sum_d"]
     found = {name: sums[name] for name in _ADDABLE}
@@ -47,7 +47,7 @@ def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
 def _off(peak_N: Array, mean_fall_N: Array) -> Array:
     """Return [N] differences of the sequences' mean probabilities from their median.
 
-    Relative to the largest probability, exp(top), a mean differs by expm1(peak - top) + exp(peak - top) mean_fall.
+    In units of the largest probability, exp(top), a mean differs by expm1(peak - top) + exp(peak - top) mean_fall.
     """
     top = peak_N.max(initial=-np.inf)
     fall_N = np.expm1(peak_N - top) + np.exp(peak_N - top) * mean_fall_N
@@ -56,7 +56,7 @@ def _off(peak_N: Array, mean_fall_N: Array) -> Array:
 
 def pearson_of_totals(num: Array, x: Array, y: Array, xx: Array, yy: Array, xy: Array) -> Array:
     """Return Pearson's correlation from totals of x, y, their squares and product, centred near the means to avoid
-    cancellation; NaN if one is constant, as in SQL.
+    cancellation; NaN if x or y is constant, as in SQL.
     """
     spread_x, spread_y = num * xx - x**2, num * yy - y**2
     known = (spread_x > 0) & (spread_y > 0)
@@ -82,5 +82,5 @@ FROM_SUMS: dict[str, Callable[[Totals], Array]] = {
     "chi2_token": lambda t: t["sum_expm1_2d"] / t["num_tokens"],
     "chi2_sequence": lambda t: t["expm1_2_sum_d"] / t["num_sequences"],
 }
-"""Name of a `stats` column -> function that computes it from totals of the columns that `addable` returns. The formulas
-are those in sql/statistics.sql."""
+"""Name of a `stats` column -> function that computes it from totals of `addable` columns. The formulas are those of
+sql/statistics.sql."""

@@ -1,6 +1,6 @@
-"""Confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
+"""Compute confidence intervals over groups, because sequences of one prompt and tokens of one sequence are correlated.
 
-Groups are resampled: the sequences of one step with the same `group_id`, or a single sequence if it has no `group_id`.
+Groups are resampled. A group is the sequences of one step with one `group_id`, or a single sequence without one.
 benchmarks/coverage.py measures the coverage; docs/evidence/intervals.md has the table.
 
 Shapes: N sequences, G units (one or several groups), R resamples, C columns.
@@ -19,53 +19,53 @@ from .estimators import Array, Totals
 
 Interval = tuple[float, float]
 Statistic = Callable[[Totals], Array]
-"""Function from totals of columns to a value, or to an array with one value per resample."""
+"""Function from totals of columns to a value, or to one value per resample."""
 
 SEED = 20_260_000
 """Fixed seed: the same trace gives the same interval."""
 
 MIN_GROUPS = 8
 """Minimum number of groups for an interval. With fewer, a 95 % Student's t interval covers the true value in 80 to 90 %
-of runs if prompts differ; a valid studentized bootstrap is 5 to 8 times wider, or unbounded."""
+of runs if prompts differ; a valid studentized bootstrap is 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
-"""Maximum number of resampled units; more groups are merged into units, which keeps the variance of sums."""
+"""Maximum number of resampled units. More groups are merged into units, which leaves the variance of sums unchanged."""
 
 PARTS = 20
-"""Maximum number of parts in a jackknife. Each part consists of whole groups."""
+"""Maximum number of parts of a jackknife, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. Between these limits, enough are drawn that _BEYOND of them fall beyond each
+"""Minimum and maximum number of resamples. In between, there are enough for _BEYOND of them to fall beyond each
 bound.
 """
 _BEYOND = 25
 
 _STEP = 1e-5
-"""Relative step size of the finite differences that estimate derivatives."""
+"""Relative step of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error, relative to its terms, below which it is only rounding error, which means that all groups are
+"""Standard error, relative to its terms, below which it is rounding error, which means that all groups are
 equal.
 """
 
 _NO_SPREAD = 1e-6
-"""Standard error of a resample, relative to that of the run, below which all groups in the resample count as equal."""
+"""Standard error of a resample, relative to the run's, below which all its groups are equal."""
 
 
 _BLOCK = 1 << 15
-"""Number of influences processed at once, small enough for a core's cache."""
+"""Number of influences processed at once; they fit in a core's cache."""
 
 
 class NoInterval(StrEnum):
-    """Reason why a number has no interval."""
+    """Why a number has no interval."""
 
     FEW = f"fewer than {MIN_GROUPS} groups"
     ALIKE = "every group gives the same value"
     UNDEFINED = "undefined without some groups"
     CARRIED = "too few groups determine the value"
-    SINGLE = "single sequences determine it"
+    SINGLE = "single sequences determine the value"
     UNSEEN = (
-        "single sequence weights can be so large that the run may not contain the sequences that determine the value"
+        "the weight of a single sequence can be so large that the run may lack the sequences that determine the value"
     )
 
 
@@ -75,7 +75,7 @@ def ends(found: Interval | NoInterval) -> Interval | None:
 
 
 def unit(table: str) -> str:
-    """Return SQL that identifies the group: sequences of a step with one group_id, or one sequence without."""
+    """Return SQL for a sequence's group: its step and group_id, or the sequence itself without one."""
     of_sequence = f"CASE WHEN {table}.group_id IS NULL THEN {table}.seq_id END"
     return f"hash({table}.run, {table}.step, {table}.group_id, {of_sequence})"
 
@@ -98,7 +98,7 @@ def bootstrap(
     About the Bootstrap, section 3.2, there for percentiles), and no bound is closer than Student's t with G - 1 degrees
     of freedom. scipy.stats.bootstrap supports neither groups nor t.
 
-    `constants` are added to the totals unchanged. Infinite bounds need `open_ended`; else the result is CARRIED.
+    `constants` are added to the totals as they are. Infinite bounds need `open_ended`; otherwise the result is CARRIED.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -114,9 +114,9 @@ def mean_interval(values: Array, confidence: float) -> Interval | NoInterval:
 
 
 def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> Interval | NoInterval:
-    """Return an interval of the largest value, whose upper bound is the value itself.
+    """Return an interval of the largest value, whose upper bound is that value.
 
-    Percentile bootstrap (Efron 1979) over groups. No resample exceeds the run's largest value, so a longer run may.
+    Percentile bootstrap (Efron 1979) over groups. Resamples never exceed the run's maximum, but longer runs may.
     """
     units_N, num_groups = _units(unit_N)
     if num_groups < MIN_GROUPS:
@@ -130,7 +130,7 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """Return the index [N] of each element's part: whole groups are distributed randomly over at most PARTS parts."""
+    """Return [N] the part of each element; whole groups are distributed at random over at most PARTS parts."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -139,10 +139,10 @@ def parts_of(unit_N: np.ndarray) -> np.ndarray:
 
 
 def jackknife(value: float, without_P: Array, confidence: float) -> Interval | NoInterval:
-    """Return the interval of a smooth statistic, given its value without each of P parts that consist of whole groups.
+    """Return the interval of a smooth statistic, given its value without each of P parts made of whole groups.
 
-    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. Returns FEW with fewer than MIN_GROUPS
-    parts, and SINGLE if leaving out most parts does not change the value, as with a maximum.
+    Tukey's pseudo-values, P value - (P - 1) value_p, are treated as independent. FEW if there are fewer than MIN_GROUPS
+    parts, SINGLE if leaving out most parts does not change the value, as with a maximum.
     """
     num_parts = len(without_P)
     if num_parts < MIN_GROUPS:
@@ -167,7 +167,7 @@ def student_quantile(probability: float, freedom: int) -> float:
     >>> round(student_quantile(0.975, 1), 3)
     12.706
     """
-    from scipy.special import stdtrit  # as scipy.stats.t.ppf, without the slow import of scipy.stats
+    from scipy.special import stdtrit  # the same as scipy.stats.t.ppf, which takes long to import
 
     return float(stdtrit(freedom, probability))
 
@@ -178,13 +178,13 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
     >>> round(f_quantile(0.90, 1, 6), 2)
     3.78
     """
-    from scipy.special import fdtri  # avoids the slow import of scipy.stats
+    from scipy.special import fdtri  # scipy.stats takes long to import
 
     return float(fdtri(numerator, denominator, probability))
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the group index [N] of each element, in order of first occurrence, and the number of groups."""
+    """Return [N] the group index of each element, in order of first occurrence, and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -192,13 +192,13 @@ def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the resampling unit [N] of each element, and the number of groups."""
+    """Return [N] the resampling unit of each element, and the number of groups."""
     groups_N, num_groups = numbered(unit_N)
     return groups_N % MOST_UNITS, num_groups
 
 
 class _Resampling:
-    """Resampling units of a run, and how often each resample contains each unit."""
+    """The resampling units of a run, and how often each resample contains each unit."""
 
     def __init__(
         self, units_N: np.ndarray, columns: Mapping[str, Array], confidence: float, constants: Mapping[str, float]
@@ -248,12 +248,12 @@ class _Resampling:
         return [name for name in self._columns if name in seen.names]
 
     def _column(self, name: str) -> tuple[float, float, Array, Array]:
-        """Return a column's scale, total, [G] deviations of units from their mean, [R] totals of resamples."""
+        """Return a column's scale, its total, [G] deviations of units from their mean, and [R] totals of resamples."""
         if name not in self._by_unit:
             by_unit_G = np.bincount(self._units_N, self._columns[name], minlength=self._number)
             total, scale = float(by_unit_G.sum()), float(np.sqrt(np.sum(by_unit_G**2)))
             off_G = np.asarray(by_unit_G - total / self._number, np.float64)
-            # BLAS is avoided: on busy cores, waiting for its threads takes fifty times longer than the computation.
+            # Not with BLAS: on busy cores, waiting for its threads takes fifty times as long as the computation.
             resampled_R = np.asarray(total + np.einsum("rg,g->r", self._counts_RG, off_G), np.float64)
             self._by_unit[name] = max(abs(total), scale), total, off_G, resampled_R
         return self._by_unit[name]
@@ -266,7 +266,7 @@ class _Resampling:
         return np.asarray(statistic(totals), np.float64)
 
     def _slopes(self, statistic: Statistic, names: list[str], totals_RC: Array, scale_C: Array) -> Array:
-        """Return [R, C] derivatives of a statistic with respect to each total."""
+        """Return [R, C] derivatives of a statistic by each total."""
         slopes_RC = np.zeros_like(totals_RC)
         for place, scale in enumerate(scale_C):
             if scale > 0:
@@ -278,7 +278,7 @@ class _Resampling:
         return slopes_RC
 
     def _errors(self, slopes_RC: Array, off_CG: Array, counts_RG: Array) -> Array:
-        """Return [R] standard errors of the linearised statistic, given the counts of each unit."""
+        """Return [R] standard errors of the linearised statistic, given how often each resample has each unit."""
         squares_R = np.empty(len(slopes_RC))
         at_once = max(1, _BLOCK // self._number)
         for first in range(0, len(slopes_RC), at_once):
@@ -291,7 +291,7 @@ class _Resampling:
 
 
 class _Seen(Mapping[str, Array]):
-    """Mapping of totals that records which totals are read."""
+    """Totals that record which of them are read."""
 
     def __init__(self, totals: Mapping[str, Array]):
         self._totals, self.names = totals, set[str]()
@@ -309,7 +309,7 @@ class _Seen(Mapping[str, Array]):
 
 @lru_cache(maxsize=4)
 def _draws(number: int, num_resamples: int) -> Array:
-    """Return [R, G] counts of each unit in each resample, from a fixed seed."""
+    """Return [R, G] how often each resample has each unit, from a fixed seed."""
     drawn_RG = np.random.default_rng(SEED).integers(0, number, (num_resamples, number))
     drawn_RG += np.arange(num_resamples)[:, None] * number
     counts = np.bincount(drawn_RG.reshape(-1), minlength=num_resamples * number)

@@ -1,7 +1,7 @@
-"""Locate a change in a series, with a confidence interval: a jump, or the first step of a ramp, an exponential approach or
-a linear decline to another level.
+"""Locate a change in a series, with a confidence interval: a jump, or the first step of a ramp, of an exponential
+approach or of a linear decline to another level.
 
-Shapes: n values of a segment with one change, P candidate positions; E candidate ends of a decline.
+Shapes: n values of a segment with one change, P candidate positions, E candidate ends of a decline.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from .noise import long_run_variance
 SHIFT, RAMP = "shift", "ramp"
 
 _JUMP, _BOTH, _DECAY = "jump", "both", "decay"
-"""Forms of a change: a jump with a constant slope, a jump at which the slope also changes, and an exponential approach to
-another level, as when a policy collapses."""
+"""Forms of a change: a jump with a constant slope, a jump where the slope changes as well, and an exponential approach
+to another level, as when a policy collapses."""
 
 _DECAYS = (0.03, 0.1, 0.3)
-"""Time constants of a decay that are tried, as shares of the segment."""
+"""Time constants tried for a decay, as shares of the segment."""
 
 REACH = 7.35
-"""Cost above the minimum that is still within a 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 = 0.95, the
-limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). The onset of a ramp, a regular parameter, would
-need 3.84 if its form and the variance were known."""
+"""Cost above the minimum up to which a position is in the 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 =
+0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the onset of a ramp, a regular
+parameter, 3.84 would do if its form and the variance were known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """A change located within a segment, with its confidence interval."""
+    """A change within a segment, with its confidence interval."""
 
     place: int
     """Index of the first value after the change."""
@@ -44,17 +44,17 @@ class Located:
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Reduction of the sum of squares relative to one line, in long-run variances, if slope and level may change
-    freely.
+    """Reduction of the sum of squares from that of a single line, in long-run variances, if slope and level may both
+    change.
     """
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
     """Locate the one change of a segment, at least `margin` values from its ends.
 
-    A jump with a constant slope, or a change of slope without a jump, costs one parameter; both together, or an
-    exponential approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval includes
-    all forms that fit about as well as the best, because a ramp that looks like a jump in noise began earlier.
+    A jump with a constant slope, or a change of slope without a jump, costs one parameter. Both together, or an exponential
+    approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval covers all forms that fit
+    about as well as the best one, because what looks like a jump in noise may be a ramp that began earlier.
     """
     n = len(values)
     places = np.arange(margin, n - margin + 1)
@@ -84,12 +84,12 @@ def locate(values: np.ndarray, variance: float, margin: int) -> Located:
 
 
 def _decay(t: np.ndarray, places: np.ndarray | int, length: float) -> np.ndarray:
-    """Return the completed share, at each index, of an approach that begins at each place."""
+    """Return the share of an approach completed at each index, for approaches that begin at each place."""
     return np.asarray(-np.expm1(-np.maximum(t - places + 1.0, 0.0) / length))
 
 
 def _gain(values: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return [P] reductions of the sum of squares when each column is added to a line."""
+    """Return [P] reductions of the sum of squares when a line is extended by each column."""
     t = np.arange(len(values)) - (len(values) - 1) / 2
     apart = columns - columns.mean(axis=0) - np.outer(t, t @ columns / max(float(t @ t), 1e-300))
     return np.asarray((values @ apart) ** 2 / np.maximum(np.einsum("ij,ij->j", apart, apart), 1e-300))
@@ -111,13 +111,13 @@ def _ends(values: np.ndarray, place: int, best: str, length: float) -> tuple[flo
 
 
 _LARGEST_E = 12
-"""Maximum number of end positions tried for a decline."""
+"""Maximum number of ends tried for a decline."""
 
 
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
-    """Return the first index of a decline between two given levels, with its interval: (low, index, high).
+    """Return (low, index, high): the first index of a decline between two given levels, and its interval.
 
-    The index minimises the sum of squares. The 90 % interval contains the indices whose sum of squares is within the F
+    The index has the least sum of squares. The 90 % interval has all indices whose sum of squares is within the F
     quantile with 1 and N - 3 degrees of freedom.
     """
     n = len(values)
@@ -131,9 +131,9 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95 % interval of the first index of a decline, with fitted levels and autocorrelated noise.
+    """Return the 95 % interval of the first index of a decline, with levels fitted and autocorrelated noise.
 
-    `deviation` is a lower bound for the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
+    `deviation` is a lower bound on the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
     """
     centred = values - values.mean()
     n = len(centred)
@@ -153,6 +153,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return the completed share [E, N] of a decline that begins at `start`, for each candidate end."""
+    """Return [E, N] the completed share of a decline that begins at `start`, for each candidate end."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

@@ -1,9 +1,9 @@
-"""Policy loss per term: contribution of a ratio and an advantage to the objective, clipping, and gradient.
+"""Compute the policy loss per term: what a ratio and an advantage add to the objective, clipping, and gradient.
 
-sql/loss.sql has the same rules as macros; replay/gradients has the loss in torch.
+sql/loss.sql has the same rules as macros, and replay/gradients has the loss in torch.
 
-Shapes: T tokens of N sequences, concatenated; K terms: tokens, or sequences if the loss takes one ratio per sequence.
-Functions without stated shapes take arrays of equal shape.
+Shapes: T tokens of N sequences, concatenated; K terms: tokens, or sequences if the loss has one ratio per sequence.
+Functions without stated shapes take arrays of the same shape.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SAFETY_BOUND = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Clip bounds of the ratio, by the sign of the advantage; infinite where the loss does not clip.
+    """Bounds at which a loss clips the ratio, by the sign of the advantage; infinite where it does not clip.
 
-    For a positive advantage there is no lower bound.
+    With a positive advantage, the ratio has no lower bound.
     """
 
     positive_high: float = math.inf
@@ -44,7 +44,7 @@ class Bounds:
     negative_high: float = math.inf
 
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
-        """Return the ratio clipped to the bounds for the sign of its advantage, marked by `positive`."""
+        """Return the ratio clipped to the bounds for the sign of its advantage; `positive` marks A > 0."""
         at_most = np.minimum(ratio, self.positive_high)
         if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # the sign does not matter
             return at_most
@@ -52,7 +52,7 @@ class Bounds:
 
 
 def bounds_of(loss: Loss) -> Bounds:
-    """Return the bounds of a loss: of ppo_clip's min(min(ratio, hard) A, clip(ratio) A), and of cispo's weight.
+    """Return the bounds of a loss: of min(min(ratio, hard) A, clip(ratio) A) for ppo_clip, of the weight for cispo.
 
     >>> bounds_of(Loss(clip_low=0.5, clip_high=0.5, clip_hard=2.0))
     Bounds(positive_high=1.5, negative_low=0.5, negative_high=2.0)
@@ -66,7 +66,7 @@ def bounds_of(loss: Loss) -> Bounds:
 
 
 def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return [K] log-ratios of the terms from those of tokens, which are 0 for masked tokens; `num_N` tokens count.
+    """Return [K] log-ratios of the terms from [T] of tokens, which are 0 for masked tokens; `num_N` tokens count.
 
     >>> starts, num = np.array([0, 2]), np.array([2.0, 1.0])
     >>> log_ratios(Loss(level="sequence_mean"), np.array([1.0, 3.0, 5.0]), starts, num).tolist()
@@ -81,7 +81,7 @@ def log_ratios(loss: Loss, log_ratio_T: Array, starts_N: np.ndarray, num_N: Arra
 
 
 def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
-    """Return ln of the loss's ratio, current / denominator: `log_true` is ln(current / rollout), `log_drift` ln(current
+    """Return ln of the loss's ratio, current / denominator; `log_true` is ln(current / rollout), `log_drift` ln(current
     / train).
     """
     if loss.denominator == ROLLOUT:
@@ -90,7 +90,7 @@ def log_used(loss: Loss, log_true: Array, log_drift: Array) -> Array:
 
 
 def clamped_exp(log_ratio: Array) -> Array:
-    """Return exp of log-ratios clamped to +-20 nats.
+    """Return exp of log-ratios after clamping them to +-20 nats.
 
     >>> clamped_exp(np.array([0.0, -1e9])).tolist()
     [1.0, 2.061153622438558e-09]
@@ -99,7 +99,7 @@ def clamped_exp(log_ratio: Array) -> Array:
 
 
 def contribution(loss: Loss, ratio: Array, advantage: Array) -> Array:
-    """Return f_A(ratio), the contribution of a term to the objective, in units of the advantage.
+    """Return f_A(ratio), what a term adds to the objective, in units of the advantage.
 
     ppo_clip: min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), with the ratio at most `clip_hard`; reinforce:
     ratio A; sapo: 4 / tau sigmoid(tau (ratio - 1)) A. For cispo, min(ratio, clip_high) A, and vespo, phi(ratio) A, it
@@ -143,9 +143,9 @@ def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
-    """Return True where the ratio is beyond the bound that applies for the sign of the advantage.
+    """Return True where the ratio is beyond the bound for the sign of its advantage.
 
-    False for losses without a bound and for an advantage of 0. `loss_clips` is the same in SQL.
+    False where the loss has no bound, and for an advantage of 0. `loss_clips` is the same in SQL.
 
     >>> is_clipped(Loss(), np.array([1.5, 0.5, 1.5, 0.5]), np.array([1.0, 1.0, -1.0, -1.0])).tolist()
     [True, False, False, True]
@@ -158,9 +158,9 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
-    """Return the weight of the loss's correction for r = exp(log_ratio), log_ratio = train - rollout in nats.
+    """Return the weight of the loss's correction for a ratio exp(log_ratio); log_ratio = train - rollout, nats.
 
-    Truncated ratios become the bound, masked ones 0; None means no bound.
+    Ratios beyond a bound become the bound if truncated, 0 if masked; a bound of None is no bound.
 
     >>> correction_weight(Loss(correction="token_mask", correction_high=3.0), np.log([2.0, 4.0])).round(6).tolist()
     [2.0, 0.0]
@@ -179,11 +179,11 @@ _OPTIONS = {
     SAPO: ("sapo_temperature_pos", "sapo_temperature_neg"),
     VESPO: ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 }
-"""Kind of loss -> names of the options that its terms depend on."""
+"""Kind of loss -> the options that its terms depend on."""
 
 
 def sql_options(loss: Loss) -> str:
-    """Return a loss as options of the macros of sql/loss.sql, with bitwise-equal numbers.
+    """Return a loss as options for the macros of sql/loss.sql; its numbers are the same bit for bit.
 
     >>> sql_options(Loss(kind="cispo", clip_high=1.2))
     "kind := 'cispo', clip_high := '1.2'::DOUBLE"

@@ -1,4 +1,4 @@
-"""Correlations, and sums of squares and products around means, in two passes to avoid cancellation, merged over sequences.
+"""Compute correlations and centred sums of squares and products in two passes, merged over sequences.
 
 Chan, Golub and LeVeque 1983, Algorithms for computing the sample variance: the corrected two-pass algorithm.
 
@@ -16,18 +16,18 @@ from .estimators import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Centred:
-    """Per-token values from which the mean over their sequence has been subtracted."""
+    """Values per token, minus the mean of their sequence."""
 
     mean_N: Array
-    """Mean over each sequence's counted tokens, 0 without any; exactly the value if all are equal."""
+    """Mean over the tokens of each sequence that count, 0 if none does; exactly the value if all are equal."""
     off_T: Array
-    """Values minus the mean over their sequence; 0 for tokens that do not count."""
+    """Values minus the mean of their sequence; 0 for tokens that do not count."""
     left_N: Array
-    """Sum of `off_T` over each sequence, which differs from 0 by the rounding error of the mean."""
+    """Sum of `off_T` over each sequence; it is not 0, because the mean is rounded."""
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Centre values per sequence; `num_N` tokens count, marked by `counted_T`, and the others have value 0."""
+    """Centre values within sequences; `counted_T` marks the `num_N` tokens that count, the others have value 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))
@@ -38,7 +38,7 @@ def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.n
 
 
 def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) -> Array:
-    """Return [N] sums of (x - mean x) (y - mean y) over the tokens of a sequence.
+    """Return [N] sums of (x - mean x) (y - mean y) over the tokens of each sequence.
 
     >>> starts, num = np.array([0]), np.array([2.0])
     >>> x, y = (centred(np.array(values), starts, num) for values in ([1.0, 3.0], [2.0, 8.0]))
@@ -53,7 +53,7 @@ def co_moment(one: Centred, other: Centred, starts_N: np.ndarray, num_N: Array) 
 def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
     """Return [N] differences of each sequence's mean from the median over its `place_N`; 0 if no token counts.
 
-    Sums around this centre, n (mean - centre) and n (mean - centre)^2 plus the co-moments within sequences, add up over
+    Sums around this median, n (mean - median) and n (mean - median)^2 plus the co-moments within sequences, add up over
     sequences without loss of precision.
     """
     off_N = np.zeros(len(mean_N))
@@ -66,12 +66,12 @@ def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
 
 
 def repeated(values_N: Array, starts_N: np.ndarray, num_tokens: int) -> Array:
-    """Return each sequence's value [T], repeated for its tokens."""
+    """Return [T] each sequence's value, repeated for its tokens."""
     return np.repeat(values_N, np.diff(np.append(starts_N, num_tokens)))
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation; NaN for fewer than two values or a constant side.
+    """Return Pearson's correlation; NaN for fewer than two values, or if x or y is constant.
 
     >>> pearson(np.array([1.0, 2.0]), np.array([3.0, 1.0]))
     -1.0

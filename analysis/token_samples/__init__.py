@@ -1,1 +1,1 @@
-"""Chosen sequences of a trace, token by token, with their text."""
+"""Sequences chosen from a trace, token by token, with their text."""

@@ -1,6 +1,6 @@
-"""Choose the steps to search and the sequences to show, and describe the choice.
+"""Choose the steps to search and the sequences to show, and describe this choice.
 
-All steps of a small run are searched, some of a larger one. Shapes: N sequences, ordered by step and name.
+In a small run all steps are searched, in a large one some. Shapes: N sequences, ordered by step and name.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from ..trace.source import Pair
 from ..trace.tokens import evenly_within, fitting
 
 WORST, TYPICAL, RANDOM, WORST_OF_STEP = "worst", "typical", "random", "worst of step"
-"""Codes for the reasons why a sequence was chosen."""
+"""Reasons for choosing a sequence."""
 
 PROMPT_TOKENS = 400
-"""Maximum number of prompt tokens shown, taken from the end of the prompt."""
+"""Maximum number of prompt tokens shown; the last ones are kept."""
 
 
 LOOKED_TOKENS = 4_000_000
-"""Minimum number of response tokens searched; a run with fewer tokens is searched whole."""
+"""Minimum number of response tokens searched; a run with fewer is searched whole."""
 SUMMED_SHARE = 0.2
-"""Share of the run's tokens searched if the trace stores the pair's sums, in which case the search need not read tokens."""
+"""Share of the run's tokens searched if the trace stores the pair's sums, so that the search need not read tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookedAt:
-    """The steps that are searched, in order."""
+    """The steps to search, in order."""
 
     run: str
     steps: tuple[int, ...]
     spread: frozenset[int]
-    """Searched steps that are evenly spaced over the run; all steps if every step is searched."""
+    """Searched steps that are evenly spaced over the run; all steps if all are searched."""
     notable: tuple[int, ...]
     """Requested steps, most notable first."""
     worst: frozenset[int]
-    """Steps that contain the sequences with the largest |d|."""
+    """Steps with the sequences that have the largest |d|."""
     num_tokens: int
     num_steps: int
-    """Number of steps in the whole run; `num_sequences` and `num_run_tokens` also count the whole run."""
+    """Number of steps in the whole run; `num_sequences` and `num_run_tokens` are for the whole run, too."""
     num_sequences: int
     num_run_tokens: int
     has_all_worst: bool
-    """True if every one of the worst sequences is in a searched step."""
+    """True if all of the worst sequences are in searched steps."""
 
     @property
     def is_all(self) -> bool:
@@ -57,14 +57,14 @@ class LookedAt:
         return len(self.steps) == self.num_steps
 
     def with_worst(self, most: int) -> set[int]:
-        """Return up to `most` steps that show their worst sequences: notable ones, then evenly spaced ones."""
+        """Return up to `most` steps for which the worst sequences are shown: notable ones, then evenly spaced ones."""
         first = list(self.notable[:most])
         others = [step for step in self.steps if step not in first]
         return {*first, *evenly_within(others, most - len(first))}
 
 
 def look_at(database: Database, pair: Pair, run: str, notable: Sequence[int], worst: int) -> LookedAt:
-    """Choose steps with tokens: notable ones, those of the `worst` sequences if sums are stored, evenly spaced ones."""
+    """Choose steps to search: notable ones, those of the `worst` sequences if sums are stored, evenly spaced ones."""
     rows = database.connection.execute(_STEPS, [run]).fetchall()
     tokens = {step: num_tokens for step, _, num_tokens in rows}
     total, has_sums = sum(tokens.values()), database.sums.covers(pair)
@@ -95,7 +95,7 @@ _STEPS = """
 
 
 def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
-    """Return the steps that contain the `most` sequences with the largest |d|, worst first."""
+    """Return the steps of the `most` sequences with the largest |d|, worst first."""
     query = f"""
         SELECT step FROM sequence_sums
         WHERE run = {quoted(run)} AND pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}
@@ -107,7 +107,7 @@ def _worst(database: Database, pair: Pair, run: str, most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMismatch:
-    """Mismatch of every sequence with response tokens, including sequences without comparable tokens."""
+    """The mismatch of every sequence with response tokens, whether or not they can be compared."""
 
     steps: np.ndarray
     """[N]"""
@@ -118,14 +118,14 @@ class SequenceMismatch:
     prompt_lengths: np.ndarray
     """[N] number of prompt tokens; 0 if not recorded."""
     num_compared: np.ndarray
-    """[N] number of tokens that count in the loss and have a finite logprob in both passes."""
+    """[N] number of tokens that count in the loss and have finite logprobs in both passes."""
     sum_abs_d: np.ndarray
-    """[N] sum of |d|, nats; 0 if no token is comparable. `max_abs_d` has the same shape and unit."""
+    """[N] sum of |d|, nats; 0 if no token can be compared. `max_abs_d` has the same shape and unit."""
     max_abs_d: np.ndarray
 
     @property
     def mean_abs_d(self) -> np.ndarray:
-        """Return the mean |d| of each sequence, [N], nats."""
+        """[N] mean |d| of each sequence, nats."""
         return np.asarray(self.sum_abs_d / np.maximum(self.num_compared, 1))
 
 
@@ -142,7 +142,7 @@ _MISMATCH = """
 
 
 def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequence[int]) -> SequenceMismatch:
-    """Read the mismatch for every sequence in the given steps, from the stored sums of the pair if available, else from
+    """Read the mismatch of every sequence in some steps, from the pair's stored sums if there are any, else from
     tokens.
     """
     within = f"run = {quoted(run)} AND step IN ({', '.join(map(str, steps)) or 'NULL'})"
@@ -159,32 +159,32 @@ def read_sequence_mismatch(database: Database, pair: Pair, run: str, steps: Sequ
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """Limits on the number of sequences and tokens shown."""
+    """How many sequences and tokens to show at most."""
 
     worst: int = 24
     random: int = 16
     typical: int = 8
     per_step: int = 1
     max_steps: int = 200
-    """Maximum number of steps for which the worst sequences of the step are shown."""
+    """Maximum number of steps for which the worst sequences are shown."""
     max_tokens: int = 200_000
-    """Maximum number of tokens shown in total, including prompts."""
+    """Maximum number of tokens shown in total, prompts included."""
     max_sequence_tokens: int = 2_000
     """Maximum number of response tokens shown per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The chosen sequences, in the order shown."""
+    """The sequences to show, in order."""
 
     why: dict[int, tuple[str, ...]]
-    """Index of a chosen sequence in the SequenceMismatch -> reasons for the choice."""
+    """Index of a chosen sequence in SequenceMismatch -> reasons why it was chosen."""
     num_left_out: Counter[str]
-    """First reason for choosing a sequence -> number of such sequences omitted to stay within max_tokens."""
+    """First reason of a sequence -> number of such sequences omitted to stay within max_tokens."""
 
 
 def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
-    """Choose sequences, worst first. Whole sequences at the end of the list are dropped to stay within the token limit."""
+    """Choose sequences, worst first, and omit whole ones from the end to stay within the token limit."""
     compared = np.flatnonzero(gaps.num_compared > 0)
     evenly = np.isin(gaps.steps, [*looked.spread])
     worst = compared[np.lexsort((-gaps.sum_abs_d[compared], -gaps.max_abs_d[compared]))]
@@ -212,13 +212,13 @@ def choose(gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted) -> Choice:
 
 
 def _typical(gaps: SequenceMismatch, rows: np.ndarray) -> np.ndarray:
-    """Return the rows sorted by how far their mean |d| is from the median over all rows."""
+    """Return the rows, ordered by the distance of their mean |d| from the median over all rows."""
     mean = gaps.mean_abs_d[rows]
     return rows[np.argsort(np.abs(mean - np.median(mean)), kind="stable")] if len(rows) else rows
 
 
 def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]:
-    """Return `num` rows chosen by a hash of step and name, so that every call chooses the same rows."""
+    """Return `num` rows with the smallest hash of step and name, so that every call chooses the same ones."""
     if not num:
         return []
     names = (f"{gaps.steps[row]} {gaps.seq_ids[row]}" for row in rows)
@@ -227,7 +227,7 @@ def _random(gaps: SequenceMismatch, rows: np.ndarray, num: int) -> Iterable[int]
 
 
 def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wanted: Wanted) -> list[int]:
-    """Return the worst rows of each step: notable steps first, then all other steps in order."""
+    """Return the worst rows of each step: notable steps first, then the others in order."""
     places: dict[int, list[int]] = {step: [] for step in looked.notable}
     places |= {step: [] for step in looked.steps if step not in places}
     shown = looked.with_worst(wanted.max_steps)
@@ -241,14 +241,14 @@ def _of_steps(gaps: SequenceMismatch, worst: np.ndarray, looked: LookedAt, wante
 def choice_text(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> str:
-    """Render a description of the chosen sequences; `lacking` names the passes of the pair without logprobs."""
+    """Return a text that describes the chosen sequences; `lacking` names the passes of the pair without logprobs."""
     if not looked.num_sequences:
         return f"Run {looked.run}: no sequences with response tokens."
     sentences = [_looked(looked, gaps), *_sorts(choice, gaps, looked, wanted, pair, lacking)]
     if choice.num_left_out:
         parts = ", ".join(f"{num:,} {reason}" for reason, num in choice.num_left_out.items())
         sentences.append(
-            f"Left out to stay below {wanted.max_tokens:,} shown tokens: {parts} (counted by the first reason)."
+            f"Omitted to stay within {wanted.max_tokens:,} shown tokens: {parts} (counted by the first reason)."
         )
     return " ".join(sentences)
 
@@ -272,20 +272,20 @@ def _looked(looked: LookedAt, gaps: SequenceMismatch) -> str:
 def _sorts(
     choice: Choice, gaps: SequenceMismatch, looked: LookedAt, wanted: Wanted, pair: Pair, lacking: tuple[str, ...]
 ) -> Iterable[str]:
-    """Yield one sentence per kind of sequence shown."""
+    """Yield one sentence for each kind of sequence shown."""
     counts = Counter(reason for reasons in choice.why.values() for reason in reasons)
     searched = "all steps" if looked.is_all else "the searched steps"
     evenly = "all steps" if looked.is_all else "the evenly spaced steps"
     if lacking:
         which = " and ".join(repr(name) for name in lacking)
-        yield f"Pass {which} has no logprobs, so there is no d and sequences are chosen at random."
+        yield f"Pass {which} has no logprobs, so d is unknown and sequences are chosen at random."
     elif not (gaps.num_compared > 0).any():
         yield f"No token has a logprob in both {pair[0]!r} and {pair[1]!r}, so sequences are chosen at random."
     else:
-        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that count in the loss and were scored by both passes."
+        yield f"d = {pair[0]} - {pair[1]}, nats, over tokens that count in the loss and have a logprob in both passes."
     sorts = {
         WORST: f"largest |d| of a token in {'all steps' if looked.has_all_worst else searched}",
-        TYPICAL: f"mean |d| closest to the median over sequences of {evenly}",
+        TYPICAL: f"mean |d| closest to the median over the sequences of {evenly}",
         RANDOM: f"picked by hash from {evenly}",
         WORST_OF_STEP: f"the {wanted.per_step:,} with the largest |d| of a token in each of up to {wanted.max_steps:,} steps",
     }

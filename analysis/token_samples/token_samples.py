@@ -1,6 +1,6 @@
-"""Chosen sequences of a trace, token by token: the worst, typical and random ones, and the worst of each step.
+"""Read chosen sequences of a trace, token by token: the worst, typical and random ones, and the worst of each step.
 
-Shapes: T shown response tokens in one sequence, R tokens in its response.
+Shapes: T response tokens shown of one sequence, R tokens in its response.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .choice import (
 from .token_text import TokenText, read_token_text
 
 _BATCH_ROWS = 16
-"""Maximum number of whole sequences in memory at once."""
+"""Maximum number of whole sequences held in memory."""
 
 
 def read_chosen(
@@ -72,7 +72,7 @@ _OWN = (*_SCALARS, "prompt_ids", "response_ids", "response_mask", "advantages")
 
 
 def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
-    # The keys are literals in the query, which DuckDB pushes down to the file scan, so that other rows are not decoded.
+    # DuckDB pushes literal keys down to the file scan, so that other rows are not decoded.
     names = ", ".join(quoted(seq_id) for seq_id in sorted({seq_id for _, seq_id in keys}))
     read = {f"p{number}": name for number, name in enumerate(passes)}
     return token_query(
@@ -84,7 +84,7 @@ def _query(run: str, keys: list[tuple[int, str]], passes: Sequence[str]) -> str:
 
 
 class _Response:
-    """One sequence, with arrays over its whole response."""
+    """A sequence, with arrays over its whole response."""
 
     def __init__(self, row: Mapping[str, Any], passes: Sequence[str]):
         self.row = row
@@ -101,7 +101,7 @@ class _Response:
         self.advantages_R = None if advantages is None else _side(advantages, len(self.ids_R))[0]
 
     def excerpt(self, why: tuple[str, ...], pair: Pair, text: TokenText, most: int) -> TokenSample:
-        """Return the sequence, cut to at most `most` response tokens around the largest |d|."""
+        """Return the sequence with at most `most` response tokens, those around the largest |d|."""
         row, d_R = self.row, self._d(pair)
         size_R = np.abs(d_R[np.isfinite(d_R)])
         first = _first(d_R, most)
@@ -118,7 +118,7 @@ class _Response:
         )  # fmt: skip
 
     def _d(self, pair: Pair) -> np.ndarray:
-        """Return [R] float64 d, nats; NaN if the token does not count or a pass has no finite logprob for it."""
+        """Return [R] float64 d, nats; NaN where the token does not count or a logprob is missing or not finite."""
         if not {*pair} <= self.logprobs.keys():
             return np.full(len(self.ids_R), np.nan)
         a_R, b_R = (self.logprobs[name].astype(np.float64) for name in pair)
@@ -127,14 +127,14 @@ class _Response:
 
 
 def _first(d_R: np.ndarray, most: int) -> int:
-    """Return the index of the first shown token, so that the largest |d| is in the middle."""
+    """Return the index of the first token to show, which puts the largest |d| in the middle."""
     if len(d_R) <= most or not np.isfinite(d_R).any():
         return 0
     return int(np.clip(np.nanargmax(np.abs(d_R)) - most // 2, 0, len(d_R) - most))
 
 
 def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the logprobs, [R] float32 with NaN for missing values, and the state of each value, [R]."""
+    """Return [R] float32 logprobs, NaN where missing, and [R] the state of each value."""
     out, state = np.full(length, np.nan, np.float32), np.full(length, NOT_RECORDED, np.int8)
     if values is None:
         return out, state
@@ -147,7 +147,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return the [R] bool mask of counted tokens: all if no mask was recorded, none beyond the end of a short one."""
+    """Return [R] bool: True for tokens that count. Without a mask all do; beyond the end of a short mask none does."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -177,14 +177,14 @@ def read_token_samples(
     notable: Sequence[int] = (),
     wanted: Wanted = _WANTED,
 ) -> TokenSamples:
-    """Choose sequences of a run and read their tokens, with d = logprob(a) - logprob(b) of the pair, nats.
+    """Choose sequences of a run, and read their tokens with d = logprob(a) - logprob(b), nats.
 
-    Worst sequences have the largest |d| of one token, typical ones a mean |d| closest to the median; random ones are the same
-    in every call; and the worst sequences of every step are added. In a large run only some steps are searched (see
-    steps.look_at), `notable` steps first. Whole sequences are left out to limit the number of tokens shown, and long
-    responses are cut to a window around their worst token. `choice` of the result reports all of this with numbers.
+    The worst sequences have the largest |d| of one token, the typical ones a mean |d| closest to the median, and the random
+    ones are the same in every call; the worst of every step are added. In a large run only some steps are searched (see
+    choice.look_at), `notable` steps first. Whole sequences are omitted to limit the number of tokens shown, and long
+    responses are cut to a window around their worst token. `choice` of the result describes all of this with numbers.
 
-    A trace with one pass of the pair is shown without d; an empty trace has no sequences. Raises DamagedTrace.
+    If the trace has one pass of the pair, there is no d; an empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
     names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))
@@ -206,43 +206,43 @@ def read_token_samples(
 
 
 FINITE, NOT_RECORDED, NAN, INFINITE = 0, 1, 2, 3
-"""State of a pass's value for a token: a number; NULL or no row of scores; NaN; an infinity."""
+"""State of a pass's logprob of a token: a number; NULL, or no row of scores; NaN; an infinity."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSample:
-    """One chosen sequence: its identity, the mismatch between two passes, and its tokens.
+    """A chosen sequence: its identity, the mismatch between two passes, and its tokens.
 
-    d = logprob(a) - logprob(b) of the pair, nats; sums are over all response tokens that count in the loss and have a
-    finite logprob in both passes. Scores are from the first inner iteration. Texts were made `visible` but are not
-    escaped.
+    d = logprob(a) - logprob(b) of the pair, nats. Sums are over all response tokens that count in the loss and have
+    finite logprobs in both passes. Scores are those of the first inner iteration. Texts were made `visible`, but they
+    are not escaped for HTML.
     """
 
     step: int
     seq_id: str
     group_id: str | None
-    """Group of sequences that share a prompt; None if not recorded."""
+    """Group of the sequences of one prompt; None if not recorded."""
     why: tuple[str, ...]
-    """Reasons why the sequence was chosen: WORST, TYPICAL, RANDOM or WORST_OF_STEP."""
+    """Why the sequence was chosen: WORST, TYPICAL, RANDOM or WORST_OF_STEP."""
     num_tokens: int
-    """Number of tokens in the whole response."""
+    """Number of tokens of the whole response."""
     first_token: int
-    """Index within the response of the first shown token; 0 if the beginning of the response is shown."""
+    """Index in the response of the first token shown."""
     reward: float | None
     advantage: float | None
     """Advantage of the whole response; None if not recorded, or recorded per token."""
     policy_version: int | None
-    """Number of optimizer updates after which the sampling weights were taken; None if not recorded."""
+    """Number of optimizer updates behind the sampling weights; None if not recorded."""
     finish_reason: str | None
-    """Reason the engine gave for ending the response, such as `stop` or `length`; None if not recorded."""
+    """Why the engine ended the response, such as `stop` or `length`; None if not recorded."""
     sum_d: float | None
-    """Sum of d, nats; None if no token is comparable. `mean_abs_d` and `max_abs_d` are in nats or None, too."""
+    """Sum of d, nats; None if no token can be compared. So are `mean_abs_d` and `max_abs_d`."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]
-    """(token id, text) for each of the prompt's last tokens."""
+    """(token id, text) of each of the last prompt tokens."""
     num_prompt_tokens: int | None
-    """Number of tokens in the whole prompt; None if not recorded."""
+    """Number of tokens of the whole prompt; None if not recorded."""
     ids: np.ndarray
     """[T] int32 token ids."""
     texts: list[str]
@@ -253,9 +253,9 @@ class TokenSample:
     mask: np.ndarray
     """[T] bool: True if the loss counts the token; False for tool output and masked parts."""
     advantages: np.ndarray | None
-    """[T] float32 if the advantage differs by token; else None, see `advantage`."""
+    """[T] float32 if advantages were recorded per token; None otherwise, see `advantage`."""
     entropy: np.ndarray | None
-    """[T] float32, nats, from pass b, else pass a; NaN if missing; None if neither has entropies."""
+    """[T] float32, nats, from pass b, else from pass a; NaN if missing; None if neither pass has entropies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,10 +263,10 @@ class TokenSamples:
     """Chosen sequences of one run."""
 
     sequences: tuple[TokenSample, ...]
-    """The chosen sequences: worst sequences first, then typical and random sequences, then the worst of each step."""
+    """The chosen sequences: worst, typical and random ones, then the worst of each step."""
     choice: str
-    """Text that states how many steps and sequences were searched, and explains the reasons in `why`."""
+    """Text that says how many steps and sequences were searched, and what the reasons in `why` mean."""
     text_from: str
-    """Text that names the tokenizer used to decode the tokens, or explains why only ids are shown."""
+    """Sentence that names the tokenizer of the texts, or says why only ids are shown."""
     passes: tuple[str, ...]
-    """Names of the passes with logprobs; the passes of the pair come first."""
+    """Passes with logprobs; those of the pair come first."""

@@ -1,6 +1,6 @@
-"""Decode token ids with the tokenizer in the trace, and show invisible characters.
+"""Decode token ids with the tokenizer of the trace, and make invisible characters visible.
 
-Only its vocabulary is read, as data. It is never built, so untrusted regular expressions never run.
+Only its vocabulary is read, as data. The tokenizer is never built, so no untrusted regular expression runs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ...tracer.store import first_line
 from ..trace.source import Source
 
 _MOST, _MOST_BY = 10_000, 100
-"""Maximum length of a piece, and of a replacement in it, so that an untrusted decoder cannot make huge texts."""
+"""Maximum length of a piece, and of a replacement in it; they keep an untrusted decoder from making huge texts."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the mapping from character to byte in byte-level BPE, the inverse of bytes_to_unicode in GPT-2's encoder.py.
+    """Return the byte for each character of byte-level BPE, the inverse of bytes_to_unicode in GPT-2's encoder.py.
 
-    Printable Latin-1 bytes map to themselves, the others to U+0100 and up.
+    Printable Latin-1 bytes are characters of the same number, the others start at U+0100.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]
@@ -39,21 +39,21 @@ _BYTE_OF = _byte_alphabet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """The settings of a tokenizer's decoder that affect single tokens."""
+    """The settings of a tokenizer's decoder that matter for single tokens."""
 
     byte_level: bool = False
-    """True if characters stand for bytes (GPT-2, Qwen, Llama 3)."""
+    """True if each character is a byte (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
-    """True if <0xE2> stands for a byte (SentencePiece)."""
+    """True if <0xE2> is a byte (SentencePiece)."""
     replaced: tuple[tuple[str, str], ...] = ()
-    """(old, new) text replacements, applied in order; for example, a space replaces a metaspace or an end-of-word mark."""
+    """(old, new) replacements in order, such as a space for a metaspace or an end-of-word mark."""
     prefix: str | None = None
-    """Prefix that marks pieces continuing a word (WordPiece); None without one."""
+    """Prefix of pieces that continue a word (WordPiece); None without one."""
     spaced: bool = False
-    """True if every piece is a separate word, as in a tokenizer without a decoder."""
+    """True if every piece is a word of its own, as in a tokenizer without a decoder."""
 
     def text(self, piece: str) -> str:
-        """Decode a vocabulary entry."""
+        """Return the text of a vocabulary entry."""
         if self.byte_level:
             return of_bytes(b"".join(_bytes(char) for char in piece))
         if self.byte_fallback and (found := _BYTE.fullmatch(piece)):
@@ -66,7 +66,7 @@ class Decoding:
 
 
 def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
-    """Read the decoder of a tokenizer.json; None means that tokens are joined with spaces.
+    """Return the decoder of a tokenizer.json; with None, tokens are joined with spaces.
 
     Raises KeyError, TypeError, ValueError or AttributeError for anything else.
     """
@@ -75,7 +75,7 @@ def decoding_of(decoder: Mapping[str, Any] | None) -> Decoding:
     parts = {str(part.get("type")): part for part in _parts(decoder)}
     replaced = [found for part in _parts(decoder) if (found := _replaced(part)) is not None]
     if any(not old or len(new) > _MOST_BY for old, new in replaced):
-        raise ValueError("the decoder replaces an empty string, or has a replacement that is too long")
+        raise ValueError("the decoder replaces an empty string or has too long a replacement")
     return Decoding(
         byte_level="ByteLevel" in parts,
         byte_fallback="ByteFallback" in parts,
@@ -95,7 +95,7 @@ def of_bytes(content: bytes) -> str:
 
 
 def _bytes(char: str) -> bytes:
-    """Return the byte for a character in the byte alphabet; for any other character, its UTF-8 encoding."""
+    """Return the byte of a character of the byte alphabet, or the UTF-8 encoding of any other character."""
     return bytes([_BYTE_OF[char]]) if char in _BYTE_OF else char.encode("utf-8", "replace")
 
 
@@ -117,9 +117,9 @@ def _replaced(part: Mapping[str, Any]) -> tuple[str, str] | None:
 
 _FILE = f"{TOKENIZER}/tokenizer.json"
 MAX_BYTES = 128 << 20
-"""Maximum size of tokenizer.json, bytes; several times the size of the largest known file."""
+"""Maximum size of a tokenizer.json, in bytes; several times that of the largest known file."""
 MAX_PIECE = 1000
-"""Maximum number of characters shown per token."""
+"""Maximum number of characters shown of a token."""
 
 
 class _Added(msgspec.Struct):
@@ -129,7 +129,7 @@ class _Added(msgspec.Struct):
 
 class _Model(msgspec.Struct):
     vocab: dict[str, int] | list[tuple[str, float]]
-    """Piece -> id; for Unigram, pieces with their log-probabilities in the order of ids."""
+    """Piece -> id; for Unigram, (piece, log-probability) in the order of ids."""
 
 
 class _Document(msgspec.Struct):
@@ -140,11 +140,11 @@ class _Document(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The tokens defined in a tokenizer.json."""
+    """The tokens of a tokenizer.json."""
 
     pieces: dict[int, str]
     added: dict[int, str]
-    """Id of an added token -> its content, which is used without decoding."""
+    """Id of an added token -> its content, which needs no decoding."""
     decoding: Decoding
 
     def __len__(self) -> int:
@@ -152,7 +152,7 @@ class Vocabulary:
 
 
 def read_vocabulary(content: bytes) -> Vocabulary:
-    """Read a tokenizer.json. Raises ValueError for anything else."""
+    """Read a tokenizer.json. Raises ValueError if it is something else."""
     try:
         document = msgspec.json.decode(content, type=_Document)
         vocab = document.model.vocab
@@ -171,16 +171,16 @@ def read_vocabulary(content: bytes) -> Vocabulary:
 
 
 class TokenText:
-    """Decoder from token ids to visible text, which is not escaped for HTML."""
+    """Texts of token ids, visible but not escaped for HTML."""
 
     def __init__(self, vocabulary: Vocabulary | None, told: str):
         self._vocabulary = vocabulary
         self.told = told
-        """Sentence that names the tokenizer, or explains why only ids are shown."""
+        """Sentence that names the tokenizer, or says why only ids are shown."""
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token; an id missing from the vocabulary is shown in angle brackets."""
+        """Return the text of each token; an id that the vocabulary lacks is shown in angle brackets."""
         known = self._known
         for token_id in token_ids:
             if token_id not in known:
@@ -198,7 +198,7 @@ class TokenText:
 
 
 def read_token_text(source: Source) -> TokenText:
-    """Read the tokenizer from a local or remote trace; if it is missing or unreadable, tokens are shown as ids."""
+    """Read the tokenizer of a local or remote trace; if it is missing or unreadable, tokens are shown as ids."""
     store = source.store
     try:
         if not store.exists(TOKENIZER):
@@ -207,19 +207,19 @@ def read_token_text(source: Source) -> TokenText:
             return TokenText(None, f"Token ids only: the trace's tokenizer has no {_FILE}.")
         vocabulary = read_vocabulary(_content(source))
     except (DamagedTrace, ValueError, OSError) as error:
-        return TokenText(None, f"Token ids only: {store.shown(_FILE)} cannot be read ({first_line(error)}).")
+        return TokenText(None, f"Token ids only: {store.shown(_FILE)} is unreadable ({first_line(error)}).")
     return TokenText(vocabulary, f"Text decoded with the trace's tokenizer: {_name(source, vocabulary)}.")
 
 
 def _content(source: Source) -> bytes:
-    """Read tokenizer.json, and verify the content against the recorded checksum, if any. Raises ValueError."""
+    """Read tokenizer.json, and compare it with the recorded checksum if there is one. Raises ValueError."""
     size = source.store.file_size(_FILE)
     if size > MAX_BYTES:
-        raise ValueError(f"the file has {size:,} bytes, more than any vocabulary")
+        raise ValueError(f"it has {size:,} bytes, more than any vocabulary")
     content = source.store.read_bytes(_FILE)
     accounts = [state.files[_FILE].hash for state in source.writers if state.files and _FILE in state.files]
     if accounts and whole_hash(content) not in accounts:
-        raise ValueError("the file's checksum differs from the recorded one")
+        raise ValueError("its checksum differs from the recorded one")
     return content
 
 
@@ -234,24 +234,24 @@ def _name(source: Source, vocabulary: Vocabulary) -> str:
 
 
 SPACE, TAB, RETURN, NEWLINE = "\u00b7", "\u21e5", "\u240d", "\u21b5\n"
-"""Marks that replace white space; the mark for a newline is followed by the line break."""
+"""Marks for white space; the mark for a newline is followed by the line break."""
 
 MOST_MARKS = 4
-"""Maximum number of consecutive combining marks; more marks would overlap other lines."""
+"""Maximum number of combining marks in a row; more would overlap other lines."""
 
 _MARKS = {" ": SPACE, "\t": TAB, "\r": RETURN}
 _HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zs", "Zl", "Zp"}
 """Unicode categories: control, format (bidi marks, zero-width), surrogate, private, unassigned; spaces and separators."""
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0")
-"""Blank characters of other categories: joiners, fillers, undrawn vowels, selectors."""
+"""Blank characters of other categories: joiners, fillers, vowels without a glyph, selectors."""
 
 
 def visible(text: str) -> str:
-    """Return a token's text with every character visible; line breaks are kept.
+    """Return a token's text with every character visible; line breaks stay.
 
     Spaces, tabs and newlines become marks. Control, bidi, zero-width, private, unassigned and surrogate code points,
-    odd spaces, variation selectors, and combining marks without a preceding letter become U+XXXX in angle brackets.
-    Idempotent: visible(visible(x)) == visible(x). Does not escape HTML.
+    odd spaces, variation selectors, and combining marks without a letter before them become U+XXXX in angle brackets.
+    Idempotent: visible(visible(x)) == visible(x). HTML is not escaped.
 
     >>> visible("a b")
     'a\u00b7b'

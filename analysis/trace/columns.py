@@ -1,5 +1,5 @@
-"""Find out which optional columns and passes of a trace contain values, and read its hyperparameters and contracts.
-Parse the names of two passes, and explain why they cannot be compared.
+"""Report which optional columns and passes of a trace have values; read its hyperparameters and contracts; parse the
+names of a pair of passes, and explain why they cannot be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .source import Pair
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalColumns:
-    """Which optional columns of the `sequences` table contain a value."""
+    """Which optional columns of `sequences` have a value."""
 
     mask: bool
     advantage: bool
@@ -30,7 +30,7 @@ class OptionalColumns:
 
 
 def sequence_columns(database: Database, run: str | None = None) -> OptionalColumns:
-    """Return which optional columns of `sequences` contain a value, in one run, or in any run if `run` is None."""
+    """Return which optional columns of `sequences` have a value, in one run, or in any if `run` is None."""
     return OptionalColumns(
         mask=_has(database, "sequences", "response_mask", run),
         advantage=_has(database, "sequences", "advantage", run),
@@ -41,7 +41,7 @@ def sequence_columns(database: Database, run: str | None = None) -> OptionalColu
 def passes_with(
     database: Database, column: str, run: str | None = None, *, of: Sequence[str] | None = None, first_use: bool = False
 ) -> frozenset[str]:
-    """Return the passes with a value in a column of scores; of some passes, and of iteration 0 for `first_use`."""
+    """Return the passes with a value in a column of scores: all or those in `of`; `first_use` reads iteration 0."""
     names = scored_passes(database) if of is None else of
     return frozenset(name for name in names if _has(database, "scores", column, run, name, first_use))
 
@@ -55,7 +55,7 @@ def scored_passes(database: Database) -> list[str]:
 def _has(
     database: Database, table: str, column: str, run: str | None, pass_name: str | None = None, first_use: bool = False
 ) -> bool:
-    """Return True if any selected row has a value in a column; the query stops at the first such row."""
+    """Return True if a selected row has a value in a column; the query stops at the first such row."""
     terms = [f"{column} IS NOT NULL"]
     if run is not None:
         terms.append(f"run = {quoted(run)}")
@@ -68,7 +68,7 @@ def _has(
 
 
 def flat_contract(contract: Any, path: str = "") -> dict[str, str]:
-    """Return a contract as dotted path -> text, e.g. `model.attention`; lists and empty values are not split."""
+    """Return a contract as dotted path -> text, e.g. `model.attention`; lists and empty values stay whole."""
     if isinstance(contract, dict) and contract:
         found: dict[str, str] = {}
         for name, part in contract.items():
@@ -89,8 +89,8 @@ ORDER BY logged_at
 
 
 def read_hyperparameters(database: Database, run: str | None = None) -> dict[str, Any]:
-    """Return hyperparameter name, without its prefix -> number or text; if a name was recorded repeatedly, the last
-    value. If `run` is None, all open runs are read."""
+    """Return hyperparameter name, without its prefix -> number or text; the last value if there are several. If `run`
+    is None, all open runs are read."""
     rows = database.connection.execute(_ROWS, {"prefix": HYPERPARAMETER, "run": run}).fetchall()
     return {name.removeprefix(HYPERPARAMETER): text if value is None else value for name, value, text in rows}
 
@@ -99,7 +99,7 @@ def parse_pair(text: str) -> Pair:
     """Return the two pass names in `a:b`."""
     a, colon, b = text.partition(":")
     if not (a and colon and b) or ":" in b:
-        raise InvalidOption(f"got {text!r}; write two passes as a:b, e.g. train:rollout", option="pair")
+        raise InvalidOption(f"got {text!r}; give two passes as a:b, e.g. train:rollout", option="pair")
     return a, b
 
 
@@ -110,7 +110,7 @@ def num_scored(database: Database) -> dict[str, int]:
 
 
 def why_nothing(database: Database, pair: Pair) -> str:
-    """Return an explanation of which pass is missing, and what can be compared instead."""
+    """Return a message that says which pass is missing, and what can be compared instead."""
     counts = num_scored(database)
     where = ", ".join(source.run for source in database.sources)
     lacking = [name for name in pair if name not in counts]
@@ -120,16 +120,16 @@ def why_nothing(database: Database, pair: Pair) -> str:
         problem = f"has no token with a logprob in both {pair[0]!r} and {pair[1]!r}{_note(database, list(pair))}"
     others = list(counts)
     if (shown := first_pair(others)) is not None:
-        return f"{where}: {problem}; compare two of: {', '.join(others)}, e.g. with {option('pair', shown)}"
+        return f"{where}: {problem}; compare two of {', '.join(others)}, e.g. with {option('pair', shown)}"
     if others:
         return f"{where}: {problem}; the only pass with logprobs is {others[0]!r}{_replay_gives(database, others[0])}"
     if database.kept_steps:
-        return f"{where}: {problem}; {option('steps', database.steps)} selects steps without any score"
-    return f"{where}: {problem}; the trace has no scores at all"
+        return f"{where}: {problem}; {option('steps', database.steps)} selects steps without scores"
+    return f"{where}: {problem}; the trace has no scores"
 
 
 def _replay_gives(database: Database, name: str) -> str:
-    """Return advice to replay an engine's tokens; empty unless one trace has rollout scores only, and tokens."""
+    """Return advice to replay the engine's tokens; empty unless one trace has tokens and only rollout scores."""
     if len(database.sources) != 1 or name != ROLLOUT:
         return ""
     (counts,) = database.connection.execute(
@@ -147,7 +147,7 @@ def _replay_gives(database: Database, name: str) -> str:
 
 
 def _note(database: Database, passes: list[str]) -> str:
-    """Return the note in the contract of a pass without scores or logprobs, in parentheses; empty if there is none."""
+    """Return the note on missing logprobs in a pass's contract, in parentheses; empty if there is none."""
     for name in passes:
         rows = database.connection.execute(
             "SELECT max(json_extract_string(contract_json, '$.logprobs_note')) FROM passes WHERE \"pass\" = ?", [name]
@@ -169,8 +169,8 @@ _COUNTS = """
 
 
 def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
-    """Return pass of a sampled replay -> its number of sequences, and that of `train` in the same steps. Replays that
-    cover all sequences are omitted.
+    """Return pass of a sampled replay -> its number of sequences, and that of `train` in the same steps. Replays of all
+    sequences are omitted.
     """
     names = [name for (name,) in database.connection.execute(_SAMPLED).fetchall()]
     counts = {name: database.connection.execute(_COUNTS, {"name": name}).fetchall()[0] for name in names}
@@ -178,12 +178,12 @@ def sampled_passes(database: Database) -> dict[str, tuple[int, int]]:
 
 
 def sample_sentence(number: int, total: int) -> str:
-    """Return a phrase saying how many of the sequences in its steps a sampled pass contains."""
+    """Return a phrase that says how many of the sequences in its steps a pass sampled."""
     return f"a sample: {number:,} of {total:,} sequences in its steps"
 
 
 def tell_sampled(database: Database, names: Iterable[str]) -> None:
-    """Warn if any of the compared passes contains only a sample of the sequences."""
+    """Warn if one of the compared passes covers only a sample of the sequences."""
     asked = {name for name in names if name.startswith(REPLAY_PREFIX)}
     if asked:
         found = sampled_passes(database)

@@ -1,4 +1,4 @@
-"""Connect to DuckDB and translate its errors about trace files into tim-trace's own errors, which name the file."""
+"""Connect to DuckDB, and translate its errors about trace files into errors of tim-trace that name the file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _most: list[int] = []
 
 
 def limit_threads(most: int) -> None:
-    """Limit the number of threads used for reading in this process."""
+    """Limit the number of threads that read in this process."""
     _most[:] = [most]
 
 
 def num_threads() -> int:
-    """Return the number of threads used for reading: the number of CPU cores, or the limit if that is lower."""
+    """Return the number of threads that read: the number of CPU cores, or the limit if that is lower."""
     return min([os.cpu_count() or 1, *_most])
 
 
@@ -39,7 +39,7 @@ def is_limited() -> bool:
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield a function's results in the order of its items, with only a few items submitted ahead."""
+    """Yield a function's results in the order of the items, while only a few items are submitted ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))
@@ -52,7 +52,7 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
 BATCH_ROWS = 1024
 
 Explain = Callable[[Exception], TimTraceError]
-"""Function that returns the error to raise for an error that DuckDB raised."""
+"""Function from an error of DuckDB to the error to raise."""
 
 
 Parameters = Sequence[Any] | Mapping[str, Any] | None
@@ -61,7 +61,7 @@ NOT_OF_FILES = (
     duckdb.BinderException, duckdb.CatalogException, duckdb.ParserException, duckdb.SyntaxException,
     duckdb.NotImplementedException, duckdb.InterruptException,
 )  # fmt: skip
-"""DuckDB errors caused by the query itself or by its interruption, never by the files of a trace."""
+"""DuckDB errors that come from the query itself or its interruption, never from a trace file."""
 
 
 def _nothing() -> None: ...
@@ -69,8 +69,8 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C. DuckDB reports Ctrl-C as its own kind of error, also when it reads files
-    through Python.
+    """Raise KeyboardInterrupt on Ctrl-C, which DuckDB reports as an error of its own, also while it reads files through
+    Python.
     """
     try:
         yield
@@ -81,7 +81,7 @@ def interruptible() -> Iterator[None]:
 
 
 def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> Made:
-    """Run a user's query so that Ctrl-C ends it at once; on the main thread DuckDB may not check for it."""
+    """Run a user's query so that Ctrl-C ends it at once; DuckDB does not always check for it on the main thread."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run)
         try:
@@ -92,19 +92,19 @@ def ended_by_ctrl_c(raw: duckdb.DuckDBPyConnection, run: Callable[[], Made]) -> 
 
 
 class Connection:
-    """A DuckDB connection for tim-trace's own queries. Attributes not defined here are those of DuckDB's connection."""
+    """A DuckDB connection for tim-trace's own queries; attributes not defined here are DuckDB's."""
 
     def __init__(self, raw: duckdb.DuckDBPyConnection, explain: Explain):
         self.raw = raw
         self._explain = explain
         self.define_named: Callable[[frozenset[str]], None] = lambda words: None
-        """Function that defines the macros named in a query, given the query's words."""
+        """Function that defines the macros named in a query, given the words of the query."""
         self.choose_files: Callable[[str, Parameters], Callable[[], None]] = lambda query, parameters: _nothing
-        """Function that selects the files a query reads, and returns a function that selects them again."""
+        """Function that selects the files for a query, and returns a function that selects them again."""
         _open.add(raw)
 
     def execute(self, query: Any, parameters: Parameters = None) -> Result:
-        """Run SQL statements and return the rows of the last one."""
+        """Run SQL statements, and return the rows of the last one."""
         if isinstance(query, str):
             self.define_named(words_of(query))
             self.choose_files(query, parameters)
@@ -112,25 +112,25 @@ class Connection:
             return Result(self.raw.execute(query, parameters), self)
 
     def sql(self, query: str, params: Parameters = None) -> Result:
-        """Return the result of a query; its rows are computed when they are fetched."""
+        """Return the result of a query, whose rows are computed when they are fetched."""
         self.define_named(words_of(query))
         choose_again = self.choose_files(query, params)
         with self.explained():
             return Result(self.raw.sql(query, params=params), self, choose_again)
 
     def batches(self, query: str, num_rows: int | None = None, params: Parameters = None) -> Batches:
-        """Yield the rows of a query in batches; all threads compute ahead while the batches are consumed."""
+        """Yield the rows of a query in batches, which all threads compute ahead."""
         self.use_threads()
         return self.sql(query, params).to_arrow_reader(num_rows or BATCH_ROWS)
 
     def use_threads(self) -> None:
-        """Let DuckDB compute the next queries with all threads that this process may use."""
+        """Let DuckDB use all threads that this process may use for the next queries."""
         self.execute(f"SET threads = {num_threads()}" if is_limited() else "RESET threads")
 
     def mapped_batches(
         self, query: str, function: Callable[[pa.RecordBatch], Made], num_rows: int | None = None
     ) -> Iterator[Made]:
-        """Yield a function's results for batches of rows, computed by at least one thread other than the one that
+        """Yield a function's results for batches of rows, computed by one or more threads other than the one that
         reads.
         """
         rows = self.batches(query, num_rows)
@@ -144,7 +144,7 @@ class Connection:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Replace DuckDB errors caused by the files of the traces with errors of tim-trace."""
+        """Raise errors of tim-trace in place of DuckDB errors that trace files cause."""
         try:
             with interruptible():
                 yield
@@ -162,7 +162,7 @@ _open: WeakSet[duckdb.DuckDBPyConnection] = WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all connections at exit: DuckDB's threads read through Python, and would abort the process."""
+    """Close all connections at exit; DuckDB's threads read through Python, and would abort the process."""
     for connection in list(_open):
         connection.close()
 
@@ -196,7 +196,7 @@ class Result:
 
 
 class Batches:
-    """Batches of query rows; each batch is computed when it is requested."""
+    """Batches of a query's rows, each computed on request."""
 
     def __init__(self, raw: Any, connection: Connection):
         self._raw, self._connection = raw, connection

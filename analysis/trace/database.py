@@ -1,4 +1,4 @@
-"""Open one or several traces as a DuckDB database: views and macros over the files, without copying data."""
+"""Open one or more traces as a DuckDB database: views and macros over the files, without copying data."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
 
 _LOOK_EVERY_S = 0.1
-"""Interval between progress checks of a running query, in seconds."""
+"""Seconds between two looks at the progress of a running query."""
 
 
 class Database:
-    """Traces open for queries: a connection, views of the tables of the traces, and stored or computed sums."""
+    """Traces open for queries: a connection, views of their tables, and stored or computed sums."""
 
     def __init__(
         self, traces: Traces | Source | Sequence[Source] | Database, steps: str = ALL_STEPS, *, ray: str | None = None,
@@ -43,16 +43,16 @@ class Database:
     ):  # fmt: skip
         """Examine the traces and define their views. A macro is defined when a query first names it.
 
-        `traces` is one or several paths; one or several Sources, which are already examined and from which files may
-        have been removed; or a Database, whose sources are read through a new connection. The views hold the `steps` of each trace, as parsed by
-        parse_steps, and the hyperparameters of earlier steps. `ray` is the address of a Ray cluster whose actors share
-        the work of reading all tokens; see `spread`. Without a `catalogue` only the macros of this folder are
-        available; `views.open_database` adds those of every feature.
+        `traces` is one or more paths; or one or more Sources, which are examined already and may have had files
+        removed; or a Database, whose sources are opened through a new connection. The views have the `steps` of each
+        trace, as parsed by parse_steps, and the hyperparameters of earlier steps. `ray` is the address of a Ray cluster
+        whose actors share the reading of all tokens; see `spread`. Without a `catalogue` only the macros of this folder
+        are available; `views.open_database` adds those of every feature.
 
         Raises TraceNotFound, NewerTrace, DamagedTrace, and InvalidOption if a trace has none of the steps.
         """
         self.given: tuple[str, ...]
-        """The traces as the user named them, for use in suggested commands."""
+        """The traces as the user gave them, for suggested commands."""
         self.sources: list[Source]
         self.catalogue: Callable[[], Catalogue[Database]] = catalogue or core_catalogue
         looked_at = _looked_at(traces)
@@ -67,20 +67,20 @@ class Database:
         self.files = TraceFiles()
         self.connection = Connection(duckdb.connect(), self._explained)
         self.function_errors: list[Callable[[], TimTraceError | None]] = []
-        """Functions that return the error of a Python function that a query called; DuckDB keeps only its text."""
+        """Functions that return the error of a Python function called by a query; DuckDB keeps only its text."""
         self._defined: set[str] = set()
         self.steps = steps
         """The requested steps, as given."""
         self.kept_steps: dict[str, list[int]] = {}
-        """Run -> steps that the views hold; empty if the views hold all steps."""
+        """Run -> steps in the views; empty if the views have all steps."""
         self.memory: dict[Any, Any] = {}
         """Results of functions decorated with `cached`."""
         self.progress: Progress = no_progress
-        """Progress callback, notified of the number of tokens read; see `telling`."""
+        """Progress callback, called with the number of tokens read; see `telling`."""
         self.ray = ray
         self.connection.register_filesystem(self.files)
         self.connection.execute("SET parquet_metadata_cache = true")  # the files of a trace never change
-        if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte per list column
+        if all(source.store.is_local for source in self.sources):  # prefetching reads a megabyte for each list column
             self.connection.execute("SET disable_parquet_prefetching = true")
         self.views = TableViews(self.connection, self.sources, self.files)
         self.sums = SumTables(self.connection, self.views, self.sources)
@@ -89,12 +89,12 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if not looked_at:  # already examined sources were checked by the caller
+        if not looked_at:  # whoever examined the sources before has warned already
             tell_damage(self.damaged)
 
     @contextmanager
     def telling(self, progress: Progress) -> Iterator[None]:
-        """Report reading to `progress` inside the context; a `cached` result reports only to its first caller."""
+        """Report reading to `progress` inside the context; a `cached` result is reported only to its first caller."""
         before, self.progress = self.progress, progress
         try:
             yield
@@ -103,7 +103,7 @@ class Database:
 
     @contextmanager
     def following(self, what: str) -> Iterator[None]:
-        """Report the estimated progress of the query run inside the context, in percent, as DuckDB estimates it."""
+        """Report the progress of the query run inside the context, in percent, as DuckDB estimates it."""
         if self.progress is no_progress:
             yield
             return
@@ -130,20 +130,20 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence per part of the traces that is unreadable or missing and therefore excluded from all answers."""
+        """One sentence for each part of the traces that is unreadable or missing, and left out of all answers."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
-        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` accepts the rest."""
+        """Raise DamagedTrace if a part of the traces is unreadable or missing, unless `partial` permits that."""
         if self.damaged and not partial:
-            more = f" (and {len(self.damaged) - 1} more: tim-trace verify names them)" if len(self.damaged) > 1 else ""
+            more = f" (and {len(self.damaged) - 1} more: tim-trace verify lists them)" if len(self.damaged) > 1 else ""
             raise DamagedTrace(
                 f"the trace is damaged or incomplete, so the rest proves nothing: {self.damaged[0]}{more}; "
-                f"{option('partial')} answers from the rest"
+                f"restore it, or use {option('partial')} to answer from the rest"
             )
 
     def define_named(self, words: frozenset[str]) -> None:
-        """Define the macros and views named in a query, given its words, that are not defined yet."""
+        """Define the macros and views that a query needs and that are not defined yet, given its words."""
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
@@ -155,35 +155,35 @@ class Database:
                     file.define(self)
 
     def of_steps(self, steps: str) -> Database:
-        """Return the same traces with the given steps, as parsed by parse_steps; this database if it has these."""
+        """Return the same traces with other steps, as parsed by parse_steps; this database if its steps are the same."""
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # what is read from them is shared, too
+        if key not in self.memory:  # what was read from these steps is shared as well
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps of all traces, or of one of them, again, so that sums stored in the meantime are used."""
+        """Open the same steps of all traces, or of one, again, to use sums that were stored meanwhile."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
         """Exclude sequences, given by run, step and seq_id, from the views; later sums are not stored in the traces.
 
-        A further call replaces the excluded sequences.
+        Another call replaces the excluded sequences.
         """
         self.views.leave_out(sequences)
         self._forget_sums()
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit the views of sequences and scores to the given steps; logged values of all steps remain."""
+        """Limit the views of sequences and scores to some steps; logged values of all steps remain."""
         self.views.keep_steps(steps)
         self._forget_sums()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use the computed sums of a pair, for every sequence or every run, instead of those stored in the traces."""
+        """Use a pair's computed sums, of every sequence or every run, in place of those stored in the traces."""
         self.sums.supersede(pair, runs=runs)
         self.memory.clear()
         if "lookup" in self._defined:
@@ -192,32 +192,32 @@ class Database:
     def _forget_sums(self) -> None:
         self.memory.clear()
         if self.sums.forget():
-            self._defined.discard("lookup")  # the next query that needs the lookup defines it without sums
+            self._defined.discard("lookup")  # the next query that needs the lookup defines it anew, without sums
 
     def step_condition(self, run: str | None = None) -> str:
-        """Return an SQL condition that selects the steps of a run in the views; empty if they hold all."""
+        """Return an SQL condition for a run's steps in the views; empty if they have all steps."""
         if not self.kept_steps:
             return ""
         return step_condition(self.kept_steps[run or self.sources[0].run])
 
     def ask(self, query: str) -> Rows:
-        """Return the rows of a query, computed so that repeated calls give bitwise identical results.
+        """Return the rows of a query, which are bitwise the same in every call.
 
-        Raises DamagedTrace or a related error if the Zarr groups of a trace lack arrays that its scores refer to.
+        Raises DamagedTrace or a related error if a Zarr group lacks arrays that scores refer to.
         """
-        # A single thread adds in a fixed order.
+        # One thread adds in a fixed order.
         self.connection.execute("SET threads = 1")
         cursor = self.connection.execute(query)
         return Rows(tuple(column[0] for column in cursor.description), cursor.fetchall())
 
     def damage(self, error: Exception) -> TimTraceError | None:
-        """Return the damage in the traces that caused a DuckDB error; None if no trace file caused it."""
+        """Return the damage in the traces that caused a DuckDB error; None if it had another cause."""
         if self.files.error is not None:
             return self.files.error
         return None if _is_of_function(error) else _unreadable(self.sources, error)
 
     def _explained(self, error: Exception) -> TimTraceError:
-        """Return the error to raise for a DuckDB error in one of tim-trace's own queries."""
+        """Return the error to raise when a query of tim-trace fails in DuckDB."""
         if self.files.error is None:
             for found in self.function_errors:
                 if (of_function := found()) is not None:
@@ -233,9 +233,9 @@ class Database:
 def cached(
     read: Callable[Concatenate[Database, Asked], Found],
 ) -> Callable[Concatenate[Database, Asked], Found]:
-    """Cache a function of a database by its arguments, which must be hashable, while the database is open.
+    """Cache a function of a database by its arguments, which must be hashable, as long as the database is open.
 
-    All callers share one result, which none of them may modify.
+    All callers share a result, so none may modify it.
     """
 
     @wraps(read)
@@ -250,7 +250,7 @@ def cached(
 
 
 def core_files() -> list[MacroFile[Database]]:
-    """Return the macros over tables and sums, which every feature needs."""
+    """Return the files of macros over tables and sums, which every feature needs."""
     names = ("macros", "pair", "context", "triangle", "views", "loss", "objective")
     grouped = statistics_of_groups(sql_file("grouped_by_windows"))
     return [
@@ -278,12 +278,12 @@ def _looked_at(traces: Traces | Source | Sequence[Source] | Database) -> list[So
 
 
 def _is_of_function(error: Exception) -> bool:
-    """Return True if a Python function that a query called raised the error because of its rows, not of a file."""
+    """Return True if the error came from a Python function that a query called, not from a file."""
     return isinstance(error, duckdb.InvalidInputException) and "Python exception" in str(error)
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
-    """Return an error that names the first unreadable file, among files without a checksum to verify."""
+    """Return an error that names the first unreadable file, of those without a checksum."""
     for source in sources:
         for entries in source.files.values():
             for entry in entries:

@@ -1,8 +1,8 @@
-"""Tables with very many files: determine from a query's plan which files it needs, before reading any of them.
+"""Tables with very many files: find the files that a query needs from its plan, before reading any of them.
 
 Writers record the steps and the number of rows of each file. A query is first planned over placeholder files without
-rows or statistics, so that the conditions on `step` in the plan follow from the query alone. Then the query is run over
-the files that can contain matching rows.
+rows or statistics, so that the conditions on `step` in its plan come from the query alone. Then it is run over the
+files that can have matching rows.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ...tracer.snapshot import TableFile
 from .connection import Parameters
 
 MANY_FILES = 256
-"""Number of files above which a table counts as large."""
+"""Number of files above which a table is large."""
 
 _PROBE_ROWS = 2
 _PLANNED = re.compile(r"\s*(SELECT|WITH|FROM|\()", re.IGNORECASE)
 _DEFINES = re.compile(r"\s*(CREATE\s+(OR\s+REPLACE\s+)?(VIEW|MACRO)|ALTER|SET|RESET)\b", re.IGNORECASE)
-"""Matches statements that read at most the column names and types of a table."""
+"""Matches statements that read no more than the column names and types of a table."""
 _BOUND = re.compile(r"step\s*(=|>=|<=|>|<)\s*(-?\d+)")
 _IN = re.compile(r"(?:optional:\s*)?\(*step\s+IN\s*\((-?\d+(?:,\s*-?\d+)*)\)+")
 
 Steps = tuple[float, float]
-"""First and last step, inclusive; infinite if there is no bound."""
+"""First and last step, inclusive; infinite without a bound."""
 _ALL: Steps = (float("-inf"), float("inf"))
 
 
@@ -46,16 +46,16 @@ class _LargeTable:
     """SQL expressions that read the columns from the files."""
     files: Sequence[TableFile]
     folder: str
-    """Folder that precedes the paths of the files in the names used by TraceFiles."""
+    """Folder before the files' paths in the names that TraceFiles uses."""
     no_columns: str = ""
-    """SQL expressions for the same columns without reading a file: NULLs of each column's type."""
+    """SQL expressions for the same columns as NULLs of their types, which read no file."""
 
     @property
     def marker(self) -> str:
         return f"planned {self.view}"
 
     def needed(self, wanted: list[Steps]) -> list[str]:
-        """Return the files that may contain rows of the given steps; those without recorded steps always may."""
+        """Return the files that may have rows of the given steps, including those without recorded steps."""
         return [
             f"{self.folder}/{file.relative}"
             for file in self.files
@@ -68,9 +68,9 @@ class FileChoice:
     """The files of large tables that a query needs."""
 
     names: dict[str, list[str]]
-    """File name pattern -> the files that it stands for."""
+    """Pattern of file names -> the files to read for it."""
     counted: frozenset[str] = frozenset()
-    """Views whose number of rows the query needs, but no column."""
+    """Views of which the query needs the number of rows, but no column."""
 
 
 class LargeTables:
@@ -82,10 +82,10 @@ class LargeTables:
         self._counted: frozenset[str] = frozenset()
 
     def add(self, view: str, schema: pa.Schema, columns: str, folder: str, files: Sequence[TableFile]) -> None:
-        """Define a view of a large table; a file is read only once a query needs it.
+        """Define a view of a large table; its files are read only when a query needs them.
 
-        `columns` are the SQL expressions for the columns, and `schema` is the schema of the files. `folder` precedes
-        the paths of the files in the names used by TraceFiles.
+        `columns` are the SQL expressions for the columns, `schema` is the files' schema, and `folder` precedes their
+        paths in the names that TraceFiles uses.
         """
         schema = pa.schema([field.with_nullable(True) for field in schema])
         for rows in (0, _PROBE_ROWS):
@@ -101,11 +101,11 @@ class LargeTables:
         table.no_columns = ", ".join(f'NULL::{of} AS "{name}"' for name, of, *_ in types)
 
     def choose_all(self) -> None:
-        """Let every query read all files, for code that uses the raw connection."""
+        """Let every query read all files, for code that uses DuckDB's own connection."""
         self.take(self._all)
 
     def choose(self, query: str, parameters: Parameters = None) -> FileChoice | None:
-        """Select the files that the next query needs, and return them; None if it reads no file of a large table."""
+        """Select the files that the next query needs, and return them; None if it reads no large table."""
         if _DEFINES.match(query):
             for table in self._tables:
                 self._probe(table)
@@ -130,7 +130,7 @@ class LargeTables:
         return FileChoice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
 
     def _planned(self, query: str, parameters: Parameters) -> FileChoice | None:
-        """Return the files that a query needs; None if its plan cannot be determined."""
+        """Return the files that a query needs; None if its plan does not tell."""
         for table in self._tables:
             self._probe(table)
             self._define(table, f" WHERE writer IS DISTINCT FROM '{table.marker}'")
@@ -139,7 +139,7 @@ class LargeTables:
             ((_, plan),) = self._connection.execute(f"EXPLAIN (FORMAT json) {query}", parameters).fetchall()
             scans = list(_scans(json.loads(plan)))
             asked = self._files.num_asked - before
-        except (duckdb.Error, ValueError):  # the query is invalid; running it raises the error
+        except (duckdb.Error, ValueError):  # the query is invalid, and raises the error when it is run
             return None
         finally:
             for table in self._tables:
@@ -167,14 +167,14 @@ class LargeTables:
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """A file scan in a query plan."""
+    """A scan of files in a query plan."""
 
     columns: list[str]
     conditions: list[str]
 
     @property
     def steps(self) -> Steps:
-        """Range of steps that the rows of the scan can have."""
+        """The range of steps that rows of the scan can have."""
         if any(
             condition.count("'") % 2 for condition in self.conditions
         ):  # DuckDB joins several conditions with line breaks
@@ -187,7 +187,7 @@ class _Scan:
 
 
 def _steps_of(condition: str) -> Steps:
-    """Return the range of steps that a condition allows, or an unbounded range if the condition cannot be interpreted.
+    """Return the range of steps that a condition allows; unbounded if the condition is not understood.
 
     >>> _steps_of("((step >= 3) AND (step < 8))")
     (3, 7)
@@ -225,5 +225,5 @@ def _scans(plan: Any) -> Iterator[_Scan]:
 
 
 def _several(told: Any) -> list[str]:
-    """Return the entries of a query plan as a list; DuckDB stores a single entry as a plain string."""
+    """Return the entries of a query plan as a list; DuckDB has a single entry as a plain string."""
     return [text for text in ([told] if isinstance(told, str) else told or []) if text]

@@ -1,4 +1,4 @@
-"""Catalogue the SQL macros: names that each file defines, and the order of files; SQL literals and types."""
+"""Catalogue the SQL macros: the names that each file defines, and the order of files; write SQL literals and types."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ _COMMENT = re.compile(r"--.*")
 _CALLED = re.compile(r"\b(\w+)\s*\(|\b(?:from|join)\s+(\w+)")
 _WORD = re.compile(r"[a-z_]\w*")
 LISTING = frozenset({"show", "describe", "information_schema", "duckdb_functions", "duckdb_views"})
-"""Words in queries that list tables, views or macros; every listed file is defined before such a query runs."""
+"""Words of queries that list tables, views or macros; all listed files are defined before such a query."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MacroFile(Generic[Owner]):
-    """An SQL file that defines macros and views for one feature."""
+    """An SQL file with the macros and views of a feature."""
 
     name: str
     sql: str
-    """The SQL text; the names that the file defines and uses are found in it."""
+    """The SQL text, in which the names are found that the file defines and uses."""
     register: Callable[[Owner], object] | None = None
-    """Function that registers the `functions` on the connection of a database before the SQL is run."""
+    """Function that registers the `functions` with a database before the SQL is run."""
     define: Callable[[Owner], object] | None = None
-    """Function that defines the macros in the place of the SQL as it is."""
+    """Function that defines the macros, in place of running the SQL as it is."""
     functions: tuple[str, ...] = ()
-    """Names of the Python functions and tables that `register` or `define` registers."""
+    """Names of the Python functions and tables registered by `register` or `define`."""
     is_listed: bool = True
-    """True if queries that list macros include the macros of this file."""
+    """True if queries that list macros list those of this file."""
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """Names defined in the file, in lower case."""
+        """The names that the file defines, in lower case."""
         return frozenset(name.lower() for name in (*_DEFINED.findall(self.sql), *self.functions))
 
     @cached_property
     def calls(self) -> frozenset[str]:
-        """Names that the SQL text calls or selects from, in lower case."""
+        """The names that the SQL calls or selects from, in lower case."""
         found = _CALLED.findall(_COMMENT.sub("", self.sql).lower())
         return frozenset(called or selected for called, selected in found)
 
 
 class Catalogue(Generic[Owner]):
-    """Name of a macro, view or function -> the files that a query using the name needs."""
+    """Name of a macro, view or function -> files that a query with this name needs."""
 
     def __init__(self, offered: Iterable[MacroFile[Owner]]):
         by_name = {file.name: file for file in offered}
@@ -59,7 +59,7 @@ class Catalogue(Generic[Owner]):
         }
         self._files = [by_name[name] for name in TopologicalSorter(needs).static_order()]
         every: dict[str, set[str]] = {}
-        for file in self._files:  # dependencies precede the files that need them
+        for file in self._files:  # files come after those they depend on
             every[file.name] = {file.name}.union(*(every[need] for need in needs[file.name]))
         self._needed = dict.fromkeys(
             LISTING, set().union(*(every[file.name] for file in self._files if file.is_listed))
@@ -69,19 +69,19 @@ class Catalogue(Generic[Owner]):
                 self._needed[word] = self._needed.get(word, set()) | every[file.name]
 
     def needed(self, words: frozenset[str]) -> list[MacroFile[Owner]]:
-        """Return the files that define the macros used in a query, in dependency order, given the query's words."""
+        """Return the files that define a query's macros, in the order of their dependencies, given its words."""
         names = set().union(*(self._needed[word] for word in words & self._needed.keys()))
         return [file for file in self._files if file.name in names] if names else []
 
 
 @cache
 def sql_file(name: str) -> str:
-    """Read an SQL file of the analysis package by its name without `.sql`."""
+    """Return the text of an SQL file of the analysis package, given its name without `.sql`."""
     return (files("tim_trace.analysis.sql") / f"{name}.sql").read_text(encoding="utf-8")
 
 
 def statistics_of_groups(rows: str) -> str:
-    """Return SQL for the statistics of groups; `rows` is a query for the columns in group_statistics.sql."""
+    """Return SQL for the statistics of groups; `rows` is a query with the columns of group_statistics.sql."""
     return sql_file("group_statistics").format(rows=rows)
 
 
@@ -95,12 +95,12 @@ def quoted(text: str) -> str:
 
 
 def quoted_pair(pair: tuple[str, str]) -> str:
-    """Return the two passes of a pair as arguments for an SQL macro."""
+    """Return the passes of a pair as arguments of an SQL macro."""
     return f"{quoted(pair[0])}, {quoted(pair[1])}"
 
 
 def struct_sql(types: Mapping[str, str]) -> str:
-    """Return the SQL type of a struct, given field name -> SQL type.
+    """Return the SQL type of a struct from field name -> SQL type.
 
     >>> struct_sql({"num": "BIGINT", "mean": "DOUBLE"})
     'STRUCT(num BIGINT, mean DOUBLE)'

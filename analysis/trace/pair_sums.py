@@ -1,8 +1,8 @@
-"""Compute from tokens the per-sequence sums that a pair's statistics need: the columns of schemas.sums.
+"""Compute from tokens the sums of each sequence that a pair's statistics need: the columns of schemas.sums.
 
-The sums avoid cancellation: ratios exp(d) are summed relative to the largest one in the sequence, and squared
+The sums avoid cancellation: ratios exp(d) are summed relative to the largest one of the sequence, and squared
 probabilities around their mean. Both can be merged over sequences (Chan, Golub and LeVeque 1983, Algorithms for
-computing the sample variance). A sequence's sums depend on its own tokens alone, bitwise, in any batch.
+computing the sample variance). A sequence's sums depend on its tokens alone, bitwise, in any batch.
 
 Shapes: T tokens of several sequences, concatenated; N sequences; B sequences in a block.
 """
@@ -32,12 +32,12 @@ OF_DIFFERENCES = (
     "sum_d", "sum_abs_d", "sum_d2", "sum_k3", "max_abs_d", "sum_expm1_d", "sum_expm1_2d", "peak_d", "sum_weight",
     "sum_weight2", "num_outside", "sum_prob_diff", "max_prob_diff",
 )  # fmt: skip
-"""Columns computed by `difference_sums`."""
+"""Columns that `difference_sums` computes."""
 
 OF_PROBABILITIES = (
     "peak_a", "peak_b", "mean_fall_a", "mean_fall_b", "spread_prob_a", "spread_prob_b", "spread_prob_ab",
 )  # fmt: skip
-"""Columns computed by `probability_sums`."""
+"""Columns that `probability_sums` computes."""
 
 Sizes = list[tuple[str, int, np.ndarray]]
 """Run, step, and [T] float64 |d| of the tokens that count in the loss and have finite logprobs in both passes."""
@@ -45,9 +45,9 @@ Sizes = list[tuple[str, int, np.ndarray]]
 FUNCTION = "pair_sums_of"
 
 BATCH_ROWS = 256
-"""Maximum number of long sequences per batch given to a thread; several batches wait in a queue."""
+"""Maximum number of long sequences in a thread's batch; several batches wait in a queue."""
 BATCH_TOKENS, MAX_BATCH_ROWS = 1 << 17, 1 << 13
-"""Tokens per batch given to a thread if sequences are short, and maximum number of sequences in it."""
+"""Tokens in a thread's batch if sequences are short, and maximum number of sequences in it."""
 
 _TYPES = {column.name: column.type for column in SEQUENCE_SUMS.columns}
 _COLUMNS = (*COUNTS, *OF_DIFFERENCES, *OF_PROBABILITIES)
@@ -56,16 +56,16 @@ _STRUCT = ", ".join(f"{name} {'BIGINT' if _TYPES[name] == pa.int64() else 'DOUBL
 _LOWER, _UPPER = float(np.log(0.8)), float(np.log(1.25))
 
 _TINY = -700.0
-"""Logprob below which exp loses precision, because its result is close to the smallest positive double."""
+"""Logprob below which exp loses precision, as its result is near the smallest positive double."""
 
 _SERIES = 0.0625
-"""|d| below which exp(d) - 1 - d is a power series up to d^10, truncated at 1e-18 relative."""
+"""|d| below which exp(d) - 1 - d is computed as a power series up to d^10, with a relative error of 1e-18."""
 _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteTokens:
-    """Tokens that count in the loss and have a finite logprob in both passes, and the numbers of other tokens."""
+    """Tokens that count in the loss and have a finite logprob in both passes, and the numbers of the others."""
 
     a_T: np.ndarray
     b_T: np.ndarray
@@ -79,14 +79,14 @@ class FiniteTokens:
 def register(connection: duckdb.DuckDBPyConnection) -> None:
     """Register `pair_sums_of(a FLOAT[], b FLOAT[], mask BOOLEAN[])`, which returns a struct of sums per sequence.
 
-    An empty mask counts every token. A token without a logprob in one of the passes is not counted at all.
+    An empty mask counts every token. A token without a logprob in one of the passes is left out entirely.
     """
     lists = ["FLOAT[]", "FLOAT[]", "BOOLEAN[]"]
     connection.create_function(FUNCTION, _of_lists, lists, f"STRUCT({_STRUCT})", type="arrow")
 
 
 def computed(connection: Connection, pair_lists: str, mean_tokens: float) -> Iterator[tuple[pa.RecordBatch, Sizes]]:
-    """Yield keys, sums and |d| of the sequences of a `pair_lists` query; threads compute them while it is read."""
+    """Yield keys, sums and |d| of the sequences of a `pair_lists` query; threads compute them during the reading."""
     return connection.mapped_batches(pair_lists, _of_rows, _batch_rows(mean_tokens))
 
 
@@ -101,7 +101,7 @@ def _batch_rows(mean_tokens: float) -> int:
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Return the tokens to compare, given lists of two passes' logprobs and masks, one per sequence."""
+    """Return the tokens to compare, given lists of both passes' logprobs and of masks, one per sequence."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 
@@ -122,7 +122,7 @@ def finite(tokens: Tokens) -> FiniteTokens:
 
 
 def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[str, np.ndarray]:
-    """Return name -> [N] column of schemas.sums; every sum of a sequence without a finite token is 0."""
+    """Return name -> [N] column of schemas.sums; all sums are 0 for a sequence without a finite token."""
     found = {"num_tokens": tokens.num_tokens_N, "num_nan": tokens.num_nan_N, "num_inf": tokens.num_inf_N}
     full_N = np.flatnonzero(tokens.num_tokens_N > 0)
     sums = {name: np.zeros(len(tokens.num_tokens_N)) for name in names if name not in found}
@@ -138,7 +138,7 @@ def pair_sums(tokens: FiniteTokens, names: tuple[str, ...] = _COLUMNS) -> dict[s
 
 
 def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B`: each sequence's first token."""
+    """Return name in OF_DIFFERENCES -> [B] sums over d = a - b; `starts_B`: first token of each sequence."""
     d_T = a_T - b_T
     size_T = np.abs(d_T)
     peak_B = np.maximum.reduceat(d_T, starts_B)
@@ -159,10 +159,10 @@ def difference_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, A
 
 
 def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, Array]:
-    """Return name in OF_PROBABILITIES -> [B] sums for the means, and for squares and products around them.
+    """Return name in OF_PROBABILITIES -> [B] sums for means, and for squares and products around them.
 
-    Probabilities are taken relative to the largest one in the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak),
-    which keeps their differences precise for probabilities near 0 and near 1.
+    Probabilities are taken relative to the largest one of the sequence, exp(a) - exp(peak) = exp(peak) expm1(a - peak),
+    which keeps their differences precise near 0 and near 1.
     """
     num_B = np.diff(np.append(starts_B, len(a_T))).astype(np.float64)
     sums: dict[str, Array] = {}
@@ -183,7 +183,7 @@ def probability_sums(a_T: Array, b_T: Array, starts_B: np.ndarray) -> dict[str, 
 def prob_differences(a_T: Array, b_T: Array, growth_T: Array) -> Array:
     """Return [T] |exp(a) - exp(b)| = exp(b) |exp(d) - 1|, precise for every d; `growth_T` is exp(d) - 1.
 
-    If exp(b) is too small for a double, the result is max(exp(a), exp(b)) (1 - exp(-|d|)).
+    If exp(b) is too small for a double, this is max(exp(a), exp(b)) (1 - exp(-|d|)).
 
     >>> a, b = np.array([-1.0, -1.0]), np.array([-1.0 - 2**-40, -3000.0])
     >>> with np.errstate(all="ignore"):
@@ -225,7 +225,7 @@ def _of_lists(a: Any, b: Any, mask: Any) -> pa.StructArray:
 
 
 def _of_rows(rows: pa.RecordBatch) -> tuple[pa.RecordBatch, Sizes]:
-    """Return keys and sums of the sequences in `pair_lists` rows, and |d| of their tokens."""
+    """Return keys and sums of the sequences in rows of `pair_lists`, and |d| of their tokens."""
     tokens = _finite_of_rows(rows)
     columns = [*(rows.column(name) for name in KEYS), *_arrays(tokens)]
     return pa.RecordBatch.from_arrays(columns, [*KEYS, *_COLUMNS]), _sizes(rows, tokens)
@@ -236,7 +236,7 @@ def _finite_of_rows(rows: pa.RecordBatch) -> FiniteTokens:
 
 
 def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
-    """Return run, step and |d| for each group of consecutive rows with the same run and step."""
+    """Return run, step and |d| for each group of successive rows of one run and step."""
     abs_d_T = np.abs(tokens.a_T.astype(np.float64) - tokens.b_T)
     run_N, step_N = rows.column("run").dictionary_encode(), array_of(rows.column("step"))
     ends_N = np.cumsum(tokens.num_tokens_N)
@@ -252,7 +252,7 @@ def _sizes(rows: pa.RecordBatch, tokens: FiniteTokens) -> Sizes:
 
 
 def _arrays(tokens: FiniteTokens) -> list[pa.Array]:
-    """Return every column as an Arrow array, with NULL in the sums of sequences without a finite token."""
+    """Return every column as an Arrow array; the sums of sequences without a finite token are NULL."""
     sums = pair_sums(tokens)
     empty = pa.array(sums["num_tokens"] == 0)
     arrays = {name: pa.array(values).cast(_TYPES[name]) for name, values in sums.items()}

@@ -1,11 +1,11 @@
-"""Compute quantiles of |d|: exactly for values in memory, else from histograms that can be merged.
+"""Compute quantiles of |d|: exactly for values in memory, else from histograms, which can be merged.
 
-Each histogram bin counts the values whose doubles share the same upper bits: sign, exponent and the first BITS of the
-mantissa. An octave has 2^BITS bins, so the middle of a bin differs from every value in the bin by a relative error of
-at most ERROR (the principle of Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero has its own bin. Counts are
-integers, so merging histograms in any order gives the histogram of all values.
+A histogram bin counts the values whose doubles share their upper bits: sign, exponent, and the first BITS of the
+mantissa. An octave has 2^BITS bins, so the middle of a bin is within a relative error of ERROR of every value in the
+bin (the principle of Masson, Rim and Lee 2019, DDSketch, VLDB 12). Zero has a bin of its own. Counts are integers, so
+histograms merged in any order give the histogram of all values.
 
-The error bound holds if |d| is 0 or a normal double, which is always so for the difference between two float32 numbers.
+The error bound holds if |d| is 0 or a normal double, as the difference of two float32 numbers always is.
 
 Shapes: T tokens; B non-empty bins, in ascending order.
 """
@@ -22,25 +22,25 @@ import numpy as np
 SHARES = (0.5, 0.95, 0.99)
 
 BITS = 9
-"""Number of mantissa bits that determine the bin."""
+"""Number of mantissa bits that identify a bin."""
 ERROR = 2.0 ** -(BITS + 1)
-"""Maximum relative error of a quantile computed from a histogram: half the width of a bin divided by its lower end."""
+"""Maximum relative error of a quantile from a histogram: half the width of a bin over its lower end."""
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""Number of values above which counting in an array with one element per bin is faster than sorting."""
+"""Number of values from which counting in an array with one element per bin is faster than sorting."""
 _BLOCK_TOKENS = 1 << 20
 """Number of values counted at once."""
 _GATHERED = 1 << 22
-"""Number of gathered values above which equal values are stored once with a count."""
+"""Number of gathered values from which equal ones are stored once, with a count."""
 
 Cuts = tuple[float | None, ...]
-"""One quantile per element of SHARES; None without values."""
+"""One quantile for each of SHARES; None if there are no values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Number of values in each bin."""
+    """The number of values in each bin."""
 
     bins_B: np.ndarray
     """int32 bin numbers, ascending."""
@@ -49,7 +49,7 @@ class Histogram:
 
     @classmethod
     def of(cls, abs_d_T: np.ndarray) -> Histogram:
-        """Build the histogram of finite, non-negative values."""
+        """Return the histogram of finite, non-negative values."""
         if len(abs_d_T) > _BLOCK_TOKENS:
             starts = range(0, len(abs_d_T), _BLOCK_TOKENS)
             return merged(cls.of(abs_d_T[start : start + _BLOCK_TOKENS]) for start in starts)
@@ -57,7 +57,7 @@ class Histogram:
         if len(bin_T) < _DENSE_TOKENS:
             bins_B, counts_B = np.unique(bin_T, return_counts=True)
             return cls(bins_B, counts_B)
-        # Bin 0 is far below all others, so it is moved to just below the lowest of them.
+        # Bin 0 is far below all others; here it is just below the lowest of them.
         first = int(np.where(bin_T == 0, np.iinfo(np.int32).max, bin_T).min()) - 1
         counts = np.bincount(np.maximum(bin_T - first, 0))
         places = np.flatnonzero(counts)
@@ -68,7 +68,7 @@ class Histogram:
         return int(self.counts_B.sum())
 
     def places(self) -> dict[int, int]:
-        """Return bin -> number of values in lower bins, for each bin that contains a rank needed for a quantile."""
+        """Return bin -> number of values below it, for the bins with a rank that a quantile needs."""
         if not len(self.bins_B):
             return {}
         ends_B = np.cumsum(self.counts_B)
@@ -76,7 +76,7 @@ class Histogram:
         return {int(self.bins_B[place]): int(ends_B[place] - self.counts_B[place]) for place in found}
 
     def cuts(self, largest: float = math.inf) -> Cuts:
-        """Return the quantiles with a relative error of at most ERROR, limited to the largest value if it is known."""
+        """Return the quantiles, with a relative error of at most ERROR; none exceeds `largest`."""
         places = self.places()
         return _cuts(self.num_values, lambda rank: min(_middle(_bin_at(places, rank)), largest), linear)
 
@@ -102,7 +102,7 @@ def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
 
 
 class Gathered:
-    """The values in the bins of a histogram that contain the ranks of its quantiles."""
+    """The values in those bins of a histogram that have the ranks of its quantiles."""
 
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values
@@ -114,7 +114,7 @@ class Gathered:
         """Add some of the values that the histogram counts."""
         bin_T = bins_of(abs_d_T)
         for bin, parts in self._parts.items():
-            values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 contains only zeros, which need no storing
+            values = abs_d_T[bin_T == bin] if bin else np.zeros(0)  # bin 0 has only zeros, which need not be stored
             parts.append((values, np.ones(len(values), np.int64)))
             self._num_kept += len(values)
         if self._num_kept > _GATHERED:
@@ -126,7 +126,7 @@ class Gathered:
         self._num_kept = 0
 
     def take(self, other: Gathered) -> None:
-        """Add the values that another Gathered collected for the same histogram."""
+        """Add the values that another Gathered has collected for the same histogram."""
         for bin, parts in other._parts.items():
             self._parts[bin] += parts
             self._num_kept += sum(len(values) for values, _ in parts)
@@ -134,7 +134,7 @@ class Gathered:
             self.count()
 
     def cuts(self, interpolate: Callable[[float, float, float], float] | None = None) -> Cuts:
-        """Return the exact quantiles; requires that every value counted by the histogram was added."""
+        """Return the exact quantiles, once all values of the histogram have been added."""
         counted = {bin: _counted(parts) for bin, parts in self._parts.items()}
         ends = {bin: np.cumsum(counts) for bin, (_, counts) in counted.items()}
 
@@ -150,7 +150,7 @@ class Gathered:
 def quantiles(
     abs_d_T: np.ndarray, histogram: Histogram, interpolate: Callable[[float, float, float], float] | None = None
 ) -> Cuts:
-    """Return the exact quantiles of values, given their histogram.
+    """Return the exact quantiles of values in memory, given their histogram.
 
     >>> values = np.array([0.0, 1.0, 2.0])
     >>> quantiles(values, Histogram.of(values))
@@ -167,13 +167,13 @@ def linear(below: float, above: float, share: float) -> float:
 
 
 def quantile_cont(below: float, above: float, share: float) -> float:
-    """Interpolate between two neighbouring values with the same rounding as DuckDB's quantile_cont, which rounds only
-    one of the two products before adding them."""
+    """Interpolate between two neighbouring values with the rounding of DuckDB's quantile_cont, which rounds only
+    one of the two products before it adds them."""
     return float(Fraction(below) * Fraction(1.0 - share) + Fraction(above * share))
 
 
 def _counted(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values in ascending order, and the number of times each occurs."""
+    """Return the distinct values in ascending order, and how often each occurs."""
     if not parts:
         return np.zeros(0), np.zeros(0, np.int64)
     values, value_P = np.unique(np.concatenate([values for values, _ in parts]), return_inverse=True)

@@ -1,4 +1,4 @@
-"""Convert lists of one value per token, one list per sequence, to flat arrays with the length of each sequence.
+"""Convert lists of values per token, one list per sequence, to flat arrays and the length of each list.
 
 Shapes: T tokens of several sequences, concatenated; N sequences.
 """
@@ -17,10 +17,10 @@ from ...tracer.arrow_arrays import number_array
 from ..statistics.estimators import Array
 
 _BLOCK_TOKENS = 1 << 16
-"""Number of tokens processed at once, small enough for the arrays to stay in a core's cache."""
+"""Number of tokens processed at once, so that their arrays stay in a core's cache."""
 
 Block = tuple[slice, slice, np.ndarray]
-"""Range of sequences, range of tokens, and the index of each sequence's first token within that range of tokens."""
+"""Range of sequences, range of tokens, and each sequence's first token as an index within that range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,16 +28,16 @@ class Tokens:
     """Tokens of several sequences, concatenated."""
 
     logprobs: dict[str, Array]
-    """Pass -> [T] logprobs, nats; NaN for missing values."""
+    """Pass -> [T] logprobs, nats; NaN if missing."""
     lengths_N: np.ndarray
     counted_T: np.ndarray | None = None
-    """bool: True if the loss counts the token and every required pass has a logprob; None if all do."""
+    """bool: True if the loss counts the token and every required pass has a logprob of it; None if all do."""
     entropy_T: Array | None = None
-    """Entropy, nats; NaN for missing values; None if it was not read."""
+    """Entropy, nats; NaN if missing; None if it was not read."""
     advantage_N: Array | None = None
-    """Advantage shared by all tokens of a sequence; NaN for missing values; None if it was not read."""
+    """Advantage of all tokens of a sequence; NaN if missing; None if it was not read."""
     advantage_T: Array | None = None
-    """Advantage per token; NaN for missing values; None if no sequence has one advantage per token."""
+    """Advantage per token; NaN if missing; None if no sequence has a list of advantages."""
 
     @property
     def starts_N(self) -> np.ndarray:
@@ -46,11 +46,11 @@ class Tokens:
 
     @property
     def sequence_T(self) -> np.ndarray:
-        """Index of the sequence that each token belongs to."""
+        """Index of each token's sequence."""
         return np.repeat(np.arange(len(self.lengths_N)), self.lengths_N)
 
     def cut(self, sequences: slice, tokens: slice) -> Tokens:
-        """Return the selected sequences with their tokens; numeric columns are float64."""
+        """Return some sequences with their tokens; numeric columns become float64."""
 
         def part(values_T: np.ndarray) -> np.ndarray:
             return values_T[tokens] if values_T.dtype == bool else values_T[tokens].astype(np.float64)
@@ -58,7 +58,7 @@ class Tokens:
         return self._mapped(part, self.lengths_N[sequences], lambda values_N: values_N[sequences])
 
     def where(self, kept_T: np.ndarray | None) -> Tokens:
-        """Return the same sequences with only the selected tokens; None selects all tokens."""
+        """Return the same sequences with only some of their tokens; None keeps all."""
         if kept_T is None or kept_T.all():
             return self
         lengths_N = np.bincount(self.sequence_T[kept_T], minlength=len(self.lengths_N))
@@ -85,11 +85,11 @@ def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, optional: Collection[str] = (), entropy: Any = None,
     advantage: Any = None, advantages: Any = None,
 ) -> Tokens:  # fmt: skip
-    """Build tokens from Arrow lists, one per sequence, which has as many as its shortest list of a required pass.
+    """Return the tokens of Arrow lists, one per sequence, which is as long as its shortest list of a required pass.
 
-    `mask` contains lists of bool: the loss counts the tokens marked True, and every token of a sequence with an empty
-    list. `optional` passes, `entropy` and `advantages` are NaN where their lists are too short. `advantage` is one
-    value per sequence; a sequence with a list of `advantages` uses that list instead.
+    `mask` has lists of bool: the loss counts tokens marked True, and all tokens of a sequence with an empty list.
+    `optional` passes, `entropy` and `advantages` are NaN where their lists are too short. `advantage` has one value per
+    sequence, which a list of `advantages` overrides.
     """
     needed = {name: flat(lists) for name, lists in logprobs.items() if name not in optional}
     lengths_N = np.minimum.reduce([own_N for _, own_N in needed.values()])
@@ -115,7 +115,7 @@ def tokens_of(
 
 
 def blocks(num_tokens_N: np.ndarray) -> Iterator[Block]:
-    """Yield blocks of about _BLOCK_TOKENS tokens from non-empty sequences; a longer sequence forms its own block."""
+    """Yield blocks of about _BLOCK_TOKENS tokens of non-empty sequences; a longer sequence is a block of its own."""
     ends_N = np.cumsum(num_tokens_N)
     starts_N = ends_N - num_tokens_N
     begin = 0
@@ -132,7 +132,7 @@ def flat(lists: Any) -> tuple[Any, np.ndarray]:
 
 
 def array_of(values: Any) -> np.ndarray:
-    """Return Arrow values as an array, with NaN for NULL; unlike `to_numpy`, without importing pandas (0.3 s)."""
+    """Return Arrow values as an array, with NaN for NULL; unlike `to_numpy`, without the import of pandas (0.3 s)."""
     whole = values.combine_chunks() if isinstance(values, pa.ChunkedArray) else values
     if pa.types.is_boolean(whole.type):
         return np.from_dlpack(whole.cast(pa.uint8())).view(bool)
@@ -143,7 +143,7 @@ def array_of(values: Any) -> np.ndarray:
 
 
 def first(lengths_N: np.ndarray, kept_N: np.ndarray) -> np.ndarray:
-    """Return a bool array: True if a value is among the first `kept` values of its list.
+    """Return a bool array: True for the first `kept` values of each list.
 
     >>> first(np.array([2, 3]), np.array([1, 3])).tolist()
     [True, False, True, True, True]
@@ -165,7 +165,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return the values [T] of lists, truncated or padded with NaN to the given lengths."""
+    """Return [T] the values of lists, cut or padded with NaN to the given lengths."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -177,7 +177,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return each token's own advantage [T], or else its sequence's; None if no token has its own."""
+    """Return [T] each token's advantage, or that of its sequence if it has none; None if no token has one."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

@@ -1,4 +1,4 @@
-"""A trace as seen by the database: its readable files under a run's name, and its stored sums."""
+"""A trace as the database reads it: its readable files, the name of its run, and its stored sums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...tracer.verified_file import VerifiedFile
 
 MADE_OF = b"tim-trace made of"
 _EDITION = 2
-"""Version of stored sums; others are computed again. Before 2, a run could store another run's sums."""
+"""Version of stored sums; other versions are computed again. Before 2, a run could store another run's sums."""
 
 Traces = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -27,34 +27,34 @@ Pair = tuple[str, str]
 """Two passes, a and b; d = logprob(a) - logprob(b)."""
 
 RUN_OF_FOLDER = "tim_trace_run"
-"""Name of the column that DuckDB derives from the folder name of a run."""
+"""Column in which DuckDB returns the name of a run's folder."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Source(Snapshot):
-    """A snapshot of one trace, with the sums stored in it."""
+    """A snapshot of a trace, with the sums stored in it."""
 
     run: str
     newest: dict[int, int] = field(default_factory=dict)
-    """Step -> its newest training attempt; empty if the run never resumed."""
+    """Step -> its last training attempt; empty if the run was never resumed."""
     sums: dict[str, dict[Pair, VerifiedFile]] = field(default_factory=dict)
     """Kind of sums -> pair -> the valid file."""
     outdated_sums: dict[tuple[str, Pair], list[str]] = field(default_factory=dict)
     """Kind and pair -> paths of superseded files."""
     covered: set[Pair] = field(default_factory=set)
-    """Pairs whose stored sums were made from all rows that can be read now."""
+    """Pairs whose stored sums cover all rows that can be read now."""
     run_covered: set[Pair] = field(default_factory=set)
-    """Pairs in `covered` that also have stored sums over the whole run."""
+    """The pairs in `covered` that have stored sums over the whole run as well."""
 
     def unreadable(self, file: TableFile, error: Exception) -> DamagedTrace:
-        """Return the error to raise for a file that could not be read."""
+        """Return the error to raise for a file that cannot be read."""
         return DamagedTrace(
             f"{self.store.shown(file.relative)}: cannot be read ({first_line(error)}); restore the file from a copy"
         )
 
     @property
     def segments(self) -> list[str]:
-        """Sealed segments of the tables that sums are computed from, as `<table>/<segment>`."""
+        """Sealed segments of the tables that sums are made from, as `<table>/<segment>`."""
         return [entry.relative for table in (SEQUENCES, SCORES) for entry in self.files[table]]
 
     @property
@@ -73,12 +73,12 @@ class Source(Snapshot):
 
 
 def run_folder(run: str) -> str:
-    """Return a run's folder name; `_` precedes the name, because DuckDB reads some bare names as NULL."""
+    """Return the name of a run's folder; it begins with `_`, because DuckDB reads some bare names as NULL."""
     return f"{RUN_OF_FOLDER}=_{quote(run, safe='')}"
 
 
 def open_source(url: str, run: str | None = None, *, examined: Examined | None = None) -> Source:
-    """Examine a trace; raises what tracer.snapshot.take_snapshot raises."""
+    """Examine a trace. Raises what tracer.snapshot.take_snapshot raises."""
     snapshot = take_snapshot(Store(url), examined=examined)
     parts = {part.name: getattr(snapshot, part.name) for part in fields(snapshot)}
     source = Source(run=run or snapshot.store.name, newest=newest_attempts(snapshot), **parts)
@@ -87,7 +87,7 @@ def open_source(url: str, run: str | None = None, *, examined: Examined | None =
 
 
 def urls_of(traces: Traces) -> list[str]:
-    """Return the URLs of the traces as given. Raises InvalidOption if none is given."""
+    """Return the URLs of the traces as given. Raises InvalidOption if there are none."""
     urls = [os.fspath(url) for url in ([traces] if isinstance(traces, (str, os.PathLike)) else traces)]
     if not urls:
         raise InvalidOption("got no trace; give one or more folders", option="traces")
@@ -95,7 +95,7 @@ def urls_of(traces: Traces) -> list[str]:
 
 
 def open_sources(traces: Traces) -> list[Source]:
-    """Examine every trace; runs with the same name get a numeric suffix."""
+    """Examine every trace; runs of the same name get numbers as suffixes."""
     sources: list[Source] = []
     names: set[str] = set()
     for url in urls_of(traces):
@@ -114,8 +114,8 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find, for each pair, the stored sums that cover the largest number of existing segments, and the pairs whose segments
-    are all covered."""
+    """Find for each pair the stored sums that cover the most segments, and the pairs whose sums cover all
+    of them."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}
@@ -123,12 +123,12 @@ def find_sums(source: Source) -> None:
         try:
             found = _read_made_of(source, f"{SUMS}/{name}", num_bytes)
         except (DamagedTrace, FileNotFoundError) as error:
-            source.ignored.append(f"{error}; the file was ignored, and its sums are computed again")
+            source.ignored.append(f"{error}; the file is ignored and its sums are computed again")
             continue
         if found is None:
             continue
         kind, pair, covers, read = found
-        # A new attempt at a step reuses the names of its sequences, so sums of only some segments would be ambiguous.
+        # A new attempt at a step reuses the names of its sequences, so sums of only some segments are ambiguous.
         fits = covers == current if source.newest else covers <= current
         known = best.get((kind, pair))
         if fits and (known is None or len(covers) >= known[0]):
@@ -150,7 +150,7 @@ def find_sums(source: Source) -> None:
 
 
 def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, bytes]:
-    """Return the metadata of a file of sums: its kind, its pair, and the sealed files that it was made from."""
+    """Return the metadata of a file of sums: its kind, its pair, and the sealed files it was made from."""
     return {
         MADE_OF: json.dumps(
             {"edition": _EDITION, "kind": kind, "pair": list(pair), "covers": sorted(segments)}
@@ -159,10 +159,10 @@ def made_of_metadata(kind: str, pair: Pair, segments: list[str]) -> dict[bytes, 
 
 
 def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[str, Pair, set[str], VerifiedFile] | None:
-    """Return the metadata on what a file of sums was made from; None if an earlier release wrote the file. Raises
+    """Return what a file of sums says it was made from; None if an earlier release wrote it. Raises
     DamagedTrace.
 
-    The file name contains the checksum of the footer, so the file can be verified without a manifest entry.
+    The file name has the checksum of the footer, so the file can be verified without an entry in a manifest.
     """
     store = snapshot.store
     indexed = snapshot.index.footer(relative, num_bytes, relative.removesuffix(".parquet").rpartition("-")[2])
@@ -176,7 +176,7 @@ def _read_made_of(snapshot: Snapshot, relative: str, num_bytes: int) -> tuple[st
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedTrace(f"{where}: does not record which files it was made from") from error
     if relative != sums_file(kind, footer.hash) or kind not in KINDS:
-        raise DamagedTrace(f"{where}: its contents do not match its name")
+        raise DamagedTrace(f"{where}: its content does not match the checksum in its name")
     if not footer.schema.equals(KINDS[kind].schema) or content.get("edition") != _EDITION:
         return None
     keeps_tail = indexed is not None or not store.is_local

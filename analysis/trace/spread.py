@@ -1,4 +1,4 @@
-"""Divide the reading of all tokens into units, processed one after the other in this process or by the actors of a Ray
+"""Divide the reading of all tokens into units, which this process works through, or the actors of a Ray
 cluster.
 """
 
@@ -19,10 +19,10 @@ Made = TypeVar("Made")
 Item = TypeVar("Item")
 
 CPUS = 4
-"""CPUs per actor; several, because readings are multithreaded and each actor opens the traces."""
+"""CPUs per actor: several, because reading is multithreaded and each actor has to open the traces."""
 
 UNITS = 64
-"""Minimum number of units per reading on a cluster, so that actors that finish early find more work."""
+"""Minimum number of units per reading on a cluster, so that actors that finish early get more work."""
 
 
 def spread(
@@ -30,10 +30,10 @@ def spread(
 ) -> Iterator[Made]:
     """Yield the results of `function(database, unit)` in the order of the units.
 
-    Results are computed lazily. With a cluster (`database.ray`), units are processed in any order by actors that open
-    the traces themselves. The function must be defined in a module, and its arguments and results must be picklable.
+    Results are computed on request. On a cluster (`database.ray`), actors that open the traces themselves work through
+    the units in any order. The function must be defined in a module; its arguments and results must be picklable.
 
-    Raises InvalidOption if a trace is being recorded (actors would see other rows), and what `run_units` raises.
+    Raises InvalidOption if a trace is being recorded (actors would see other rows), and all that `run_units` raises.
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))
@@ -53,12 +53,12 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the tokens per unit: `most` here, fewer on a cluster, so that every actor gets work."""
+    """Return the number of tokens per unit: `most` here, fewer on a cluster, so that every actor gets work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: Sequence[int]) -> Iterator[list[Item]]:
-    """Yield lists of neighbouring items whose sizes add up to at most `most` each; a larger item is alone.
+    """Yield lists of neighbouring items whose sizes add up to at most `most`; a larger item has a list of its own.
 
     >>> list(packed([1, 2, 5, 1], lambda item: (item,), (4,)))
     [[1, 2], [5], [1]]
@@ -77,12 +77,12 @@ def packed(items: Iterable[Item], size: Callable[[Item], Sequence[int]], most: S
 
 
 def places(database: Database) -> tuple[str, ...]:
-    """Return the locations from which actors open the traces. Raises InvalidOption if a trace is being recorded."""
+    """Return the locations at which actors open the traces. Raises InvalidOption if a trace is being recorded."""
     for source in database.sources:
         if source.is_live or source.journals:
             raise InvalidOption(
-                f"{source.store.url} is being recorded or was not finished, so the nodes would not all see the same "
-                f"rows; run the command without a cluster",
+                f"{source.store.url} is being recorded or was not finished, so not all nodes would see the same rows; "
+                f"run the command without a cluster",
                 option="ray",
             )
     return tuple(
@@ -107,4 +107,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Do nothing, because a reader writes nothing."""
+        """Do nothing: a reader writes nothing."""

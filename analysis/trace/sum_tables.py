@@ -1,4 +1,4 @@
-"""Tables of sums: stored in traces, computed since they were opened, and the choice between them."""
+"""Tables of sums, stored in traces or computed since they were opened, and the choice between the two."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from .source import Pair, Source, made_of_metadata, run_folder, sums_file
 from .table_views import TableViews, define_view, no_rows, rows_of
 
 IN_FILES = (SEQUENCE_SUMS, STEP_HISTOGRAMS)
-"""Kinds with many rows per sequence or step; computed rows go to files, as they may exceed memory."""
+"""Kinds with many rows per sequence or step; they are written to files, as they may not fit in memory."""
 _IN_TABLES = tuple(spec for spec in KINDS.values() if spec not in IN_FILES)
-"""Kinds whose computed rows are in DuckDB tables."""
+"""Kinds that are kept in DuckDB tables after they are computed."""
 
 SUMS_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": ["pass_a", "pass_b"]}
-"""Options of pyarrow's ParquetWriter used for files of sums."""
+"""Options of pyarrow's ParquetWriter for files of sums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedFile:
-    """A file with computed sums of one run."""
+    """A file with sums computed for one run."""
 
     run: str
     kind: str
     pair: Pair
     path: Path
     relative: str
-    """Path of the file relative to the trace's root when it is stored there."""
+    """Path relative to the root of the trace, for when the file is stored there."""
 
 
 class SumTables:
-    """Tables of sums for several traces. Temporary files with computed sums are deleted together with this object."""
+    """Tables of the sums of several traces. Temporary files with computed sums are deleted with this object."""
 
     def __init__(self, connection: Connection, views: TableViews, sources: Sequence[Source]):
         self._connection = connection
@@ -55,13 +55,13 @@ class SumTables:
             for kind, pairs in source.sums.items()
             for pair, file in pairs.items()
         ]
-        """Kind, pair, and run with URL, for every file of sums stored in a trace."""
+        """Kind, pair, and run with URL, of every file of sums stored in a trace."""
         self._sequences = dict.fromkeys(set.intersection(*(source.covered for source in sources)), False)
-        """Pairs whose tables cover every sequence in the views -> True if their sums were computed, False if stored."""
+        """Pairs whose tables cover every sequence in the views -> True if the sums were computed, False if stored."""
         self._runs = dict.fromkeys(set.intersection(*(source.run_covered for source in sources)), False)
         """The same for sums over whole runs."""
         self._condition = ""
-        """SQL condition on `step` that selects the steps in the views; empty if the views hold all steps."""
+        """SQL condition on `step` for the steps in the views; empty if they have all steps."""
         self.files: list[ComputedFile] = []
         self._folder: Path | None = None
         for spec in _IN_TABLES:
@@ -72,33 +72,33 @@ class SumTables:
         self._define()
 
     def covers(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if the tables contain the sums of every sequence of a pair or, with `runs`, of every run."""
+        """Return True if the tables have a pair's sums for every sequence or, with `runs`, for every run."""
         return pair in (self._runs if runs else self._sequences)
 
     def is_computed(self, pair: Pair, *, runs: bool = False) -> bool:
-        """Return True if the tables contain computed sums of a pair instead of stored ones."""
+        """Return True if the tables have a pair's computed sums rather than the stored ones."""
         return (self._runs if runs else self._sequences).get(pair, False)
 
     def begin(self, pair: Pair) -> None:
-        """Discard the computed sums of a pair, so that the tables contain the stored ones."""
+        """Discard a pair's computed sums, so that the tables have the stored ones."""
         self._sequences.pop(pair, None)
         self._runs.pop(pair, None)
         self._forget(pair)
         self._define()
 
     def supersede(self, pair: Pair, *, runs: bool = False) -> None:
-        """Use the computed sums of a pair, for every sequence or every run, instead of those stored in traces."""
+        """Use a pair's computed sums, for every sequence or every run, in place of those stored in traces."""
         (self._runs if runs else self._sequences)[pair] = True
         self._define()
 
     def narrow(self, condition: str) -> None:
-        """Limit the tables to the steps selected by a condition; stored sums over whole runs are no longer used."""
+        """Limit the tables to steps that meet a condition; stored sums over whole runs are no longer used."""
         self._condition = condition
         self._runs.clear()
         self._define()
 
     def forget(self) -> bool:
-        """Stop using any sums, and discard the computed ones. Return False if none were in use."""
+        """Stop using sums, and discard the computed ones. Return False if none were in use."""
         if not self._sequences and not self._runs:
             return False
         self._sequences.clear()
@@ -108,13 +108,13 @@ class SumTables:
         return True
 
     def kept(self, spec: Table, pair: Pair, runs: Collection[str]) -> str:
-        """Return a query for a pair's sums stored for some runs, whether the tables include them or not."""
+        """Return a query for the sums of a pair stored for some runs, whether or not the tables use them."""
         files = [file for *known, file in self._kept if known == [spec.name, pair] and file[0] in runs]
         return rows_of(files, ", ".join(spec.schema.names))
 
     @contextmanager
     def writing(self, source: Source, spec: Table, pair: Pair) -> Iterator[Callable[[pa.Table], None]]:
-        """Yield a function that appends rows to the computed sums of a run; each call writes one row group."""
+        """Yield a function that adds rows to the computed sums of a run, one row group per call."""
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="tim-trace-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
@@ -128,7 +128,7 @@ class SumTables:
         self.files.append(ComputedFile(run=source.run, kind=spec.name, pair=pair, path=path, relative=relative))
 
     def define_lookup(self) -> None:
-        """Define the macros that read the tables for pairs that they cover, and tokens for other pairs."""
+        """Define the macros that use the tables for pairs that these cover, and tokens for other pairs."""
         columns = ", ".join(["run", *(c.name for c in SEQUENCE_SUMS.columns if c.name not in ("pass_a", "pass_b"))])
         self._connection.raw.execute(
             sql_file("lookup").format(
@@ -140,7 +140,7 @@ class SumTables:
         )
 
     def _forget(self, pair: Pair | None = None) -> None:
-        """Discard the computed sums of a pair, or of all pairs if `pair` is None."""
+        """Discard the computed sums of a pair, or of all pairs if it is None."""
         where = "" if pair is None else f" WHERE pass_a = {quoted(pair[0])} AND pass_b = {quoted(pair[1])}"
         for spec in _IN_TABLES:
             self._connection.execute(f"DELETE FROM computed_{spec.name}{where}")
@@ -150,7 +150,7 @@ class SumTables:
             file.path.unlink(missing_ok=True)
 
     def _define(self) -> None:
-        """Define one view per kind of sums: computed sums, and stored sums of pairs without computed ones."""
+        """Define one view per kind of sums: computed ones, and stored ones of pairs without computed ones."""
         for spec in KINDS.values():
             columns = ", ".join(spec.schema.names)
             files = [
@@ -159,7 +159,7 @@ class SumTables:
                 if kind == spec.name
                 and not (self.is_computed(pair) or (spec in OF_RUNS and self.is_computed(pair, runs=True)))
             ]
-            if self._condition and spec in OF_RUNS:  # stored sums over a whole run include all of its steps
+            if self._condition and spec in OF_RUNS:  # stored sums over a run include steps that the views lack
                 files = []
             parts = [rows_of(files, columns)] if files else []
             if self._condition:
@@ -172,10 +172,10 @@ class SumTables:
 
 
 def sums_schema(source: Source, pair: Pair, spec: Table) -> pa.Schema:
-    """Return the schema for sums of all sealed rows of a trace, with metadata that names the sealed files used."""
+    """Return the schema of sums over all sealed rows of a trace; its metadata names the sealed files."""
     return spec.schema.with_metadata(made_of_metadata(spec.name, pair, source.segments))
 
 
 def _listed(pairs: Collection[Pair]) -> str:
-    # Without pairs the list holds a name that no pair has, because `x IN (NULL)` would be NULL.
+    # Without pairs, list a name that no pair has, because `x IN (NULL)` is NULL.
     return ", ".join(quoted(f"{a} {b}") for a, b in sorted(pairs)) or "''"

@@ -1,4 +1,4 @@
-"""Per-sequence sums of a pair of passes: computed once from the tokens, and stored in the trace next to the scores."""
+"""Sums of each sequence for a pair of passes: computed once from tokens, and stored in the trace next to the scores."""
 
 from __future__ import annotations
 
@@ -45,33 +45,33 @@ Write = Callable[[pa.Table], None]
 MISMATCH: Pair = ("train", "rollout")
 
 CHUNK_TOKENS = 32 << 20
-"""Number of tokens processed at once. Their quantiles are computed in memory, which takes 8 bytes per token."""
+"""Number of tokens processed at once. Their quantiles are computed in memory, with 8 bytes per token."""
 
 CHUNK_SEQUENCES = 1 << 18
-"""Number of sequences processed at once; their sums take 0.2 KB per sequence."""
+"""Number of sequences processed at once; their sums take 0.2 KB each."""
 
 EXACT_TOKENS = 32 << 20
-"""Maximum number of tokens in a run for exact quantiles by default; as many as fit in memory."""
+"""Maximum number of tokens of a run whose quantiles are exact by default: as many as fit in memory."""
 
 
 Quantiles = tuple[Any, ...]
-"""A run, and its values for the columns of a quantile table that follow the pair."""
+"""A run, then the columns of a quantile table after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkSums:
-    """Results computed from the tokens in a range of steps."""
+    """What is computed from the tokens of a range of steps."""
 
     sums: pa.Table
     histograms: pa.Table
     quantiles: list[Quantiles]
     sizes: list[np.ndarray]
-    """Arrays of |d| of all tokens, if the quantiles of the whole run are computed from them; otherwise empty."""
+    """Arrays of |d| of all tokens, from which the quantiles of the run are computed; empty if they are not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A range of steps in one run."""
+    """A range of steps of one run."""
 
     run: str
     first_step: int
@@ -79,18 +79,18 @@ class Chunk:
     num_tokens: int
     num_sequences: int
     is_missing: bool
-    """True if the sums of the range have to be computed, False if they are stored in the trace."""
+    """True if the sums of the range must be computed, False if the trace has them."""
 
 
 Unit = tuple[Chunk, ...]
-"""Work processed at once: one range of steps, or several whole runs."""
+"""What is processed at once: one range of steps, or several whole runs."""
 
 
 def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Progress = no_progress) -> bool:
-    """Ensure that the tables of sums contain every sequence of a pair; return True if anything was computed.
+    """Ensure that the tables have a pair's sums for every sequence; return True if anything was computed.
 
-    Only steps without stored sums have their tokens read, once each. `of_run` also requests quantiles over whole runs.
-    These are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
+    Tokens are read once, of the steps without stored sums only. `of_run` requests quantiles over whole runs as well.
+    They are exact for up to EXACT_TOKENS tokens, which are read again if only some steps had stored sums.
     """
     has_computed = not database.sums.covers(pair)
     if not has_computed and (not of_run or database.sums.covers(pair, runs=True)):
@@ -111,14 +111,14 @@ def ensure(database: Database, pair: Pair, *, of_run: bool = True, progress: Pro
 
 
 def _add_step_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
-    """Compute the statistics of each step from the sums of its sequences, and add them to the tables."""
+    """Add the statistics of each step, computed from the sums of its sequences, to the tables."""
     for unit in units:
         groups = f"group_statistics({quoted(pair[0])}, {quoted(pair[1])}, true, {_within(unit)})"
         _insert(database, STEP_STATISTICS, pair, f"SELECT run, step, {', '.join(STATISTICS)} FROM {groups}")
 
 
 def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -> None:
-    """Compute the statistics of each run from the sums of its sequences, and add them to the tables."""
+    """Add the statistics of each run, computed from the sums of its sequences, to the tables."""
     for runs in dict.fromkeys(tuple(chunk.run for chunk in unit) for unit in units):
         values = {"a": quoted(pair[0]), "b": quoted(pair[1]), "runs": _listed(runs)}
         database.connection.execute(sql_file("run_tops").format(**values))
@@ -127,7 +127,7 @@ def _add_run_statistics(database: Database, pair: Pair, units: Sequence[Unit]) -
 
 
 def _insert(database: Database, spec: Table, pair: Pair, rows: str) -> None:
-    """Insert rows of run and the columns after the pair into computed sums, on one thread for a fixed order."""
+    """Insert rows (the run, then the columns after the pair) into computed sums, on one thread to keep their order."""
     connection = database.connection
     connection.execute("SET threads = 1")
     columns = ", ".join(name for name in spec.schema.names if name not in ("pass_a", "pass_b"))
@@ -141,13 +141,13 @@ def _pair_columns(pair: Pair) -> str:
 
 
 def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Progress) -> None:
-    """Write the sums, quantiles and histograms of every step, stored or newly computed, in a fixed order.
+    """Write sums, quantiles and histograms of every step, stored or newly computed, in a fixed order.
 
-    The fixed order makes totals identical whichever steps had stored sums.
+    The order makes totals the same whichever steps had stored sums.
     """
     database.sums.begin(pair)
     chunks = _marked_chunks(database, pair, steps)
-    # |d| is retained only for runs read as a whole, and only in the process that computes the quantiles.
+    # |d| is kept only for runs that are read whole, and only in the process that computes the quantiles.
     whole = _whole_runs(chunks) if database.ray is None else set()
     missing = [chunk for chunk in chunks if chunk.is_missing]
     computed_chunks = spread(database, _compute, [(pair, unit, whole) for unit in _units(database, missing)])
@@ -179,7 +179,7 @@ def _cover(database: Database, pair: Pair, steps: Sequence[Chunk], progress: Pro
 
 
 def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator[_ChunkSums]:
-    """Yield each range's sums, histograms and quantiles, with |d| of all tokens for the requested runs."""
+    """Yield the sums, histograms and quantiles of each range, and |d| of all tokens for the requested runs."""
     pair, unit, wants_sizes = asked
     batches: list[pa.RecordBatch] = []
     sizes: dict[str, dict[int, list[np.ndarray]]] = {chunk.run: {} for chunk in unit}
@@ -207,7 +207,7 @@ def _compute(database: Database, asked: tuple[Pair, Unit, set[str]]) -> Iterator
 
 
 def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
-    """Return run -> its rows, without the run column; rows of the same run must be contiguous."""
+    """Return run -> its rows, without the run column; the rows of a run must be contiguous."""
     found, start = {run: rows.slice(0, 0) for run in runs}, 0
     for counted in rows["run"].value_counts().to_pylist():
         found[counted["values"]] = rows.slice(start, counted["counts"])
@@ -216,7 +216,7 @@ def _by_run(rows: pa.Table, runs: Iterable[str]) -> dict[str, pa.Table]:
 
 
 def _of_steps(rows: pa.Table, chunk: Chunk) -> pa.Table:
-    """Return the rows of a run, ordered by step, that are within a range of steps."""
+    """Return the rows of a range of steps, from a run's rows in the order of steps."""
     steps = array_of(rows["step"])
     first, end = np.searchsorted(steps, chunk.first_step), np.searchsorted(steps, chunk.last_step, side="right")
     return rows.slice(first, end - first)
@@ -230,13 +230,13 @@ def _copy(database: Database, pair: Pair, chunk: Chunk, write_sums: Write, write
     for spec, write in ((SEQUENCE_SUMS, write_sums), (STEP_HISTOGRAMS, write_histograms)):
         columns = ", ".join(spec.schema.names)
         write(connection.sql(f"SELECT {columns} FROM {spec.name} WHERE {within} ORDER BY ALL").to_arrow_table())
-    # A single statement reads the whole view before it inserts rows.
+    # A single statement reads the whole view before it inserts.
     connection.execute(f"INSERT INTO computed_{STEP_QUANTILES.name} SELECT * FROM {STEP_QUANTILES.name} WHERE {within}")
 
 
 @contextmanager
 def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
-    """Yield the table name under which queries can read some rows while the context is open."""
+    """Yield the name of a table with the rows, which queries can read while the context is open."""
     database.connection.register("new_rows", rows)
     try:
         yield "new_rows"
@@ -245,9 +245,9 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate quantiles of runs with exact ones, which reads the tokens of these runs again.
+    """Replace approximate quantiles of runs with exact ones, for which their tokens are read again.
 
-    Exact quantiles are not stored in the trace, so default results do not depend on earlier requests.
+    Exact quantiles are not stored in the trace, so that later results do not depend on this request.
     """
     ensure(database, pair, progress=progress)
     query = "SELECT run FROM run_quantiles WHERE pass_a = ? AND pass_b = ? AND quantile_error > 0 ORDER BY run"
@@ -277,16 +277,16 @@ def _without_pair(spec: Table) -> pa.Schema:
 
 
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
-    """Store the per-sequence sums of a pair next to the scores, so that statistics need not read tokens.
+    """Store the sums of each sequence for a pair next to the scores, so that statistics need not read tokens.
 
-    Returns True if sums were written. Nothing is written if the sums exist, or if the trace is live or read-only.
+    Returns True if sums were written; none are if they exist, or if the trace is live or read-only.
     """
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
 
 
 def keep(database: Database, pair: Pair) -> bool:
-    """Write a pair's sums into every finished, writable trace; return True if every trace got them."""
+    """Write a pair's sums into every finished, writable trace; return True if every trace received them."""
     if not database.views.is_whole:
         return False
     kinds = [STEP_QUANTILES, STEP_STATISTICS] if database.sums.is_computed(pair) else []
@@ -322,7 +322,7 @@ def _keep(database: Database, pair: Pair, source: Source, rows: dict[str, dict[s
 
 
 def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
-    """Store sums of a pair that were computed from all sealed rows of a local trace."""
+    """Store a pair's sums, computed from all sealed rows of a local trace."""
     schema = sums_schema(source, pair, spec)
     folder = Path(source.store.root)
     with unnamed_file(folder, SUMS) as temporary:
@@ -333,14 +333,14 @@ def write_sums(source: Source, pair: Pair, spec: Table, rows: pa.Table) -> None:
 
 
 def _remove_outdated(source: Source, pair: Pair, kind: str) -> None:
-    """Remove files of sums that had already been superseded earlier. The files in use until now remain, for processes
-    that are still reading them."""
+    """Remove files of sums that were superseded before. The files in use until now stay, for processes that are still
+    reading them."""
     for relative in source.outdated_sums.get((kind, pair), []):
         Path(source.store.root, relative).unlink(missing_ok=True)
 
 
 def _steps(database: Database, run: str | None = None) -> list[Chunk]:
-    """Return one chunk per step of a run, or of all runs if `run` is None; runs are in the order of the sources."""
+    """Return one chunk per step of a run, or of all runs in the order of the sources if `run` is None."""
     query = f"""
         SELECT run, step, sum(num_response_tokens)::BIGINT, count(*) FROM sequences
         {"" if run is None else f"WHERE run = {quoted(run)}"} GROUP BY run, step ORDER BY run, step
@@ -354,7 +354,7 @@ def _steps(database: Database, run: str | None = None) -> list[Chunk]:
 
 
 def _marked_chunks(database: Database, pair: Pair, steps: Sequence[Chunk]) -> list[Chunk]:
-    """Return chunks that cover all steps, split where steps with stored sums alternate with steps without."""
+    """Return chunks that cover all steps, divided wherever steps with stored sums meet steps without."""
     query = "SELECT DISTINCT run FROM sequence_sums WHERE pass_a = ? AND pass_b = ?"
     kept = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
     missing = set()
@@ -373,8 +373,8 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Yield ranges of neighbouring steps that all have stored sums or all lack them, of up to `most_tokens` tokens and
-    CHUNK_SEQUENCES sequences. A larger step forms its own range."""
+    """Yield ranges of neighbouring steps that all have stored sums, or all lack them, of up to `most_tokens` tokens and
+    CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
@@ -386,7 +386,7 @@ def _size(chunk: Chunk) -> tuple[int, int]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return the runs whose tokens all have to be read and fit in memory."""
+    """Return the runs of which all tokens must be read and fit in memory."""
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens
@@ -395,13 +395,13 @@ def _whole_runs(chunks: list[Chunk]) -> set[str]:
 
 
 def run_chunks(database: Database, run: str) -> list[Chunk]:
-    """Return the steps of a run as ranges that are each processed at once, on this machine or on a cluster."""
+    """Return the steps of a run as ranges to process at once, on this machine or on a cluster."""
     steps = _steps(database, run)
     return list(_joined(steps, _most_tokens(database, steps)))
 
 
 def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
-    """Return units of work: small neighbouring runs are combined; each chunk of a larger run is a unit."""
+    """Return units of work: several small neighbouring runs, or one chunk of a larger run."""
     most_tokens, num_chunks = _most_tokens(database, chunks), Counter(chunk.run for chunk in chunks)
     units: list[Unit] = []
     for is_whole, parts in groupby(chunks, key=lambda chunk: num_chunks[chunk.run] == 1):
@@ -413,7 +413,7 @@ def _units(database: Database, chunks: Sequence[Chunk]) -> list[Unit]:
 
 
 def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
-    """Return the runs whose whole-run quantiles are still missing after copying the stored ones."""
+    """Return the runs that still lack quantiles over the whole run after the stored ones were copied."""
     table = f"computed_{RUN_QUANTILES.name}"
     query = f"SELECT run FROM {table} WHERE pass_a = ? AND pass_b = ?"
     known = {run for (run,) in database.connection.execute(query, [*pair]).fetchall()}
@@ -425,12 +425,12 @@ def _runs_without_quantiles(database: Database, pair: Pair) -> list[str]:
 
 
 def _take_kept(database: Database, spec: Table, pair: Pair, runs: Collection[str]) -> None:
-    """Copy the stored rows of the given runs into the table of computed sums."""
+    """Copy the rows stored for some runs into the table of computed sums."""
     database.connection.execute(f"INSERT INTO computed_{spec.name} {database.sums.kept(spec, pair, runs)}")
 
 
 def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
-    """Return the exact quantiles of a run from |d| of all its tokens, without concatenating the arrays."""
+    """Return the exact quantiles of a run from |d| of its tokens, whose arrays are not concatenated."""
     histogram = merged(Histogram.of(part) for part in sizes)
     gathered = Gathered(histogram)
     for part in sizes:
@@ -439,7 +439,7 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, otherwise from
+    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, else from
     histograms.
     """
     histogram = _histogram_of(database, pair, run)
@@ -451,7 +451,7 @@ def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress)
 
 
 def _read_again(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return the exact quantiles of a run by reading its tokens again and gathering the values in the bins that contain
+    """Return the exact quantiles of a run: read its tokens again, and gather the values in the bins that have
     the quantiles."""
     histogram = _histogram_of(database, pair, run)
     if not histogram.num_values:
@@ -467,7 +467,7 @@ def _read_again(database: Database, pair: Pair, run: str, progress: Progress) ->
 
 
 def _gather(database: Database, unit: tuple[Pair, Chunk, Histogram]) -> Iterator[Gathered]:
-    """Yield the values from a range of steps that fall in the bins containing the quantiles of the run."""
+    """Yield a range's values in the bins that have the quantiles of the run."""
     pair, chunk, histogram = unit
     gathered = Gathered(histogram)
     for sizes in sizes_read(database.connection, _lists(pair, (chunk,)), _mean_tokens((chunk,))):
@@ -487,7 +487,7 @@ def _histogram_of(database: Database, pair: Pair, run: str) -> Histogram:
 
 
 def _put_run_quantiles(database: Database, pair: Pair, rows: Sequence[Quantiles]) -> None:
-    """Replace the quantiles of some runs; a run without tokens gets none."""
+    """Replace the quantiles of some runs; runs without tokens get none."""
     where = f"pass_a = ? AND pass_b = ? AND run IN {_listed(run for run, *_ in rows)}"
     database.connection.execute(f"DELETE FROM computed_{RUN_QUANTILES.name} WHERE {where}", [*pair])
     _put(database, RUN_QUANTILES, pair, [row for row in rows if row[1]])
@@ -505,7 +505,7 @@ def _lists(pair: Pair, unit: Unit) -> str:
 
 
 def _within(unit: Unit) -> str:
-    """Return the runs of a unit and its first and last step, as arguments for an SQL macro."""
+    """Return the runs of a unit and its first and last step as arguments of an SQL macro."""
     first, last = min(chunk.first_step for chunk in unit), max(chunk.last_step for chunk in unit)
     return f"{_listed(chunk.run for chunk in unit)}, {first}, {last}"
 

@@ -1,4 +1,4 @@
-"""Define the tables of traces as views, and choose the files, journals, steps and sequences that a query reads."""
+"""Define the tables of traces as views, and select the files, journals, steps and sequences that queries read."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _PASSES_OF_SCORES = """
 
 
 class TableViews:
-    """Views of the tables of several traces, limited to the requested steps and sequences."""
+    """Views of the tables of several traces, limited to some steps and sequences."""
 
     def __init__(self, connection: Connection, sources: Sequence[Source], files: TraceFiles):
         self._connection, self._sources, self._files = connection, sources, files
         self.large: LargeTables | None = None
-        """Tables of so many files that a query is planned first; None if there are none."""
+        """Tables with so many files that queries are planned first; None if there are none."""
         self.is_whole = True
-        """True if the views contain every sequence."""
+        """True if the views have every sequence."""
         self._leaves_out = False
         connection.register("left_out", no_rows(_SEQUENCE))
         for table in TABLES:
@@ -63,20 +63,20 @@ class TableViews:
         connection.execute('CREATE VIEW passes AS SELECT * FROM contracts ORDER BY run, "pass", contract')
 
     def add_file(self, source: Source, relative: str, file: VerifiedFile) -> RunFile:
-        """Register a file of a trace for queries, and return its run and the URL under which queries read it."""
+        """Register a file of a trace for queries; return its run, and the URL under which queries read it."""
         return source.run, self._files.add(f"{run_folder(source.run)}/{relative}", file)
 
     def choose_files(self, query: str, parameters: Parameters) -> Callable[[], None]:
-        """Select the files that a query needs of large tables; return a function that selects them again."""
+        """Select the files of large tables that a query needs; return a function that selects them again."""
         large = self.large
         choice = None if large is None else large.choose(query, parameters)
         return lambda: None if large is None or choice is None else large.take(choice)
 
     def choose_steps(self, steps: str) -> tuple[dict[str, list[int]], str]:
-        """Limit sequences, scores, logged values and contracts to the requested steps. Return the selected steps per
-        run, and an SQL condition that selects them.
+        """Limit sequences, scores, logged values and contracts to the requested steps. Return run -> its selected
+        steps, and an SQL condition for them.
 
-        Hyperparameters of earlier steps remain, as they stay in effect until they are recorded again.
+        Hyperparameters of earlier steps stay, as they are in effect until they are recorded again.
         """
         several = len(self._sources) > 1
         recorded = self._recorded_steps(steps)
@@ -95,13 +95,13 @@ class TableViews:
         return kept_steps, condition
 
     def keep_steps(self, steps: Sequence[int]) -> None:
-        """Limit sequences and scores to the given steps; logged values of all steps remain."""
+        """Limit sequences and scores to some steps; logged values of all steps remain."""
         for name in ("sequences", "scores"):
             self._narrow(name, step_condition(steps))
         self.is_whole = False
 
     def leave_out(self, sequences: pa.Table) -> None:
-        """Exclude sequences, given by run, step and seq_id. A further call replaces the excluded sequences."""
+        """Exclude sequences, given by run, step and seq_id. Another call replaces the excluded sequences."""
         self._connection.register("left_out", sequences)
         if not self._leaves_out:
             for name in ("sequences", "scores"):
@@ -112,7 +112,7 @@ class TableViews:
         self._leaves_out, self.is_whole = True, False
 
     def _define(self, spec: Table) -> None:
-        """Define the views of a table over the files and journals of every trace."""
+        """Define the view of a table over the files and journals of every trace."""
         columns = ", ".join(f'"{column.name}"' for column in spec.columns)
         files: dict[tuple[str, ...], list[RunFile]] = {}
         others = []
@@ -136,8 +136,8 @@ class TableViews:
         define_view(self._connection, spec.name, self._newest(parts), columns, spec.schema)
 
     def _found(self, spec: Table, lacking: Collection[str]) -> str:
-        """Return the SQL for a table's columns in files that lack some of them."""
-        # DuckDB maps the Arrow types to its own type names.
+        """Return SQL for the columns of a table in files that lack some of them."""
+        # DuckDB maps Arrow types to the names of its own types.
         types = self._connection.raw.from_arrow(no_rows(spec.schema)).types if lacking else spec.columns
         return ", ".join(
             f'NULL::{type} AS "{column.name}"' if column.name in lacking else f'"{column.name}"'
@@ -145,7 +145,7 @@ class TableViews:
         )
 
     def _add_large(self, index: int, source: Source, spec: Table, entries: Sequence[TableFile], columns: str) -> str:
-        """Define a view over many files, of which a query reads only those it needs; return its name."""
+        """Define a view over many files, of which queries read only those they need; return its name."""
         lacking = entries[0].lacking
         view = "_".join(("files", str(index), spec.name, *(("without", *lacking) if lacking else ())))
         schema = pa.schema([field for field in spec.schema if field.name not in lacking])
@@ -154,7 +154,7 @@ class TableViews:
         return view
 
     def _newest(self, parts: list[str]) -> list[str]:
-        """Return a query for the rows of the newest training attempt at each step, for runs that were resumed."""
+        """Return a query for the rows of the last training attempt at each step, for runs that were resumed."""
         if not parts or not any(source.newest for source in self._sources):
             return parts
         rows = [(source.run, *newest) for source in self._sources for newest in source.newest.items()]
@@ -167,7 +167,7 @@ class TableViews:
         ]
 
     def _recorded_steps(self, steps: str) -> dict[str, list[int]]:
-        """Return run -> its recorded steps, limited to the requested range if `steps` specifies one."""
+        """Return run -> its recorded steps, limited to the requested range if `steps` names one."""
         within = named_range(steps)
         if within is not None:
             first, last = within
@@ -189,26 +189,26 @@ class TableViews:
 
 
 def step_condition(steps: Sequence[int], recorded: Sequence[int] | None = None) -> str:
-    """Return an SQL condition that selects exactly these steps; shorter if the `recorded` ones allow it.
+    """Return an SQL condition for exactly these steps, shorter if the `recorded` ones permit.
 
     >>> step_condition([3, 4, 6], [1, 3, 4, 6])
     'step BETWEEN 3 AND 6'
     >>> step_condition([3, 6])
     'step BETWEEN 3 AND 6 AND step IN (3, 6)'
     """
-    if isinstance(steps, range):  # a range of timestamps may be too long to enumerate
+    if isinstance(steps, range):  # a range of timestamps may be too long to list
         return f"step BETWEEN {steps.start} AND {steps.stop - 1}" if steps else "false"
     if not len(steps):
         return "false"
     first, last = min(steps), max(steps)
-    # DuckDB can skip row groups outside a range, but not outside a long list.
+    # DuckDB skips row groups outside a range, but not those outside a long list.
     within = f"step BETWEEN {first} AND {last}"
     num_known = last + 1 - first if recorded is None else sum(first <= step <= last for step in recorded)
     return within if num_known == len(set(steps)) else f"{within} AND step IN ({', '.join(map(str, steps))})"
 
 
 def define_view(connection: Connection, name: str, parts: list[str], columns: str, schema: pa.Schema) -> None:
-    """Define a view that combines the rows of several queries; without queries the view is empty."""
+    """Define a view of the rows of several queries; without a query it is empty."""
     if not parts:
         connection.register(f"empty_{name}", no_rows(schema))
         parts = [f"SELECT NULL::VARCHAR AS run, {columns} FROM empty_{name}"]
@@ -221,10 +221,10 @@ def no_rows(schema: pa.Schema) -> pa.Table:
 
 
 def rows_of(files: Sequence[RunFile], columns: str) -> str:
-    """Return a query for columns of several files, and each row's run, which reads all in one scan."""
+    """Return a query for columns of several files, and the run of each row, that reads them in one scan."""
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"
-    # DuckDB takes the run from the folder name, and opens no file of a run excluded by a query.
+    # DuckDB takes the run from the folder's name, and opens no file of a run that the query excludes.
     parsed = f"hive_partitioning = true, hive_types = {{'{RUN_OF_FOLDER}': VARCHAR}}"
     return f"SELECT substr({RUN_OF_FOLDER}, 2) AS run, {columns} FROM read_parquet({urls}, {parsed})"

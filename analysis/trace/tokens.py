@@ -1,4 +1,4 @@
-"""Read tokens: sequences joined with their scores under one or more passes, as batches of rows or as flat arrays."""
+"""Read tokens: sequences joined with their scores under some passes, as batches of rows or as flat arrays."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _EMPTY = {"mask": "[]::BOOLEAN[]", "advantages": "[]::FLOAT[]"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
-    """Scores of one pass to read with each sequence."""
+    """Which scores of a pass to read with each sequence."""
 
     name: str
     iteration: int | None = 0
-    """The inner iteration to read; None reads all of them, one row each."""
+    """The inner iteration to read; None reads all, one row each."""
     scored: bool = True
-    """True if the row must have logprobs; if False, the list of logprobs may be empty."""
+    """True to read only rows with logprobs; False if their list may be empty."""
     optional: bool = False
-    """True if sequences without scores of the pass are read as well, with an empty list of logprobs."""
+    """True to read sequences without scores of the pass as well, with an empty list of logprobs."""
     logprobs: bool = True
 
 
@@ -36,16 +36,15 @@ def token_query(
     keys: str = "", lists: Sequence[str] = (), entropy: Sequence[str] = (), of_sequences: bool = False, where: str = "",
     order: str = "",
 ) -> str:  # fmt: skip
-    """Return an SQL query with one row per sequence; `tokens_of_rows` converts its rows to tokens.
+    """Return an SQL query for one row per sequence, which `tokens_of_rows` converts to tokens.
 
-    The columns are the logprobs of every pass, named by the keys of `passes`; the expressions in `rows`, which may use
-    `s` (the sequence) and the keys of `passes`; the `lists` mask and advantages, the latter together with the advantage
-    per sequence; and `entropy`, from the first of the named passes that has one.
+    Its columns are the logprobs of every pass, under the keys of `passes`; the expressions in `rows`, which may use `s`
+    (the sequence) and these keys; the `lists` mask and advantages, the latter with the advantage per sequence; and the
+    `entropy` of the first named pass that has one.
 
-    Only sequences with a score under every non-optional pass are read, optionally limited to one run and some steps; a
-    range of steps includes every step within it. The table `sequences` is joined only if `lists` or `of_sequences`
-    requires it, as the join takes a third of the time. `keys` is a condition applied to every table; `where` is a
-    condition on the joined row.
+    Only sequences with a score under every pass that is not optional are read, of one run and some steps if given; a
+    range of steps means every step in it. `sequences` is joined only if `lists` or `of_sequences` need it, as the join
+    takes a third of the time. `keys` is a condition on every table, `where` one on the joined row.
     """
     within = _within(run, steps, keys)
     given = [name for name, scored in passes.items() if scored.scored and not scored.optional]
@@ -82,7 +81,7 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, optional: Sequence[str] = ()) -> Tokens:
-    """Return the tokens from rows of `token_query`; every pass in `passes` is required, the passes in `optional` are
+    """Return the tokens of rows of `token_query`; every pass in `passes` is required, those in `optional` are
     not.
     """
     names = rows.schema.names
@@ -112,7 +111,7 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return step -> number of response tokens, ordered by step, in one run, or in all runs if `run` is None."""
+    """Return step -> number of response tokens, in the order of steps, of one run, or of all if `run` is None."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -123,7 +122,7 @@ def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]
 def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> list[range]:
     """Return ranges of steps, in order, each of at most `most_tokens` tokens and CHUNK_STEPS steps.
 
-    A step that exceeds the limit forms its own range.
+    A larger step is a range of its own.
 
     >>> step_ranges({1: 10, 2: 20, 5: CHUNK_TOKENS})
     [range(1, 3), range(5, 6)]
@@ -133,7 +132,7 @@ def step_ranges(tokens: Mapping[int, int], most_tokens: int = CHUNK_TOKENS) -> l
 
 
 def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` evenly spaced steps, including both endpoints; if `most` is 1, only the first.
+    """Return up to `most` evenly spaced steps, endpoints included; only the first if `most` is 1.
 
     >>> evenly_spaced([1, 2, 3, 4, 5], 3)
     [1, 3, 5]
@@ -145,7 +144,7 @@ def evenly_spaced(steps: Sequence[int], most: int) -> list[int]:
 
 
 def evenly_within(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` evenly spaced steps, including both endpoints; if `most` is 1, only the middle one.
+    """Return up to `most` evenly spaced steps, endpoints included; only the middle one if `most` is 1.
 
     >>> evenly_within([1, 2, 3, 4, 5], 1)
     [3]
@@ -154,7 +153,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps as evenly spaced pairs of neighbours, so that each has one to compare with.
+    """Return up to `most` steps as evenly spaced pairs of neighbours, each of which has one to compare with.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -167,7 +166,7 @@ def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
 
 
 def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) -> set[int]:
-    """Return steps, taken in the given order, whose tokens fit in `max_tokens`; at least one step.
+    """Return steps, taken in the given order, that have at most `max_tokens` tokens together; at least one step.
 
     >>> fitting([3, 1, 2], {1: 5, 2: 1, 3: 4}, 6)
     {2, 3}

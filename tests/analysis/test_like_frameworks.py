@@ -677,7 +677,7 @@ def test_the_macros_give_the_same(steps):
         (
             "slime",
             {"rollout_is": "token"},
-            "rollout_is: slime has no such option; it belongs to verl: drop it, or",
+            "rollout_is: slime has no such option; it belongs to verl; drop it or",
         ),
         ("verl", {"tis_clip": 3.0}, "tis_clip: verl has no such option; it belongs to slime"),
         ("openrlhf", {"ipo_threshold": 0.1}, "ipo_threshold: openrlhf has no such option"),

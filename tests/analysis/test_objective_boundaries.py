@@ -27,8 +27,8 @@ def sentence(part):
 
 
 NOISE = [
-    (0.00099, "negligible_noise", "and its noise is negligible."), (0.00101, "moderate_noise", ": it is noise."),
-    (0.0499, "moderate_noise", ": it is noise."), (0.0501, "large_noise", "it is noise, but large."),
+    (0.00099, "negligible_noise", "and it adds negligible noise."), (0.00101, "moderate_noise", "but it adds noise."),
+    (0.0499, "moderate_noise", "but it adds noise."), (0.0501, "large_noise", "but it adds much noise."),
 ]  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_the_size_of_a_bias_in_words():
     )
     undecided = sentence(direction(estimate(-0.0123), estimate(0.2)))
     assert undecided.startswith(
-        "Undecided whether the mismatch biases the objective: fewer than 8 groups. It adds -1.23 %"
+        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. It adds -1.23 %"
     )
     assert "interval" not in undecided
 

@@ -383,7 +383,7 @@ def test_enormous_differences_stay_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("pair", "message"),
     [
-        ("train:reference", r"has no logprobs of pass 'reference'; compare two of: rollout, train, e.g. with pair="),
+        ("train:reference", r"has no logprobs of pass 'reference'; compare two of rollout, train, e.g. with pair="),
         ("a:b", "no logprobs of pass 'a' and 'b'"),
     ],
 )

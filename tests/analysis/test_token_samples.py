@@ -200,7 +200,7 @@ def test_whole_sequences_are_left_out_the_worst_last(plain):
     found = read_token_samples(open_database(plain), wanted=Wanted(worst=2, typical=2, random=9, max_tokens=30))
     assert sum(len(each.ids) + len(each.prompt) for each in found.sequences) == 28
     assert Counter(each.why[0] for each in found.sequences) == {"worst": 2, "typical": 2}
-    assert "Left out to stay below 30 shown tokens" in found.choice
+    assert "Omitted to stay within 30 shown tokens" in found.choice
 
 
 def test_one_pass_is_shown_without_d(tmp_path):
@@ -256,7 +256,7 @@ def test_a_tokenizer_that_cannot_be_read_leaves_ids(plain, tmp_path):
     assert "has no tokenizer/tokenizer.json" in read_token_text(open_source(str(tmp_path / "run"))).told
     (tmp_path / "run" / "tokenizer" / "tokenizer.json").write_text("{")
     text = read_token_text(open_source(str(tmp_path / "run")))
-    assert "cannot be read" in text.told
+    assert "is unreadable" in text.told
     assert text.of([5]) == ["\u27e85\u27e9"]
 
 

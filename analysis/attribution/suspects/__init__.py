@@ -1,4 +1,4 @@
-"""One file for each suspect: its evidence, for and against."""
+"""One module per suspect: the evidence for and against it."""
 
 from __future__ import annotations
 

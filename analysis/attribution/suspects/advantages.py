@@ -1,4 +1,4 @@
-"""Suspect: the sign, the scale or the baseline of the advantages is wrong."""
+"""Suspect: advantages with the wrong sign, scale or baseline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .entropy import in_advantages as by_surprise
 from .reference import in_advantages as by_distance
 
 _FEWEST_STEPS = 5
-"""Minimum number of steps before a drop for the usual size of advantages to be known."""
+"""Minimum number of steps before a drop needed to know the usual size of advantages."""
 
 
 def advantages(facts: Facts) -> Suspect:
@@ -39,7 +39,7 @@ def advantages(facts: Facts) -> Suspect:
 
 
 def one_sided(facts: Facts) -> list[Evidence]:
-    """Detect advantages that had both signs and are never negative after the onset: the sign or the baseline is lost."""
+    """Detect advantages of both signs that are never negative after the onset: the sign or the baseline is lost."""
     if facts.fall is None:
         return []
     before, since = (part.advantage for part in (facts.rollouts.until(facts.fall.low - 1), facts.since_fall))
@@ -69,7 +69,7 @@ def _inverted(facts: Facts) -> list[Evidence]:
 
 
 def of_other_sign(facts: Facts) -> bool:
-    """Return True if advantages do not follow rewards but have the expected size, which means that some have the wrong sign."""
+    """Return True if advantages have the expected size but do not follow rewards: some have the wrong sign."""
     since = facts.since_fall
     if facts.advantages_break is not None:
         since = facts.rollouts.since(facts.advantages_break[0])
@@ -78,7 +78,7 @@ def of_other_sign(facts: Facts) -> bool:
 
 
 def _turned(facts: Facts) -> list[Evidence]:
-    """Detect advantages that have the expected size, but some of them the wrong sign."""
+    """Return evidence of advantages with the expected size, some of which have the wrong sign."""
     if not of_other_sign(facts):
         return []
     correlation = relation(facts.since_fall, "reward", "advantage").by_group
@@ -95,7 +95,7 @@ def _changed(facts: Facts) -> list[Evidence]:
 
 
 def _follows(change: RecordedChange, facts: Facts) -> bool:
-    """Return True if rewards or policy change at the same step: advantages act only with the next update."""
+    """Return True if rewards or policy change at the same step, too early to be an effect of the advantages."""
     return change.shape != "ramp" and facts.moves.moves_at(change.step, "reward", "sampled", "entropy")
 
 
@@ -153,19 +153,19 @@ def _is_rescaled(before: float, after: float) -> bool:
 
 
 def _sizes_differ(facts: Facts, step: int) -> bool:
-    """Return True if the advantages themselves changed in size; if normalised, their ratio to rewards can change with rewards alone."""
+    """Return True if the advantages changed in size; if normalised, their scale can change with rewards alone."""
     before, since = (part.advantage for part in _beside(facts, step))
     sizes = [float(np.nanstd(part)) if len(part) else math.nan for part in (before, since)]
     return all(map(math.isfinite, sizes)) and _is_rescaled(*sizes)
 
 
 def _beside(facts: Facts, step: int) -> tuple[Rollouts, Rollouts]:
-    """Return the sequences from the five steps before a step, and from the five steps that start with it."""
+    """Return the sequences of the five steps before `step`, and of the five that start with it."""
     return facts.rollouts.until(step - 1).since(step - 5), facts.rollouts.since(step).until(step + 4)
 
 
 def _is_baseline(facts: Facts, step: int) -> bool:
-    """Return True if the mean advantage changes by more than its scatter and not with the reward."""
+    """Return True if the mean advantage changes by more than its scatter but the reward does not."""
     before, since = _beside(facts, step)
     if not len(before.step) or not len(since.step):
         return False

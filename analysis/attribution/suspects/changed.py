@@ -1,4 +1,4 @@
-"""Evidence from changes near a drop."""
+"""Turn changes near a drop into evidence."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..suspect import Evidence
 
 
 def changed(code: str, change: RecordedChange, points: float) -> Evidence:
-    """Return a change as evidence, with its series, step, interval and both values."""
+    """Return a change as evidence, with its series, step, interval, old and new value."""
     values: dict[str, Measured] = {"series": change.series, "step": change.step, "low": change.low, "high": change.high,
               "from_value": change.before, "to_value": change.after}  # fmt: skip
     return Evidence(code=code, values=values, points=points)
 
 
 def settings(facts: Facts, suspect: str) -> list[Evidence]:
-    """Return evidence from the changed setting nearest to the drop that belongs to a suspect."""
+    """Return evidence from the changed setting nearest to the drop, among those that belong to a suspect."""
     found = facts.settings_of(suspect)
     if not found or facts.fall is None:
         return []
@@ -33,13 +33,13 @@ def settings(facts: Facts, suspect: str) -> list[Evidence]:
 
 
 def worth(facts: Facts, change: RecordedChange) -> float:
-    """Return the points of a change that the policy cannot cause: certain within the onset interval, else decisive or EARLIER."""
+    """Return the points for a change of an input: CERTAIN within the onset interval, else DECISIVE or EARLIER."""
     is_given = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
     if facts.fall is None or not is_given:
         return t.DECISIVE
     if not facts.is_near(change):
         return t.EARLIER
-    if change.shape == "ramp":  # the step at which a gradual change becomes too large is unknown
+    if change.shape == "ramp":  # when a gradual change becomes harmful is unknown
         return t.DECISIVE
     first, last = facts.fall.interval
     if is_learning_rate(change.series) and _is_slight(change):
@@ -48,7 +48,7 @@ def worth(facts: Facts, change: RecordedChange) -> float:
 
 
 def _is_slight(change: RecordedChange) -> bool:
-    """Return True if a learning rate changes by a factor that training may tolerate."""
+    """Return True if the learning rate changes by no more than training may tolerate."""
     before, after = change.before, change.after
     if not isinstance(before, int | float) or not isinstance(after, int | float) or before * after <= 0:
         return False
@@ -63,7 +63,7 @@ def of_changed(found: ChangedResponses) -> float:
 
 
 def policy_moves(facts: Facts, step: int) -> bool:
-    """Return True if the likelihood of the policy's own responses changes at a step."""
+    """Return True if the policy's likelihood of its own responses changes at a step."""
     steps, mean = facts.rollouts.likelihood_by_step
     at = int(np.searchsorted(steps, step))
     before, since = mean[max(at - 3, 0) : at], mean[at : at + 3]
@@ -73,7 +73,7 @@ def policy_moves(facts: Facts, step: int) -> bool:
 
 
 def masks(facts: Facts) -> list[Evidence]:
-    """Return evidence that identical responses got a different loss mask; it counts for `unknown`."""
+    """Return evidence that identical responses got a different loss mask; it counts towards `unknown`."""
     found = facts.changed_masks
     if found is None:
         return []
@@ -81,5 +81,5 @@ def masks(facts: Facts) -> list[Evidence]:
 
 
 def holds(facts: Facts, points: float) -> list[Evidence]:
-    """Return evidence of an evaluation that stays up while the reward drops: the policy is unchanged."""
+    """Return evidence that the evaluation stays up while the reward drops: the policy is unchanged."""
     return [Evidence(code="evaluation_holds", points=points)] if facts.is_held_out else []

@@ -14,7 +14,7 @@ from .changed import changed, holds, settings, worth
 
 
 def data(facts: Facts) -> Suspect:
-    """Return the evidence for a change of the prompts as the cause."""
+    """Return the evidence that a change of the prompts caused the drop."""
     shifted = [
         change
         for change in facts.clear(PROMPTS)
@@ -34,12 +34,12 @@ def data(facts: Facts) -> Suspect:
 
 
 def _is_new(change: RecordedChange) -> bool:
-    """Return True if prompts start to have tokens at positions where no earlier prompt had them."""
+    """Return True if prompts now have tokens at positions where no earlier prompt had them."""
     return change.series == "share_new_places" and change.before == 0
 
 
 def _together(facts: Facts) -> list[RecordedChange]:
-    """Return prompt changes at one step that are significant only together."""
+    """Return changes of several prompt statistics at one step that are significant only in combination."""
     sudden = [
         change for change in facts.near
         if change.kind == PROMPTS and change.shape == "shift" and change.high - change.low <= t.SUDDEN and _is_material(change)
@@ -52,6 +52,6 @@ def _together(facts: Facts) -> list[RecordedChange]:
 
 
 def _is_material(change: RecordedChange) -> bool:
-    """Return True if the share of new prompts, or of new repetition patterns, changes by more than a few prompts."""
+    """Return True if the share of new prompts or of new repetition patterns changes by more than a few prompts."""
     least = {"share_new_prompts": t.NEW_PROMPTS, "prompt_pattern_shift": t.OTHER_PATTERNS}.get(change.series)
     return least is None or abs(float(change.after) - float(change.before)) > least

@@ -1,4 +1,4 @@
-"""Suspect: entropy collapses or explodes without another explanation."""
+"""Suspect: an entropy collapse or explosion that nothing else explains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .timing import AFTER, goes_with_advantages, loss_follows, loss_moves, order
 
 
 def entropy(facts: Facts) -> Suspect:
-    """Return the evidence for entropy as the cause."""
+    """Return the evidence for and against entropy as the cause."""
     evidence = [*_moves(facts), *_large_updates(facts)] if "entropy" in facts.series else []
     return Suspect(
         code="entropy",
@@ -62,7 +62,7 @@ def _moves(facts: Facts) -> list[Evidence]:
     if len(values) < 9 or facts.fall is None:
         return []
     width = max(len(values) // 20, 3)
-    # Only the first values, because entropy explodes within a few steps.
+    # Entropy explodes within a few steps, so only the first values count.
     first, last = float(np.median(values[:3])), float(np.median(values[-width:]))
     smooth = np.convolve(values, np.ones(width) / width, mode="valid")
     at_fall = float(smooth[min(int(np.searchsorted(steps, facts.fall.low)), len(smooth) - 1)])
@@ -106,7 +106,7 @@ def _climbs(facts: Facts, steps: np.ndarray, values: np.ndarray) -> tuple[str, f
 
 
 def _judged(first: float, at_fall: float, last: float, *, rises_with_fall: bool) -> tuple[str, float]:
-    """Return an evidence code and its points, given the entropy at the start, at the onset and at the end of the run."""
+    """Return an evidence code and its points for the entropies at the start, at the onset and at the end of the run."""
     if at_fall > t.MOST_ENTROPY:
         return "entropy_impossible", 0.0
     if at_fall > t.ENTROPY_GAINED * first:

@@ -1,4 +1,4 @@
-"""The lag of the sampling weights as declared by recorded policy versions."""
+"""The lag of the sampling weights according to the recorded policy versions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class DeclaredLag:
     """Number of updates between the weights that sampled a sequence and those that scored it; 0 if unknown."""
 
     at_fall: float
-    """Largest median lag over a tenth of the run around the onset; over the whole run if there is no drop."""
+    """Largest median lag over a tenth of the run around the onset; without a drop, over the whole run."""
     usual: float
-    """Median lag before the onset, with which the run learned. If less than a tenth of the run precedes the onset, the steps up to
-    the loss of a good part of the outcome are used; if there is no drop, all steps."""
+    """Median lag before the onset, with which the run learned. If less than a tenth of the run precedes the onset, it
+    covers the steps until a good part of the outcome is lost; without a drop, all steps."""
 
     @property
     def grew(self) -> bool:
@@ -29,7 +29,7 @@ class DeclaredLag:
 
 
 def declared_lag(facts: Facts) -> DeclaredLag:
-    """Return the declared lag before the drop and around its onset."""
+    """Return the recorded lag before the drop and around its onset."""
     values = np.abs(facts.values("version_lag"))
     known = np.isfinite(values)
     if not known.any():
@@ -48,7 +48,7 @@ def declared_lag(facts: Facts) -> DeclaredLag:
 
 
 def is_grown_beside_lag(facts: Facts, lag: DeclaredLag) -> bool:
-    """Return True if the mismatch grew several-fold, not after the drop, with an unchanged lag: the lag is not the cause."""
+    """Return True if the mismatch, but not the lag, grew several-fold by the drop: the lag is not the cause."""
     largest = largest_rise(facts)
     if largest is None or lag.grew or order(facts, largest) == AFTER:
         return False
@@ -64,7 +64,7 @@ def _grew(before: float, after: float) -> bool:
 
 
 def is_farther_behind(facts: Facts, control: Facts) -> bool:
-    """Return True if a run lags more than its baseline run, beyond the usual difference of asynchronous runs."""
+    """Return True if a run lags further behind than its baseline run, beyond the usual scatter of asynchronous runs."""
     of_run, of_control = declared_lag(facts).at_fall, declared_lag(control).at_fall
     return of_run >= max(of_control + 1, t.LAG_GROWS * of_control)
 

@@ -1,4 +1,4 @@
-"""Suspect: response length, because the reward depends on it."""
+"""Suspect: a reward that depends on response length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .timing import AFTER, order
 
 
 def length(facts: Facts) -> Suspect:
-    """Return the evidence for response length as the cause."""
+    """Return the evidence for and against response length as the cause."""
     paid = _pays(facts)
     moves = _moves(facts, t.LENGTH_MOVES_PAID if pays(facts) else t.LENGTH_MOVES)
     if any(
@@ -41,7 +41,7 @@ def length(facts: Facts) -> Suspect:
 
 
 def pays(facts: Facts) -> bool:
-    """Return True if the reward pays for length: clearly for longer responses, or somewhat in the direction of change if hidden.
+    """Return True if the reward clearly pays for length, or weakly in the direction of change while it hides a drop.
 
     Lengths that change against the correlation have another cause.
     """
@@ -53,7 +53,7 @@ def pays(facts: Facts) -> bool:
 
 
 def _first_move(facts: Facts, least: float) -> ChangePoint | None:
-    """Return the first change after which lengths differ from the initial lengths by the factor `least`, cumulatively."""
+    """Return the first change after which lengths differ from the initial ones by more than a factor of `least`."""
     changes = facts.changes.get("length", ())
     return next(
         (
@@ -94,6 +94,6 @@ def _pays(facts: Facts) -> list[Evidence]:
         code = "length_pays_while_hidden" if facts.pays_length > 0 else "length_costs_while_hidden"
         evidence.append(Evidence(code=code, values=values, points=t.STRONG))
     if found is not None and found.is_of_one_length and not facts.rewards_lie_off:
-        # With one length only, a reward for length looks like any other changed reward.
+        # If all responses are equally long, a reward for length looks like any other change of the reward.
         evidence.append(Evidence(code="rewards_changed", values=found.values, points=of_changed(found)))
     return evidence

@@ -1,4 +1,4 @@
-"""Suspect: the sampling engine and the trainer disagree under the same weights."""
+"""Suspect: sampling engine and trainer disagree under the same weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 from .timing import AFTER, FIRST, largest_rise, order
 
 _FEWEST_STEPS = 2
-"""Minimum number of steps with an entropy, both before and after a drop, for entropy to be compared with -logprob."""
+"""Minimum number of steps with a recorded entropy on each side of a drop needed to compare entropy with -logprob."""
 _OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset")
 
 _OF_SEMANTICS = (
@@ -43,7 +43,7 @@ _OF_SEMANTICS = (
 
 
 def mismatch(facts: Facts) -> Suspect:
-    """Return the evidence for training-inference mismatch as the cause, and its kind."""
+    """Return the evidence for training-inference mismatch as the cause, and the kind of mismatch."""
     if facts.mismatch is None:
         missing = Evidence(code="no_passes", points=0.0)
         return Suspect(
@@ -57,7 +57,7 @@ def mismatch(facts: Facts) -> Suspect:
     not_sampled = unsampled(facts)
     if is_of_other_rows(facts):
         size_and_order = [replace(each, points=min(each.points, 0.0)) for each in size_and_order]
-    if not_sampled:  # trainer and engine agree on wrong logprobs, so a small mismatch is no counter-evidence
+    if not_sampled:  # trainer and engine agree on wrong logprobs, so a small mismatch does not count against it
         size_and_order = [replace(each, points=max(each.points, 0.0)) for each in size_and_order]
     semantics = _semantics(facts)
     if any(
@@ -77,7 +77,7 @@ _TRAINER_MOVES = Evidence(code="trainer_moves_first", points=-t.STRONG)
 
 
 def _disagrees(facts: Facts) -> list[Evidence]:
-    """Return evidence of a non-deterministic engine; a non-deterministic trainer counts against the mismatch."""
+    """Return evidence of a non-deterministic engine; a non-deterministic trainer counts against this suspect."""
     engine, trainer = facts.disagreeing
     if engine > trainer and not is_of_other_rows(facts):
         return [Evidence(code="engine_disagrees", values={"share": engine}, points=t.CERTAIN)]
@@ -85,7 +85,7 @@ def _disagrees(facts: Facts) -> list[Evidence]:
 
 
 def trainer_disagrees(facts: Facts) -> list[Evidence]:
-    """Return evidence of a non-deterministic trainer (e.g. dropout left on); counts for `unknown`."""
+    """Return evidence of a non-deterministic trainer (e.g. dropout left on); it counts towards `unknown`."""
     engine, trainer = facts.disagreeing
     if not trainer > engine or is_of_other_rows(facts):
         return []
@@ -93,7 +93,7 @@ def trainer_disagrees(facts: Facts) -> list[Evidence]:
 
 
 def _trainer_moves(facts: Facts) -> bool:
-    """Return True if lagging engines still sample as before although the trainer's scores have already changed."""
+    """Return True if the trainer's scores change while a lagging engine still samples as before."""
     step = facts.moves.step("mean_abs_d")
     if step is None or declared_lag(facts).at_fall < 1 or declared_lag(facts).grew or _engine_moves(facts):
         return False
@@ -101,7 +101,7 @@ def _trainer_moves(facts: Facts) -> bool:
 
 
 def kind(facts: Facts) -> str:
-    """Return the kind of mismatch: check's finding, corrected by the onset and growth of the mismatch."""
+    """Return the kind of mismatch: check's finding, corrected for when the mismatch begins and grows."""
     first = facts.checked.findings[0] if facts.checked and not facts.checked.is_valid else None
     first = first if first and _carries(facts, first) else None
     code = first.code if first else ""
@@ -114,7 +114,7 @@ def kind(facts: Facts) -> str:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
-    # Before any update, trainer and engine have the same weights unless one of them quantises its weights.
+    # Before the first update, trainer and engine share weights unless one of them quantises them.
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:
@@ -124,13 +124,13 @@ def kind(facts: Facts) -> str:
 
 
 def cause_of_weights(facts: Facts) -> str | None:
-    """Return check's code for different engine weights found tensor by tensor, or None."""
+    """Return check's code for a tensor-by-tensor difference of the engine's weights, or None."""
     finding = facts.checked.findings[0] if facts.checked else None
     return str(finding.numbers["cause"]) if finding is not None and finding.signal == "engine_weights" else None
 
 
 def _carries(facts: Facts, finding: Finding) -> bool:
-    """Return True if a finding explains a good part of the mismatch; always for findings without a size."""
+    """Return True if a finding explains a good part of the mismatch; always True for findings without a size."""
     values = facts.values("mean_abs_d")
     known = values[np.isfinite(values)]
     return not len(known) or not 0 < finding.effect * finding.share < t.FINDING_CARRIES * float(known.mean())
@@ -143,24 +143,24 @@ def _size(mean_abs_d: float) -> Evidence:
 
 
 def is_of_other_rows(facts: Facts) -> bool:
-    """Return True if misaligned logprob rows cause the mismatch, rather than the engine."""
+    """Return True if the mismatch comes from misaligned logprob rows rather than from the engine."""
     finding = facts.checked.findings[0] if facts.checked else None
     is_found = finding is not None and finding.code == "row_pairing" and _carries(facts, finding)
     return is_found or facts.scored_rows is not None
 
 
 def unsampled(facts: Facts) -> list[Evidence]:
-    """Detect tokens far less likely than the entropy allows, from a step near the drop on.
+    """Detect tokens that become far less likely than the entropy allows near the drop.
 
-    For tokens sampled from the returned logprobs, -logprob equals the entropy on average. Trainer and engine may agree on logprobs
-    that were not used for sampling, such as raw ones at another temperature.
+    If tokens are sampled from the returned logprobs, their mean -logprob equals the entropy. Trainer and engine can
+    agree on logprobs that were not used for sampling, such as raw ones at another temperature.
     """
     if facts.fall is None:
         return []
     known = np.isfinite(facts.values("entropy"))
     steps, logprob = (
         facts.rollouts.sampled_by_step
-    )  # the engine's, because a lagging engine samples with its own weights
+    )  # the engine's entropy, because a lagging engine samples with its own weights
     shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
     entropies, surprisal = facts.values("entropy")[known][of], -logprob[at]
     first = facts.fall.interval[0] - ft.AHEAD
@@ -195,7 +195,7 @@ def _order(facts: Facts) -> list[Evidence]:
     }  # fmt: skip
     when = order(facts, largest)
     if when == AFTER:
-        # A mismatch that was already large before the drop may be the cause, whatever changed later.
+        # A mismatch that was large before the drop may be the cause, whatever changed later.
         points = -t.STRONG if facts.mismatch.size < t.LARGE_MISMATCH else 0.0
         return [Evidence(code="mismatch_grows_after_fall", values=values, points=points)]
     if largest.before == 0:
@@ -204,7 +204,7 @@ def _order(facts: Facts) -> list[Evidence]:
         return [Evidence(code="exact_until", values=values | {"mean_abs_d": largest.after}, points=points)]
     code = "mismatch_grows_before_fall" if when == FIRST else "mismatch_grows_with_fall"
     if when != FIRST and facts.drop is not None and facts.drop.is_of_policy:
-        # The policy changed at once; an engine this close to its trainer samples almost the same.
+        # The policy changed abruptly; an engine this close to its trainer samples almost the same tokens.
         return [Evidence(code=code, values=values, points=0.0)]
     is_abrupt = largest.kind == "shift" and values["factor"] >= t.ABRUPT and largest.after >= t.BENDS
     is_engine = declared_lag(facts).at_fall < 1 or _engine_moves(facts)
@@ -214,7 +214,7 @@ def _order(facts: Facts) -> list[Evidence]:
 
 
 def _engine_moves(facts: Facts) -> bool:
-    """Return True if samples change when the mismatch jumps; a change of the trainer would show later."""
+    """Return True if samples change when the mismatch jumps; a change of the trainer would reach them later."""
     step = facts.moves.step("mean_abs_d")
     return step is not None and facts.moves.moves_at(step, "reward", "sampled", "length")
 
@@ -234,7 +234,7 @@ def _semantics(facts: Facts) -> list[Evidence]:
 
 
 def _lag(facts: Facts) -> list[Evidence]:
-    """Return evidence against the mismatch if staleness explains it."""
+    """Return evidence that staleness, not this suspect, explains the mismatch."""
     lag, stale = declared_lag(facts), facts.stale_weights
     assert facts.mismatch is not None
     if facts.still_engine is not None and facts.still_engine.explains:

@@ -1,4 +1,4 @@
-"""Suspect: the learning rate or other settings of the optimizer."""
+"""Suspect: the learning rate or another optimizer setting."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .changed import holds, settings
 from .timing import AFTER, FIRST, at_once, order, rises, update_moves
 
 _BEFORE = 5
-"""Number of steps just before the onset that do not count as earlier updates."""
+"""Number of steps just before the onset that are left out of the earlier updates."""
 _FEWEST = 5
-"""Minimum number of earlier updates to compare with."""
+"""Minimum number of earlier updates needed for a comparison."""
 _LONG = 20
-"""Number of earlier updates compared with an update, and minimum number of steps for a run to count as having learned."""
+"""Number of earlier updates to compare an update with; a run also counts as having learned only after this many."""
 
 
 def optimizer(facts: Facts) -> Suspect:
-    """Return the evidence for the optimizer as the cause."""
+    """Return the evidence for and against the optimizer as the cause."""
     spike = _spike(facts)
     changed_settings = [] if any(each.points > 0 for each in spike) else settings(facts, "optimizer")
     evidence = [
@@ -66,9 +66,9 @@ def _jump(values: np.ndarray) -> int | None:
 
 
 def _settings(facts: Facts) -> list[Evidence]:
-    """Return evidence from settings outside their usual range; several count only once, because they are set together."""
+    """Return evidence from settings outside their usual range; several count as one, because they are set together."""
     evidence: list[Evidence] = []
-    # Without a second moment Adam is gradient descent, with other usual values.
+    # Without a second moment Adam is plain gradient descent, whose usual learning rates differ.
     is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
     for name, (low, high, *customary) in t.CUSTOMARY.items():
         value = facts.settings.get(name)
@@ -103,7 +103,7 @@ def _steps(facts: Facts) -> list[Evidence]:
 
 
 def _leap(facts: Facts) -> list[Evidence]:
-    """Detect an update near the onset far larger than earlier ones, which a clipped or normalised gradient cannot cause."""
+    """Detect an update near the onset far larger than earlier ones, although clipping bounds the gradient."""
     if facts.fall is None:
         return []
     sizes, first = facts.values("update_to_weight"), facts.fall.interval[0] - int(ft.AHEAD) - _BEFORE
@@ -121,7 +121,7 @@ def _leap(facts: Facts) -> list[Evidence]:
 
 
 def _was_borne(facts: Facts, sizes: np.ndarray) -> bool:
-    """Return True if the run learned with equally large updates for a long time and then collapsed at once."""
+    """Return True if the run long tolerated equally large updates and then collapsed abruptly."""
     assert facts.fall is not None
     steps = facts.steps[np.isfinite(facts.values("update_to_weight"))]
     begin = int(np.searchsorted(steps, facts.fall.interval[0] - ft.AHEAD))
@@ -144,7 +144,7 @@ def _bursts(sizes: np.ndarray) -> list[Evidence]:
 
 
 def _dropped(facts: Facts) -> list[Evidence]:
-    """Detect a policy that changes within a few updates: too large updates, or broken or reloaded weights."""
+    """Detect a policy that changes within a few updates: they are too large, or weights were broken or reloaded."""
     drop = facts.drop
     if drop is None or not drop.is_of_policy:
         return []

@@ -32,11 +32,11 @@ _OF_ORDER = {
 
 
 def pairing(facts: Facts) -> Suspect:
-    """Return the evidence for misaligned rows."""
+    """Return the evidence for and against misaligned rows."""
     of_rewards, of_advantages = _rewards(facts), _advantages(facts)
     if any(
         each.points > 0 for each in of_advantages
-    ):  # with misaligned advantages, aligned rewards are no counter-evidence
+    ):  # if advantages are misaligned, aligned rewards do not count against this suspect
         of_rewards = [replace(each, points=max(each.points, 0.0)) for each in of_rewards]
     evidence = [*of_rewards, *_relation(facts), *of_advantages, *_logprobs(facts)]
     return Suspect(
@@ -88,7 +88,7 @@ def _rewards(facts: Facts) -> list[Evidence]:
 
 
 def _relation(facts: Facts) -> list[Evidence]:
-    """Detect a step from which likelier answers earn no more, although the distribution of rewards and the policy are
+    """Detect rewards that lose their relation to likelihood at a step while their distribution and the policy are
     unchanged."""
     moves = facts.moves
     step = moves.breaks("relation")
@@ -107,7 +107,7 @@ def _advantages(facts: Facts) -> list[Evidence]:
         return []
     if of_other_sign(facts):
         return []
-    # A critic's residual need not follow the reward once the policy changed. Misalignment leaves the mean unchanged.
+    # A critic's residual need not follow the reward of a changed policy. Misalignment leaves the mean unchanged.
     is_of_term = by_distance(facts) or by_surprise(facts)
     points = 0.0 if is_of_term else t.WEAK if moves_mean(facts) else t.STRONG if facts.rollouts.is_alone else t.CERTAIN
     return [Evidence(code="advantages_do_not_follow", values={"correlation": correlation}, points=points)]

@@ -1,4 +1,4 @@
-"""Suspect: the KL term, through its coefficient or its reference model."""
+"""Suspect: the KL term, because of its coefficient or its reference model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .mismatch import unsampled
 from .timing import at_once, goes_with_advantages, loss_follows, loss_moves
 
 _BESIDE = 3
-"""Number of steps compared before and after a jump in the distance from the reference."""
+"""Number of steps compared on each side of a jump in the distance to the reference."""
 
 
 def reference(facts: Facts) -> Suspect:
-    """Return the evidence for the KL term as the cause."""
+    """Return the evidence for and against the KL term as the cause."""
     return Suspect(
         code="reference",
         evidence=(
@@ -41,7 +41,7 @@ def reference(facts: Facts) -> Suspect:
 
 
 def _moves(facts: Facts) -> list[Evidence]:
-    """Return evidence from a changed reference model, a jump in the policy's distance from it, or the policy's return to it."""
+    """Return evidence of a replaced reference, a jump of the policy's distance to it, or the policy's return to it."""
     other = facts.changed_reference
     if other is not None:
         return [Evidence(code="reference_changed", values=other.values, points=of_changed(other))]
@@ -70,14 +70,14 @@ def in_advantages(facts: Facts) -> list[Evidence]:
 
 
 def _gradient(facts: Facts) -> list[Evidence]:
-    """Detect a gradient that grows before any other change in a run with a reference, as with a larger KL term."""
+    """Detect a gradient that grows before anything else in a run with a reference, as with a larger KL coefficient."""
     if not np.isfinite(facts.rollouts.reference).any():
         return []
     return [each for each in at_once(facts, t.MEDIUM) if each.code == "gradient_moves_first"]
 
 
 def _jump(facts: Facts) -> Evidence | None:
-    """Detect a distance to the reference that grows several-fold between two steps with an unchanged policy."""
+    """Detect a distance to the reference that grows several-fold in one step although the policy is unchanged."""
     steps, distance = facts.rollouts.reference_distance_by_step
     if facts.fall is None or len(steps) < 2 * _BESIDE:
         return None
@@ -113,7 +113,7 @@ def _returns(facts: Facts) -> list[Evidence]:
     if not len(until):
         return []
     before, last = float(np.median(until)), float(np.median(distance[-width:]))
-    # For tokens not sampled from the policy the distance is meaningless.
+    # The distance has no meaning for tokens that the policy did not sample.
     if before < ft.REFERENCE_MOVES or last > t.RETURNS * before or unsampled(facts):
         return []
     points = t.CERTAIN if _coefficient_grows(facts) else t.DECISIVE

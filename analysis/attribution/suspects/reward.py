@@ -18,11 +18,11 @@ from .changed import of_changed, settings
 from .length import pays
 
 _SHOWN = ("rewards_of_other_rule", "rewards_disagree_in_step")
-"""Codes of evidence from single responses, which override counter-evidence from trends."""
+"""Evidence codes from individual responses, which override evidence from trends against this suspect."""
 
 
 def reward(facts: Facts) -> Suspect:
-    """Return the evidence for a noisy or wrong reward as the cause."""
+    """Return the evidence for and against a noisy or wrong reward."""
     evidence = [
         *_noise(facts), *_changed(facts), *_direction(facts), *_hidden(facts), *_dropped(facts), *_moves(facts), *_beyond(facts), *settings(facts, "reward"),
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def _changed(facts: Facts) -> list[Evidence]:
 
 
 def _direction(facts: Facts) -> list[Evidence]:
-    """Return evidence from how reward relates to likelihood; a policy trained on the reward makes better answers likelier."""
+    """Return evidence from how reward relates to likelihood; training on the reward makes better answers likelier."""
     likelihood = relation(facts.around_fall(), "likelihood", "reward")
     if math.isnan(likelihood.by_group):
         return []
@@ -84,7 +84,7 @@ def _direction(facts: Facts) -> list[Evidence]:
 
 
 def _dropped(facts: Facts) -> list[Evidence]:
-    """Detect a reward that drops at once while the policy is unchanged."""
+    """Detect a reward that drops abruptly although the policy is unchanged."""
     drop = facts.drop
     if drop is None or not drop.is_of_reward or facts.is_given_otherwise:
         return []
@@ -92,7 +92,7 @@ def _dropped(facts: Facts) -> list[Evidence]:
 
 
 def _moves(facts: Facts) -> list[Evidence]:
-    """Detect rewards that change at a step without a change of policy or engine."""
+    """Detect rewards that change at a step while policy and engine do not."""
     moves = facts.moves
     reward, relation_step = moves.step("reward"), moves.breaks("relation")
     if (
@@ -127,7 +127,7 @@ def _beyond(facts: Facts) -> list[Evidence]:
 
 
 def _is_of_length(facts: Facts) -> bool:
-    """Return True if rewards depend on length, in which case `length` is the suspect."""
+    """Return True if rewards depend on length; then the suspect is `length`."""
     return pays(facts) or bool(facts.pays_length_since) or facts.rewards_by_length is not None
 
 

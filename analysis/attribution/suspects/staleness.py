@@ -1,4 +1,4 @@
-"""Suspect: the sampling weights lagged behind the trained ones."""
+"""Suspect: the engine sampled with outdated weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 
 
 def staleness(facts: Facts) -> Suspect:
-    """Return the evidence for staleness as the cause."""
+    """Return the evidence for and against staleness as the cause."""
     seen = _still(facts) or _earlier(facts)
     evidence = [*_declared(facts, is_seen=bool(seen)), *(seen or _measured(facts))]
     return Suspect(
@@ -29,7 +29,7 @@ def staleness(facts: Facts) -> Suspect:
 
 
 def _still(facts: Facts) -> list[Evidence]:
-    """Detect an engine whose logprobs for prefixes stay bitwise constant while the trainer's change: it gets no new weights."""
+    """Detect an engine without new weights: its logprobs of prefixes stay bitwise constant, the trainer's change."""
     still = facts.still_engine
     if still is None or not still.explains or facts.mismatch is None:
         return []
@@ -38,7 +38,7 @@ def _still(facts: Facts) -> list[Evidence]:
 
 
 def _earlier(facts: Facts) -> list[Evidence]:
-    """Detect an engine whose logprobs match earlier trainer logprobs, at one step, one distance in steps, or several steps."""
+    """Detect an engine whose logprobs equal the trainer's of one step, one distance in steps, or several steps."""
     found = facts.earlier_weights
     if found is None or not found.explains or facts.mismatch is None or declared_lag(facts).at_fall >= 1:
         return []

@@ -1,4 +1,4 @@
-"""The order of changes and the drop, and evidence from what changes first."""
+"""Order changes relative to the drop, and turn the first of them into evidence."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..suspect import Evidence
 
 FIRST, WITH, AFTER = "first", "with", "after"
 _FEWEST_BESIDE = 3
-"""Minimum number of steps, both before and after a drop, for advantages to be correlated with another quantity."""
+"""Minimum number of steps on each side of a drop needed to correlate advantages with another quantity."""
 _FIRST = 10
 """Number of loss values compared on each side of the onset."""
 _FEWEST = 8
-"""Minimum number of steps to correlate the loss with a quantity."""
+"""Minimum number of steps needed to correlate the loss with a quantity."""
 
 
 def order(facts: Facts, change: ChangePoint) -> str:
-    """Return whether a change came before the drop, with it, or after it.
+    """Return whether a change came before the drop, with it, or after it; `with` in a run without a drop.
 
-    The answer is before or after only if the intervals are disjoint, and after only once a good part of the outcome was lost. In
-    a run without a drop it is `with`.
+    It is before or after only if the intervals are disjoint, and after only if a good part of the outcome was already
+    lost.
     """
     fall = facts.fall
     if fall is None:
@@ -41,12 +41,12 @@ def order(facts: Facts, change: ChangePoint) -> str:
 
 
 def rises(facts: Facts, name: str, least_sd: float = 2.0) -> list[ChangePoint]:
-    """Return the upward changes in a series that exceed `least_sd` standard deviations."""
+    """Return the upward changes of a series by at least `least_sd` standard deviations."""
     return [change for change in facts.changes.get(name, ()) if change.size_in_sd > least_sd]
 
 
 def at_once(facts: Facts, points: float) -> list[Evidence]:
-    """Detect a gradient that grows before any other change, or a policy that changes at one step."""
+    """Detect a gradient that grows before anything else, or a policy that changes within one step."""
     found = facts.moves
     gradient, sampled = found.step("grad_norm"), found.step("sampled")
     if (
@@ -63,7 +63,7 @@ def at_once(facts: Facts, points: float) -> list[Evidence]:
 
 
 def loss_moves(facts: Facts, suspect: str) -> list[Evidence]:
-    """Detect a loss that leaves its range before the policy changes: downwards with a bonus, upwards with a penalty."""
+    """Detect a loss that leaves its range before the policy changes: down for a bonus, up for a penalty."""
     found = facts.moves
     step = found.step("loss")
     if step is None or found.moves_at(step, "reward", "mean_abs_d", *POLICY):
@@ -78,7 +78,7 @@ def loss_moves(facts: Facts, suspect: str) -> list[Evidence]:
 
 
 def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
-    """Detect a loss that grew several-fold and follows entropy or the distance to the reference after the onset."""
+    """Detect a loss that grew several-fold and, after the onset, follows entropy or the distance to the reference."""
     loss, entropy, distance = (facts.moves.columns.get(name) for name in ("loss", "entropy", "distance"))
     if facts.fall is None or loss is None:
         return []
@@ -103,7 +103,7 @@ def loss_follows(facts: Facts, suspect: str) -> list[Evidence]:
 
 
 def _rise(facts: Facts, loss: Quantity, first: float) -> float:
-    """Return the rise of the loss after the onset, in standard deviations; 0 if a mismatch may have caused it."""
+    """Return the rise of the loss after the onset, in standard deviations; 0 if a mismatch could explain it."""
     before, since = loss.values[loss.steps < first], loss.values[loss.steps >= first]
     is_far = facts.mismatch is not None and t.of_size(facts.mismatch.size) >= 0
     rise = float(np.median(since[:_FIRST]) - np.median(before[-_FIRST:]))
@@ -113,14 +113,14 @@ def _rise(facts: Facts, loss: Quantity, first: float) -> float:
 def _together(
     loss: Quantity, other: Quantity, first: float, scale: Callable[[np.ndarray], np.ndarray] = np.asarray
 ) -> float:
-    """Return the correlation between the loss and another quantity from step `first`."""
+    """Return the correlation between the loss and another quantity, from step `first` on."""
     steps, at, of = np.intersect1d(loss.steps, other.steps, return_indices=True)
     since = steps >= first
     return correlation(loss.values[at][since], scale(other.values[of][since])) if since.sum() >= _FEWEST else 0.0
 
 
 def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
-    """Detect a quantity of responses that dominates the advantages only after the drop: a term in the reward."""
+    """Detect a per-response quantity that dominates the advantages only after the drop: a term in the reward."""
     column = facts.moves.columns.get(name)
     if facts.fall is None or column is None:
         return []
@@ -134,14 +134,14 @@ def goes_with_advantages(facts: Facts, name: str, code: str) -> list[Evidence]:
         return []
     follows = facts.moves.columns["follows"]
     of_reward = follows.values[(follows.steps >= first) & (follows.steps <= last)]
-    if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards follow the quantity too
+    if len(of_reward) and abs(float(np.median(of_reward))) >= abs(now):  # inverted rewards correlate with it too
         return []
     values: dict[str, Measured] = {"correlation_before": usual, "correlation": now}
     return [Evidence(code=code, values=values, points=t.DECISIVE)]
 
 
 def update_moves(facts: Facts) -> list[Evidence]:
-    """Detect updates that grow before the policy changes and without a change of the gradient."""
+    """Detect updates that grow before the policy changes although the gradient does not."""
     found = facts.moves
     step = found.step("update_to_weight")
     if step is None or found.size("update_to_weight", step) < 0 or found.moves_at(step, "reward", "grad_norm", *POLICY):
@@ -150,7 +150,7 @@ def update_moves(facts: Facts) -> list[Evidence]:
 
 
 def largest_rise(facts: Facts) -> ChangePoint | None:
-    """Return the largest growth of the mismatch; None if it never grew by MISMATCH_JUMPS."""
+    """Return the largest growth of the mismatch; None if it never grew by a factor of MISMATCH_JUMPS."""
     changes = rises(facts, "mean_abs_d", 3.0)
     largest = max(changes, key=lambda change: change.after / max(change.before, 1e-12), default=None)
     return largest if largest and largest.after > t.MISMATCH_JUMPS * max(largest.before, 1e-12) else None

@@ -14,11 +14,11 @@ from ..suspect import Evidence, Suspect
 from .changed import holds, settings
 
 _FEWEST_STEPS = 3
-"""Minimum number of steps on each side of a step to compare how responses end."""
+"""Minimum number of steps on each side of a step needed to compare how responses end."""
 
 
 def truncation(facts: Facts) -> Suspect:
-    """Return the evidence for truncated responses as the cause."""
+    """Return the evidence for and against truncated responses as the cause."""
     evidence = _cut(facts)
     if not any(each.points > 0 for each in evidence):
         evidence = _limited(facts) or _endings(facts) or _one_ending(facts) or evidence
@@ -37,7 +37,7 @@ def truncation(facts: Facts) -> Suspect:
 
 
 def _limited(facts: Facts) -> list[Evidence]:
-    """Detect responses that start to end at a length limit shorter than the longest earlier responses."""
+    """Detect responses that start to end at a length limit below the longest earlier responses."""
     if facts.fall is None:
         return []
     limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(ft.AHEAD)
@@ -62,7 +62,7 @@ def _limited(facts: Facts) -> list[Evidence]:
 
 
 def _one_ending(facts: Facts) -> list[Evidence]:
-    """Detect responses that, from some step on, end earlier with the same token, which has become a stop token."""
+    """Detect responses that start to end earlier and with the same token, which has become a stop token."""
     if facts.fall is None:
         return []
     first, last = facts.fall.interval[0] - int(ft.AHEAD), facts.fall.latest
@@ -89,7 +89,7 @@ def _one_ending(facts: Facts) -> list[Evidence]:
 
 
 def _endings(facts: Facts) -> list[Evidence]:
-    """Detect responses that, from some step on, end early with unusual tokens."""
+    """Detect responses that start to end early and with unusual tokens."""
     if facts.fall is None:
         return []
     rollouts, first = facts.rollouts, facts.fall.interval[0] - int(ft.AHEAD)
@@ -115,7 +115,7 @@ def _endings(facts: Facts) -> list[Evidence]:
 
 
 def ending_step(rollouts: Rollouts) -> int | None:
-    """Return the first step from which responses end differently than in the first fifth of a run, or None."""
+    """Return the first step from which responses end differently than in the first fifth of the run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
     if fifth < _FEWEST_STEPS:
@@ -128,7 +128,7 @@ def ending_step(rollouts: Rollouts) -> int | None:
 
 
 def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return n steps, and the share of responses at each that end early with a token that rarely ended a response before."""
+    """Return the n steps, and the share of responses at each that end early with a previously rare last token."""
     tokens, counts = np.unique(before.ending, return_counts=True)
     usual = tokens[counts >= t.USUAL_ENDING * len(before.ending)]
     is_other = ~np.isin(rollouts.ending, usual) & (rollouts.num_tokens < before.num_tokens.max())
@@ -137,17 +137,17 @@ def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np
 
 
 def _cut(facts: Facts) -> list[Evidence]:
-    """Detect lengths that responses no longer reach, with many responses ending exactly at the new maximum."""
+    """Detect response lengths that are no longer reached, while many responses end exactly at the new maximum."""
     if facts.fall is None:
         return []
-    # Also check where a limit was changed long before.
+    # A limit may also have been changed long before.
     set_at = [(change.low - 1, change.high) for change in facts.settings_of("truncation")]
     found = [evidence for interval in (facts.fall.interval, *set_at) for evidence in _cut_at(facts, *interval)]
     return [next((each for each in found if each.points > 0), found[0])] if found else []
 
 
 def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
-    """Detect responses cut off at a new maximum length, comparing those before and after an interval of steps."""
+    """Detect responses cut at a new maximum length, by comparing those before and after an interval of steps."""
     width = max(len(facts.steps) // 10, 5)
     before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
     since = facts.rollouts.since(last + 1).until(last + 2 * width).num_tokens
@@ -175,7 +175,7 @@ def _cut_at(facts: Facts, first: int, last: int) -> list[Evidence]:
 
 
 def _shrinks(facts: Facts, before: np.ndarray) -> list[Evidence]:
-    """Detect a limit that keeps shrinking: at the end of the run it cuts responses that used to be longer."""
+    """Detect a limit that keeps shrinking: at the end of the run, it cuts responses that used to be longer."""
     steps = facts.steps[-max(len(facts.steps) // 10, 5) :]
     end = facts.rollouts.since(int(steps[0])).num_tokens
     limited = facts.values("share_length_limited")[-len(steps) :]
