@@ -12,8 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Users of arms besides engines: the commands `gradient` and `locate`, and a `--model-factory` model that returns
-only logits."""
+"""Users of arms besides engines: the commands `gradient` and `locate`, and models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

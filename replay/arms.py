@@ -188,8 +188,7 @@ class Arm:
 
     @property
     def is_heard(self) -> bool:
-        """True if it is worth suggesting `locate`: operators run in this process, where they can be observed, and
-        round."""
+        """True if `locate` is worth suggesting: operators run and round in this process, where they can be observed."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property

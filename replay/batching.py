@@ -19,8 +19,7 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Device -> maximum number of tokens in a packed forward pass, if the arm limits neither rows nor tokens. Longer rows
-run alone."""
+"""Device -> maximum tokens per packed forward pass, if the arm sets no limit. Longer rows run alone."""
 UNLABELLED = -100
 """Label for a position whose next token has no score."""
 
@@ -108,8 +107,7 @@ class PackedBatch(_PlacedRows):
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens before each row [B] and after it [B]; only the last row is followed by
-        any."""
+        """Return [B] padding tokens before each row, and [B] after it, which only the last row has."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
@@ -140,8 +138,7 @@ class Scored:
     batches: list[ForwardBatch] = field(default_factory=list)
     """Forward passes that the rows ran in, in order; empty if the engine forms its own batches."""
     routing: list[Routing] = field(default_factory=list)
-    """Experts selected for each row's tokens; empty if the recorded pass has no routing or routers were not
-    observed."""
+    """Experts selected for each row's tokens; empty if no routing was recorded or routers were not observed."""
     kept: np.ndarray | None = None
     """Indices of `rows` among the rows of `batches`; None if they are the same."""
 

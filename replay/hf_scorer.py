@@ -131,8 +131,7 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Implementation of a mixture's experts. If none was recorded, an fp64 arm gets the one that computes in
-        float64."""
+        """Implementation of a mixture's experts; by default, an fp64 arm gets the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
@@ -158,8 +157,7 @@ class HfScorer:
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Attach a model to this arm and return the scorer, reusing one that another arm with an equal key made for
-        it."""
+        """Attach a model to this arm and return the scorer; arms with equal keys reuse one scorer per model."""
         self._model = model
         # A compiled backbone keeps the hooks of its first forward pass, and the exact engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
@@ -206,8 +204,7 @@ class HfScorer:
         )
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`: with recorded batches, all rows that share a forward pass with
-        any."""
+        """Return the rows that must run to score `rows`: with recorded batches, all rows of their forward passes."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}

@@ -44,8 +44,8 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype that FSDP cast buffers to, rotary frequencies included; None if it did not, or if the arm sets a
-        dtype."""
+        """torch dtype that FSDP cast buffers to, rotary frequencies included; None if it did not or the arm sets
+        one."""
         return self._cast("buffers_dtype")
 
     @property
@@ -124,7 +124,7 @@ class Numerics:
 
     @property
     def logits_dtype(self) -> Any:
-        """torch dtype of the logits and of everything computed from them: the arm's, or the recorded one; None for the
+        """torch dtype of logits and everything computed from them: the arm's, else the recorded; None for the
         default."""
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])

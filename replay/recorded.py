@@ -116,8 +116,7 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """Name of the pass that is scored again: the trainer's, or the engine's if there is none, as in traces imported
-        from response dumps."""
+        """Name of the pass that is scored again: the trainer's or, in traces imported without it, the engine's."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property

@@ -38,8 +38,7 @@ class Extent:
     version: int
     """Policy version; -1 if it was not recorded."""
     forward: tuple[str, int | None]
-    """Writer that recorded the forward pass, and the index of the pass at that writer; the index is None if it was not
-    recorded."""
+    """Writer that recorded the forward pass, and the pass's index at that writer; None if it was not recorded."""
 
 
 Row = TypeVar("Row", RecordedRow, Extent)
@@ -92,8 +91,7 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """Entry that a sampled pass adds to its contract; independent of the share, so that a sample can be
-        extended."""
+        """Entry that a sampled pass adds to its contract; independent of the share, so that samples can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
@@ -122,8 +120,7 @@ def parse_sample(text: str | float) -> float:
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
     """Draw a sample of the replayed pass's sequences at these steps; `wanted` is the result of parse_sample.
     Raises InvalidOption if no sequence is drawn.
-    Raises InvalidOption if no sequence is drawn.
-    """
+    Raises InvalidOption if no sequence is drawn."""
     groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
     for step, rows in extents(run, steps):
         for row in rows:

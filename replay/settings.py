@@ -100,8 +100,7 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings with the arm's changes for the block, and restore the previous settings
-    afterwards."""
+    """Apply the recorded settings with the arm's changes for the block; restore the previous ones afterwards."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:

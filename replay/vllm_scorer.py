@@ -100,8 +100,7 @@ class VllmScorer:
         return VllmEngine(config, self._arguments(), decodes=self.decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, with adapters merged; vLLM rounds them to the engine's dtype. Raises
-        CannotReplay."""
+        """Load a version's weights, with adapters merged, in the engine's dtype. Raises CannotReplay."""
         engine.put(self._weights(tensors))
 
     def attach(self, engine: VllmEngine, shared: Any = None) -> Any:

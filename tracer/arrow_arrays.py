@@ -19,8 +19,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Return an Arrow array [B] of numbers, flags or times, NULL where not valid; shares memory if the dtype
-    matches."""
+    """Return an Arrow array [B] of numbers, flags or times, NULL where not valid; zero-copy if the dtype matches."""
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
     else:

@@ -32,8 +32,7 @@ class Batch:
         attempt: int | None = None,
         split: str = TRAIN_SPLIT,
     ):
-        """`attempt` is the training attempt that sampled the sequences, or None outside training; `split` is in
-        SPLITS."""
+        """`attempt` is the training attempt that sampled the sequences, None outside training; `split` is in SPLITS."""
         self.step = step
         self.attempt = attempt
         self.split = split

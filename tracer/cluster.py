@@ -61,8 +61,7 @@ class _Held:
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker behind a reference. Returns an error if this node's tim-trace version differs from the
-        driver's."""
+        """Unpickle the worker behind a reference. Returns an error if tim-trace's version differs from the driver's."""
         if version != __version__:
             return ClusterFailed(
                 f"node {socket.gethostname()} has tim-trace {__version__}, but this process has {version}; install "
@@ -142,8 +141,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray for the block, unless already connected or without an address. Raises NotInstalled and
-    InvalidOption."""
+    """Connect to Ray for the block, unless connected or without an address. Raises NotInstalled, InvalidOption."""
     if address is None:
         yield None
         return

@@ -131,8 +131,7 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a trace's folder and claim it for the block; on an error the folder is removed. Raises TraceExists and
-    StorageError."""
+    """Create a trace's folder and claim it for the block; an error removes it. Raises TraceExists and StorageError."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
         raise TraceExists(f"{path}: is a file; give a new folder")
@@ -205,8 +204,7 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
 
 
 def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | None) -> None:
-    """Remove what killed processes left behind; raise TraceExists if another process is writing a trace or an
-    addition."""
+    """Remove what killed processes left behind. Raise TraceExists if another process is writing here."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(
             f"{path}: another process is writing a trace there; wait until it finishes, or use another folder"
@@ -312,8 +310,7 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace, its writers' states last. An addition without a manifest is already being
-    moved."""
+    """Move an addition into a trace, writers' states last. One without a manifest is already being moved."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]

@@ -45,8 +45,7 @@ class Recording:
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """The reason why this node recorded nothing, or the hosts that are still recording; None if the recording finished
-    on this node."""
+    """Why this node recorded nothing, or the hosts that are still recording; None if recording finished here."""
     is_stuck: bool = False
     """True if a thread still waits for an unresponsive file system."""
 
@@ -151,8 +150,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording; return its order and run id, whether this is its first launcher, and earlier
-        writers."""
+        """Begin or join a recording; return order, run id, whether this launcher is the first, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:
@@ -294,8 +292,7 @@ class Launcher:
             os.utime(self.folder / WRITERS / f"{self.state.writer}.json")
 
     def close(self, exit_code: int) -> str:
-        """Record the exit code and return the hosts that are still recording; the last launcher to end finishes the
-        trace."""
+        """Record the exit code and return the hosts still recording; the last launcher to end finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
         # Hold the lock so that if two launchers end at the same time, the second one sees that the first has ended.

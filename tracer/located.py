@@ -54,8 +54,7 @@ def limits(layers: str | None, operators: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """Error that an operator introduces in one execution, over all sequences, compared with float64 on the same
-    inputs."""
+    """Error that an operator introduces in one execution, over all sequences, against float64 on the same inputs."""
 
     side: str
     """The execution, `a` or `b`."""

@@ -198,8 +198,7 @@ class Recorder:
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: True for sequences whose distributions to capture, the same ones in every process and
-        run."""
+        """Return [B] bool: True for sequences whose distributions to capture, the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)

@@ -58,8 +58,7 @@ class Forward:
 
 
 class RowBuilder:
-    """Builds a table's record batches, and caches columns that repeat a single value, since they recur in every
-    batch."""
+    """Builds a table's record batches; columns that repeat a single value are cached, since they recur."""
 
     def __init__(self, schema: pa.Schema):
         self.schema = schema
@@ -143,8 +142,7 @@ def aligned(
     what: str,
     remedy: str = ALIGN,
 ) -> Ragged:
-    """Flatten per-token values. Raises InvalidRecord with the first sequence whose length differs from its
-    response's."""
+    """Flatten per-token values. Raises InvalidRecord for the first sequence with a length unlike its response's."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences")

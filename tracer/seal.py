@@ -1,5 +1,4 @@
-"""Sealing: convert a segment's journal to Parquet and Zarr, then drop the journal; also for writers that were
-killed."""
+"""Convert segments' journals to Parquet and Zarr, then drop the journals; also for writers that were killed."""
 
 from __future__ import annotations
 

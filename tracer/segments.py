@@ -73,8 +73,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Journal -> stream being sealed. Files replace a journal under `_handover`, so that a row is in one or the
-        other."""
+        """Journal -> stream being sealed. Files replace a journal under `_handover`: a row is in one or the other."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -112,8 +111,7 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal a full journal unless the previous one is being sealed; to be called between groups of related
-        records."""
+        """Seal a full journal unless the previous one is being sealed; call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()

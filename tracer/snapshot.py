@@ -494,8 +494,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return step -> newest attempt of its sequences, else of its metrics; empty if never resumed. Raises
-    DamagedTrace."""
+    """Return step -> newest attempt of sequences, else of metrics; empty if never resumed. Raises DamagedTrace."""
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}
@@ -524,8 +523,7 @@ def _newest_of(rows: pa.Table) -> dict[int, int]:
 
 
 def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
-    """Return the contract with this hash; `content` is its file's, if already read. Raises DamagedTrace on a
-    mismatch."""
+    """Return the contract with this hash, from `content` if already read. Raises DamagedTrace on a mismatch."""
     relative = f"{PASSES}/{pass_name}/{digest}.json"
     where = store.shown(relative)
     try:

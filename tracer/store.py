@@ -113,8 +113,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The folder's name, used as the run's name. Bytes that are not UTF-8 are replaced, since tables cannot hold
-        them."""
+        """The folder's name, used as the run's name; bytes that are not UTF-8 are replaced, since tables need UTF-8."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
@@ -187,8 +186,7 @@ class Store:
             return os.stat(path).st_size
 
     def read_range(self, relative: str, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) of a file, or fewer if it is shorter. Raises DamagedTrace unless it is a regular
-        file."""
+        """Read bytes [start, stop) of a file, or fewer if it is shorter. Raises DamagedTrace for irregular files."""
         path = self.checked_path(relative)
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
@@ -236,8 +234,7 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """Return the MD5 of files directly in a folder, as far as listed: S3 and compatible storage list it for small
-        files."""
+        """Return the MD5 of files directly in a folder, if listed, as S3 and compatible storage do for small files."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
@@ -250,8 +247,7 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return the finished files directly in a folder, name -> bytes, sorted by name; empty if the folder is
-        missing."""
+        """Return the finished files directly in a folder, name -> bytes, sorted by name; empty if it is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
@@ -311,8 +307,7 @@ class Store:
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Return True if any part of a path below the trace is a link or `..`; ten times faster than resolving the
-        path."""
+        """Return True if any part of a path below the trace is a link or `..`; ten times faster than resolving it."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -464,8 +459,7 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state; `manifest` and `content` are given if already read. Raises DamagedTrace and
-        FileNotFoundError."""
+        """Read a writer's state, from `content` if already read. Raises DamagedTrace and FileNotFoundError."""
         manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)

@@ -109,8 +109,7 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True if the number of files has grown by a constant factor since the last index; this bounds the cost of
-        indexes."""
+        """True if the number of files has grown by a constant factor since the last index, to bound indexing costs."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:

@@ -19,8 +19,7 @@ _KEPT_BYTES = 64 << 20
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests to object storage for exact ranges of a file; each later request reads ahead twice as much as the
-previous one."""
+"""Number of requests to object storage for exact ranges of a file; later ones read ahead, doubling each time."""
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10

@@ -62,8 +62,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def trace_file(folder: Path, relative: str) -> Iterator[Path]:
-    """Like `whole_file`, in a trace. Raises FileNotFoundError if its folder was removed, StorageError if it is a
-    link."""
+    """Like `whole_file`, in a trace. Raises FileNotFoundError if its folder was removed, StorageError for a link."""
     check_there(folder)
     check_inside(folder, relative)
     with whole_file(folder / relative) as temporary:

@@ -114,8 +114,7 @@ class Worker:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
     def result(self, call: Callable[[], _Given]) -> _Given:
-        """Run a call on this worker's thread and return its result or raise its exception; wait as long as it makes
-        progress."""
+        """Run a call on this worker's thread while it makes progress; return its result or raise its error."""
         given: list[_Given] = []
         self.submit(lambda: given.append(call()), 0)
         self.drain(signs=lambda: self.signs)

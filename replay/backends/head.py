@@ -47,8 +47,7 @@ class Head:
     projection_dtype: Any = None
     """torch dtype of the projection; None for the dtype of the hidden states."""
     logits_dtype: Any = None
-    """torch dtype of logits and everything computed from them; None for float32, or float64 after a float64
-    projection."""
+    """torch dtype of logits and everything computed from them; None for float32, or float64 if projected in it."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
         """Return the log-probabilities [N], nats, of tokens `ids_N` given the hidden states before them."""

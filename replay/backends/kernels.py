@@ -38,8 +38,7 @@ KERNELS = {
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
-    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay if the kernel does not support a
-    call."""
+    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay for calls it does not support."""
     kernel = Kernel() if attention is None else KERNELS[attention]
     if kernel.backend is None:
         yield

@@ -78,8 +78,7 @@ def build(
 
 
 def _placed(model: Any, device: str) -> Any:
-    """Move the model to the device and return it. A model larger than one GPU is split by layer over all visible
-    GPUs."""
+    """Move the model to the device and return it. A model larger than one GPU is split by layer over all GPUs."""
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
@@ -156,8 +155,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
-    """Raise CannotReplay while a model is being built if it exceeds MAX_MODULES or the memory of this machine or its
-    GPUs."""
+    """Raise CannotReplay if a model being built exceeds MAX_MODULES, or the memory of this machine or its GPUs."""
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -203,8 +201,7 @@ def _function(path: str) -> Any:
 
 def _set_dtypes(model: Any, dtype: str) -> None:
     """Set the dtypes of tensors that differ from the model's: float32 for those that transformers keeps in float32 in a 16-bit
-    model (such as a router's bias), float64 for weights that a model always creates in float32.
-    """
+    model (such as a router's bias), float64 for weights that a model always creates in float32."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )

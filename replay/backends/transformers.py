@@ -38,8 +38,7 @@ class TransformersScorer(BatchScorer):
         autocast_dtype: Any = None,
         compile: bool = False,
     ):
-        """`cached_tokens` is the number of response tokens per forward through the KV cache; None for a single
-        forward."""
+        """`cached_tokens` is the number of response tokens per forward through the KV cache; None for one forward."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
@@ -136,8 +135,7 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or an object with
-    `.logits`."""
+    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V], alone or as `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 

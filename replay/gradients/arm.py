@@ -11,8 +11,7 @@ from ..arm_option import GRADIENT, HF, arm_option
 from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Untruncated importance weights train / rollout: at the same level as the loss's correction or ratio (`exact`), per
-token, or per sequence."""
+"""Untruncated importance weights train / rollout: at the loss's own level (`exact`), per token or per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

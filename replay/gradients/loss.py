@@ -96,8 +96,7 @@ class StepLoss:
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        """Return the VESPO weight, computed from each sequence's ratio and correction: [B, 1], or [B, T] for per-token
-        advantages."""
+        """Return the VESPO weight from each sequence's ratio and correction: [B, 1], or [B, T] for token advantages."""
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
@@ -193,8 +192,7 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Return the divisors of each row's loss. Raises CannotReplay if the loss needs max_tokens but none was
-    recorded."""
+    """Return the divisors of each row's loss. Raises CannotReplay if it needs max_tokens but none was recorded."""
     places, num_rows = update.places, len(update.rows)
     alike = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}

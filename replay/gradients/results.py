@@ -48,8 +48,7 @@ class GradientStep:
     logged_norm: float | None
     """Norm logged by the trainer; None if none was logged, or if it cannot be assigned to this update."""
     reproduced: bool | None
-    """For the recorded gradient: true if the norm equals the logged one to its last digit. None if no norm was
-    logged."""
+    """For the recorded gradient: true if the norm equals the logged one to its last digit; None if none was logged."""
     forward_held: bool
     """For the recorded gradient: true if its forward reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int

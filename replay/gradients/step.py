@@ -104,8 +104,7 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Return the gradient, and the squared norms [M] of each micro-batch's share if there are enough micro-batches
-        for statistics."""
+        """Return the gradient and, if there are enough micro-batches, the squared norms [M] of each one's share."""
         total: list[Any] | None = None
         squares = []
         places = self.update.places.values()

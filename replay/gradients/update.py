@@ -67,8 +67,7 @@ class Update:
     step_places: int
     """Number of forward passes in one iteration of the loss over the whole step."""
     own_ratio: bool
-    """True if the trainer took its old logprobs from the loss's own forward pass, so that all importance ratios were
-    1."""
+    """True if the trainer took its old logprobs from the loss's own forward pass, so all importance ratios were 1."""
     metric_step: int | None
     """Step at which this optimizer step's grad norm was logged; None if unknown."""
     notes: tuple[str, ...] = ()
@@ -110,8 +109,7 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return step -> last logged value for the first of these metrics that the trace has; empty if it has none of
-    them."""
+    """Return step -> last logged value for the first of these metrics that the trace has; empty if it has none."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}

@@ -69,8 +69,7 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff in which sums are accumulated: float32's for narrower dtypes, as in torch's and vLLM's
-        products."""
+        """Unit roundoff of accumulated sums: float32's for narrower dtypes, as in torch's and vLLM's products."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
@@ -160,8 +159,7 @@ def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
     """Return a bound [T, H] on the error of an MLP or attention whose operators were not observed, relative to each
-    token's largest element.
-    """
+    token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
@@ -325,8 +323,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Return a bound [T, H] on the error of the sum over each token's selected experts, each of which is a gated
-    layer."""
+    """Return a bound [T, H] on the error of the sum over each token's selected experts, all of them gated layers."""
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()

@@ -27,8 +27,7 @@ _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Relative difference between the execution's queries or keys and float64's above which another order of dimensions is
-searched for."""
+"""Relative difference between the execution's queries or keys and float64's that starts a search for another order."""
 
 
 class Cores:
@@ -49,8 +48,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return the execution's
-        output."""
+        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return its own output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)

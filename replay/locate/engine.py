@@ -1,5 +1,4 @@
-"""`tim-trace locate`: find where two executions of recorded sequences diverge, and which operators cause the
-mismatch."""
+"""`tim-trace locate`: find where two executions diverge, and which operators cause the mismatch."""
 
 from __future__ import annotations
 
@@ -37,16 +36,14 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference between the float64 log-probabilities of two implementations that count as the same function,
-nats."""
+"""Maximum difference between the float64 log-probabilities of two codes that compute the same function, nats."""
 _SHARE_OF_MEMORY = 0.25
 """Maximum share of the free memory for recorded operator values."""
 _TASKS = 4
 """Number of progress units per sequence: one for running both executions, one for judging each of the two, and one for
 propagating errors to the logprobs."""
 _NEAR_VERSIONS = 8
-"""Number of recorded policy versions, before and after the step's own, that are searched for a tensor that differs from
-the recorded one."""
+"""Number of policy versions, before and after the step's own, that are searched for a tensor that differs."""
 
 
 def locate(
@@ -193,8 +190,7 @@ class _Location:
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
         """Return the result. `only` describes the layers and operators that the search is limited to; `tapped_bytes` is
-        the memory for operator values.
-        """
+        the memory for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:

@@ -27,8 +27,7 @@ _MOST_FLIPPED = 0.25
 """Maximum share of tokens whose experts may differ from float64's because of rounding, if the router was not observed.
 If more tokens differ, the choice itself counts as wrong."""
 _STEPS = 4.0
-"""Allowed rounding error of an expert's value, in unit roundoffs, both between the logits and the choice and in the
-logits themselves."""
+"""Allowed rounding error of an expert's value, in unit roundoffs, in the logits and from them to the choice."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
 """Shifts of the chosen experts' values and of the other experts' values, in units of the allowed rounding error. A
 choice is accepted if it follows from the logits under one of these shifts."""

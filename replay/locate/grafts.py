@@ -45,8 +45,7 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the replaceable operators: those that both executions have, and attention in padded forwards, which
-        have a mask."""
+        """Return the replaceable operators: those that both executions have, and attention in padded forwards."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
@@ -57,8 +56,7 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> the taker's [T] float64 logprobs for `rows`, scored with the giver's operators in the
-        batches of the rows `of`."""
+        """Return sequence -> the taker's [T] float64 logprobs with the giver's operators, in the batches of `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
@@ -201,8 +199,7 @@ def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
 
 
 def _gate(gate: Any, module: Any) -> Callable[..., Any]:
-    """Return a function that runs a vLLM mixture's router and returns transformers' outputs: logits, weights,
-    experts."""
+    """Return a function that runs a vLLM mixture's router and returns logits, weights and experts."""
 
     def computed(taken: Any) -> Any:
         hidden = cast(taken, gate.weight.dtype).reshape(-1, taken.shape[-1])

@@ -75,8 +75,7 @@ class Heard:
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that is finishing; its values are released unless the head needs
-        them."""
+        """Return the recorded call of an operator that is finishing; release its values unless the head needs them."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -112,8 +111,7 @@ class Heard:
         given: Any,
         made_in: Any = None,
     ) -> Any:
-        """Return a bound on an operator's output, in the shape of `given`; `made_in` is the dtype that it is computed
-        in, if that differs."""
+        """Return a bound on an operator's output, in the shape of `given`; `made_in` is its dtype if that differs."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -122,8 +120,7 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Return a bound on the error of an attention core's output [T, N, D]; `turns` includes rounding in the
-        rotary."""
+        """Return a bound on the error of an attention core's output [T, N, D]; with `turns`, including the rotary."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -191,8 +188,7 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return what unobserved projections add to the bound on the input of an activation, or of the last
-        projection."""
+        """Return what unobserved projections add to the bound on an activation's or the last projection's input."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation

@@ -36,8 +36,7 @@ class Judged:
     largest: float
     """Error of the token with the largest error, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound; inf if only one of the two values is finite, or if a choice
-    differs."""
+    """Largest introduced error divided by its bound; inf if only one of the values is finite, or a choice differs."""
     token: int
     """Index in the row (prompt and response) of the token with the largest error."""
     dtype: str
@@ -79,8 +78,7 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks those that are
-        not."""
+        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks the unequal ones."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
@@ -113,8 +111,7 @@ def ratio(found: Any, exact: Any, bound: Any) -> float:
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the fields of `Judged` that depend on values; `off` is found minus exact, in float64, and is
-    overwritten."""
+    """Return the fields of `Judged` that depend on values; `off`, found minus exact in float64, is overwritten."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

@@ -7,8 +7,7 @@ from collections import Counter
 from typing import Any
 
 ATTENTION = "attention"
-"""Suffix that turns an attention layer's name into that of its core: scores, mask, softmax and values, after the
-rotary."""
+"""Suffix for the core of an attention layer: scores, mask, softmax and values, after the rotary."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 

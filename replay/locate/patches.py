@@ -40,8 +40,7 @@ def patched(
     is_asked: Names,
     progress: Progress,
 ) -> Iterator[Patch]:
-    """Patch each execution in turn for `rows`, scored in the batches of the rows `of`; `wanted` selects routers,
-    `is_asked` operators."""
+    """Patch each execution in turn, in the batches of `of`; `wanted` selects routers, `is_asked` operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())

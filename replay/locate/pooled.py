@@ -48,8 +48,7 @@ class Pooled:
     """Kinds of all operators that could be judged."""
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """Add an operator's result on a sequence. `product` is its error's contribution to the sum of squared mismatch
-        d^2, nats^2."""
+        """Add an operator's result on a sequence. `product` is its error's part of the sum of d^2, nats^2."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})

@@ -42,7 +42,7 @@ class Reference:
     """Float64 model that judges the operators of executions."""
 
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has the recorded weights in float64 and unfused attention; `recorded_dtypes` are the weights' own
+        """`model` has the recorded weights in float64, and unfused attention; `recorded_dtypes` are their own
         dtypes."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}

@@ -114,8 +114,7 @@ class SequenceJudge:
         heard: dict[str, RowTaps],
         pooled: Pooled,
     ):
-        """`heard` contains both executions' values in the last window, `pooled` their log-probabilities; `listen` runs
-        the row in any window."""
+        """`heard` has both executions' values in the last window, `pooled` their logprobs; `listen` runs any window."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
@@ -180,8 +179,7 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note how much both executions differ at each operator's inputs and outputs, and where they choose other
-        experts."""
+        """Note how much both executions differ at each operator's inputs and outputs, and in chosen experts."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:
@@ -216,8 +214,7 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin among tokens whose experts differ: the lowest chosen score minus the highest other
-    one."""
+    """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest other score."""
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None
@@ -230,8 +227,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states, as a single operator if the projection is not called
-    separately."""
+    """Judge the operators after the last hidden states, or all as one if the projection is not called separately."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

@@ -27,14 +27,12 @@ _RECENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: its input and output tensors [T, ...], or None for those without a token
-    axis."""
+    """One call of an operator for one row: input and output tensors [T, ...]; None for those without token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` then contains their rounded sum, although the operator may
-    use the unrounded one."""
+    """True if the operator first adds two inputs; `takes` has their rounded sum, but it may use the unrounded one."""
     is_other_code: bool = False
     """True if code other than the recorded model's computes the operator; such code may round at each step."""
 
@@ -148,8 +146,7 @@ def tokens_first(template: Any, value_T: Any) -> Any:
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's tensor [T, ...] in the shape and dtype of `template`, which is from a forward pass over that row
-    alone."""
+    """Return a row's tensor [T, ...] in the shape and dtype of `template`, from a forward pass over that row alone."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)

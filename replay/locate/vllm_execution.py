@@ -36,8 +36,7 @@ from .taps import Call, RowTaps, hidden_of, hooked
 _HEAD = ("lm_head", "logits_processor")
 """Modules that vLLM runs after the forward pass, and only for response tokens."""
 _FUSED = ("act_fn",)
-"""Modules in which vLLM fuses a transformers module with other code. Their outputs are observed as the next operator's
-inputs."""
+"""Modules that vLLM fuses with other code. Their outputs are observed as the next operator's inputs."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 

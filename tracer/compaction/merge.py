@@ -123,8 +123,7 @@ def write_merged(
 def _until_full(
     group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int, steps: list[tuple[int, int]]
 ) -> Iterator[pa.Table]:
-    """Yield row groups until the file at `path` reaches `file_bytes`; append each one's first and last step to
-    `steps`."""
+    """Yield row groups until the file at `path` reaches `file_bytes`; append their first and last steps to `steps`."""
     while group is not None:
         ends = pc.min_max(group["step"])
         steps.append((ends["min"].as_py(), ends["max"].as_py()))

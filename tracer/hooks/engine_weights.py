@@ -26,8 +26,7 @@ _MAX_VALUES = 256
 _MIN_TIMES_MORE = 2
 """Minimum ratio of distinct values, trainer's row to engine's row, for a coarsely rounded copy."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine between the rows of a coarsely rounded copy and the trainer's, in standard deviations for random
-rows."""
+"""Minimum cosine of a coarsely rounded row with the trainer's, in standard deviations for random rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -154,8 +153,7 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record the comparison for the current policy version, once, when the engine first samples with that
-        version."""
+        """Record the comparison for the current policy version, once, when the engine first samples with it."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -203,8 +201,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> the dtype it was rounded to, or its number of distinct values per row, if only rounding
-        differs."""
+        """Return tensor -> dtype it was rounded to, or number of distinct values per row, if only rounding differs."""
         import torch
 
         engine = None if self._model is None else self._model()

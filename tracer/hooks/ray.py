@@ -61,8 +61,7 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """Return a runtime environment with the recording order placed before PYTHONPATH, the job's or else this
-    process's."""
+    """Return a runtime environment with the recording order, prepended to the job's or this process's PYTHONPATH."""
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))
     paths = variables.get(_PATHS, os.environ.get(_PATHS, "")).split(os.pathsep)

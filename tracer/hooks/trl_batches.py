@@ -101,8 +101,7 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """Return the sampled tokens' logprobs from `_generate`, or from a server call with exactly this batch; else
-    None."""
+    """Return the sampled tokens' logprobs from `_generate`, or from a server call with exactly this batch, or None."""
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:

@@ -16,8 +16,7 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings behind the trainer's logprobs; `source` is `recomputed`, or `loss` for those from the
-    loss."""
+    """Return the settings behind the trainer's logprobs; `source` is `recomputed`, or `loss` for the loss's own."""
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 

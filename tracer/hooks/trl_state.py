@@ -155,8 +155,7 @@ class TrainerState:
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a batch for later losses and return its index. Only the newest batches and one evaluation batch are
-        kept."""
+        """Store a batch for later losses and return its index; only the newest and one evaluation batch are kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED

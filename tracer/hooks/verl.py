@@ -131,8 +131,7 @@ class TrainerHooks:
         self.session = session
         self._is_fitting = False
         self._flushes = False
-        """True if Ray may kill this process without warning when training ends, so that records must be flushed
-        early."""
+        """True if Ray may kill this process without warning when training ends, so that records are flushed early."""
         self._is_last = False
         """True from training's last step on, if records are then flushed early."""
         self._contracts: dict[str, Contract] = {}
@@ -181,8 +180,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the columns about workers' forward passes to the batch of logprobs, so that they stay with their
-        rows."""
+        """Copy the columns about workers' forward passes to the batch of logprobs, so that they follow their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 

@@ -74,8 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the common value of each row's unmasked tokens, 0.0 for a row without any; None if a row has
-    several."""
+    """Return [B]: the single value of each row's unmasked tokens, 0.0 without any; None if a row has several."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -110,8 +109,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer that they all
-    follow."""
+    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer they all follow."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -171,8 +169,7 @@ class Progress:
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates in the weights that a transfer sent; `transfer` is verl's number for
-        it."""
+        """Return the number of actor updates in the weights sent by the transfer with verl's number `transfer`."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -197,8 +194,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return FullyAsyncTrainer's progress. Its global_steps counts actor updates from 1; its logged steps are
-    transfers."""
+    """Return FullyAsyncTrainer's progress: global_steps counts actor updates from 1, logged steps are transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps
@@ -255,8 +251,7 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return [B, 4] int64: each row's forward pass, position, number of rows and padding; None if any row had
-        none."""
+        """Return [B, 4] int64: each row's forward pass, position, number of rows, padding; None if any row had none."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]

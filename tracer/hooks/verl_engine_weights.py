@@ -47,8 +47,7 @@ class VerlEngineWeights(EngineWeights):
         self._reads_held = True
 
     async def transfer(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a weight transfer: take digests of the trainer's weights before it, and of the engine's weights after
-        it."""
+        """Run a weight transfer; take digests of the trainer's weights before it and of the engine's after it."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -73,8 +72,7 @@ class VerlEngineWeights(EngineWeights):
         return self.gathered(weights) if self._engine is engine else weights, *rest
 
     def tell_of(self, step: int, version: int) -> None:
-        """Record the comparison for the newest weight transfer under its policy version, unless it is already
-        recorded."""
+        """Record the comparison for the newest weight transfer under its policy version, unless already recorded."""
         if self._newest is None:
             return
         self._version = version
@@ -174,8 +172,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield an unsharded model's tensors, in the form of `trainer_tensors`, under the names that verl sends them
-    with."""
+    """Yield an unsharded model's tensors like `trainer_tensors`, under the names that verl sends them with."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -41,8 +41,7 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Sampling settings that may differ between requests to a serving engine, and are therefore left out of its
-contract."""
+"""Sampling settings that may differ between requests to a serving engine, so its contract leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +178,7 @@ def attention_backends(llm: Any) -> list[str] | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the device; a GPU's name comes from vLLM, since torch would initialise CUDA, after which no process can
-    fork."""
+    """Return the device; a GPU's name comes from vLLM, since torch would initialise CUDA and prevent forks."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)

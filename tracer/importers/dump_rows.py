@@ -21,8 +21,7 @@ _MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
-    """Rows collected one by one; a cell is a number, a string, None, an array, Values, or (rewards) a dict of
-    numbers."""
+    """Rows collected one by one. Cells are numbers, strings, None, arrays, Values, or for rewards dicts of numbers."""
 
     def __init__(self, file: str, unit: str = "row"):
         self._file, self._unit = file, unit
@@ -88,8 +87,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the columns of a padded batch with [B, T] responses and per-token values. Prompts have separate
-    padding."""
+    """Return a padded batch's columns: responses and per-token values [B, T], and prompts with their own padding."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:

@@ -17,8 +17,7 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Memory charged to the budget for an empty list, dict or tuple, bytes; a pickle does not state their sizes in
-advance."""
+"""Memory charged to the budget for an empty list, dict or tuple, bytes; pickles do not state sizes in advance."""
 VIEWED_BYTES = 1 << 16
 """Minimum length at which a byte string is kept as a view of the file instead of being copied, bytes."""
 BYTES = (bytes, memoryview)

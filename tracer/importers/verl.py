@@ -132,8 +132,7 @@ def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Return a batch's rows: prompts [B, P] padded on the left; responses and their values [B, T] padded on the
-    right."""
+    """Return a batch's rows: prompts [B, P] padded on the left; responses and their values [B, T] on the right."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
         raise ImportFailed(f"{where}: has no responses; save the batch after generation")

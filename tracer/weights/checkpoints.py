@@ -25,8 +25,7 @@ _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads policy versions that a run saved as Hugging Face folders; the number at the end of a name is the
-    version."""
+    """Reads policy versions that a run saved as Hugging Face folders; a name ends with the version number."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -80,8 +79,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with `architectures`, which vLLM needs and models that were never loaded from disk
-    lack."""
+    """Return a model's config with `architectures`, which vLLM needs; models never loaded from disk have none."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}

@@ -121,8 +121,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Return a layout with one array per dtype, in which tied tensors occur once. Raises InvalidRecord for other
-    dtypes."""
+    """Return a layout with one array per dtype and tied tensors only once. Raises InvalidRecord for other dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}

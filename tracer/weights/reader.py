@@ -297,8 +297,7 @@ class WeightReader:
     def _moved(
         self, held: WeightVersion, chunk_C: np.ndarray, path: list[WeightVersion], dtype: str, index: int
     ) -> np.ndarray | None:
-        """Convert another version's chunk by undoing changes back to the common ancestor; None if that is
-        impossible."""
+        """Convert another version's chunk by undoing changes back to the common ancestor; None if impossible."""
         try:
             held_path = self._path(held)
             shared = sum(1 for _ in takewhile(lambda pair: pair[0] is pair[1], zip(held_path, path, strict=False)))

@@ -31,8 +31,7 @@ class Seen:
     keys_BTS: Any
     """bool: true if the query sees the key."""
     first_T: list[int]
-    """Index of the first key that the query sees in any row; kept on the host, since it is copied once per forward
-    pass."""
+    """Index of the first key that the query sees in any row; on the host, copied once per forward pass."""
     last_T: list[int]
     """Index of the last key that the query sees in any row."""
 
@@ -65,8 +64,7 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """Return [B, A, T, D] float64: the mean of the values that each query sees, weighted by e**(scaling query
-        key)."""
+        """Return [B, A, T, D] float64: the mean of the values each query sees, weighted by e**(scaling query key)."""
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)
