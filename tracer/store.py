@@ -57,7 +57,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
             f"{url}: unsupported file system ({first_line(error)}); use a folder, or a URL such as s3://bucket/run"
         ) from error
     if not path.strip("/"):
-        raise StorageError(f"{url}: names no folder; use a URL such as s3://bucket/run")
+        raise StorageError(f"{url}: contains no folder; use a URL such as s3://bucket/run")
     return filesystem, path
 
 

@@ -166,7 +166,7 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_told(found)}, but now got {_told(options)}; give the same options, or "
+                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same options, or "
                 f"choose another folder"
             )
         passes = set(store.folders("passes"))
