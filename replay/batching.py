@@ -107,7 +107,7 @@ class PackedBatch(_PlacedRows):
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return [B] padding tokens before each row, and [B] after it, which only the last row has."""
+        """Return [B] and [B]: padding tokens before and after each row; only the last row has any after it."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B

@@ -164,7 +164,8 @@ class HfScorer:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
                 raise CannotReplay(
-                    f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its experts"
+                    f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its "
+                    "experts; drop it"
                 )
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)

@@ -330,7 +330,9 @@ class RecordedRun:
             )
         except (pa.ArrowException, OSError) as error:
             where = ", ".join(self.store.shown(name) for name in paths[:1])
-            raise self._files.error or DamagedTrace(f"{where}: cannot be read ({first_line(error)})") from error
+            raise self._files.error or DamagedTrace(
+                f"{where}: cannot be read ({first_line(error)}); restore it from a copy"
+            ) from error
         if not self.newest:
             return rows
         newest = pa.array([self.newest.get(step) for step in rows["step"].to_pylist()], pa.int32())

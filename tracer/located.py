@@ -147,7 +147,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first operator in the forward pass whose error rounding does not explain."""
+    """The first operator in the forward pass whose error is larger than rounding can explain."""
 
     side: str
     operator: str
@@ -199,7 +199,7 @@ class Located:
     engines: tuple[str, ...]
     """Executions that vLLM ran, `a` or `b`: in eager mode, without compilation, CUDA graphs or prefix cache."""
     first: Divergence | None
-    """First operator whose error rounding does not explain; None if rounding explains all errors."""
+    """First operator whose error is larger than rounding can explain; None if there is none."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Check that could not be made -> the reason. All other findings were made without it."""
 

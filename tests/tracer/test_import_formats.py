@@ -160,7 +160,8 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
         (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
         (
             ["score=prize"],
-            "map: 'score' cannot be mapped to 'prize'; the columns of a trace are step, seq_id, .*response_ids, .*finish_reason",
+            "map: 'score' cannot be mapped to 'prize'; the columns of a trace are step, seq_id, .*response_ids, "
+            ".*finish_reason",
         ),
         (["score=reward"], r"the columns reward and score both map to 'reward'; leave one out with reward="),
         (["score=top_p", "uid=top_p"], "the columns score and uid both map to 'top_p'; leave one out with score="),

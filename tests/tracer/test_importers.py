@@ -603,7 +603,10 @@ def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
             [{"step": 2, "name": "loss", "value": [0.5]}],
             r"'value' contains list<double>; each row needs a number or text",
         ),
-        ([{"step": 2, "loss": 0.5}], "missing columns: name, value; a metrics file needs the columns step, name and value"),
+        (
+            [{"step": 2, "loss": 0.5}],
+            "missing columns: name, value; a metrics file needs the columns step, name and value",
+        ),
     ],
 )
 def test_wrong_metrics_are_named_and_nothing_is_left(tmp_path, rows, message):

@@ -226,7 +226,7 @@ def test_a_storage_whose_bytes_changed_is_refused(tmp_path):
         content[: place + 8] + b"\x07" + content[place + 9 :],
         content.replace(b"PK\x03\x04", b"PK\x03\x05").replace(b"PK\x03\x05", b"PK\x03\x04", 1),
     ):
-        with pytest.raises(ImportFailed, match="incomplete or damaged torch.save file"):
+        with pytest.raises(ImportFailed, match=r"incomplete or damaged torch\.save file"):
             read(tmp_path, damaged)
 
 

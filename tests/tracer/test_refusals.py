@@ -152,7 +152,10 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"advantage": ["a", "b"]}, "advantage: row 0: got 'a'"),
         ({"advantage": [[0.5], [1.0]]}, "sequence 'a': got 1 values of advantages for 2 response tokens"),
         ({"advantage": [[0.5, "x"], [1.0]]}, r"advantages: row 0 is \[0.5, 'x'\]"),
-        ({"advantage": [[0.5, 1e39], [1.0]]}, "advantages: row 0, token 1 is 1e\\+39; give numbers within the range of float32"),
+        (
+            {"advantage": [[0.5, 1e39], [1.0]]},
+            "advantages: row 0, token 1 is 1e\\+39; give numbers within the range of float32",
+        ),
         ({"rewards": [[1.0, 2.0]]}, r"rewards: got \[\[1.0, 2.0\]\] \(list\); give a dict of reward function name"),
         ({"rewards": {1: [1.0, 2.0]}}, "rewards: got .*; give a dict of reward function name"),
         ({"rewards": {"right": [1.0]}}, r"rewards\['right'\]: got 1 values for 2 sequences"),

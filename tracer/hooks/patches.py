@@ -113,4 +113,7 @@ def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> 
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
     found = f"not recorded: {lost}" if missing else "all functions that recording needs exist, but they were not tested"
-    return f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; {found}"
+    return (
+        f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; "
+        f"{found}"
+    )

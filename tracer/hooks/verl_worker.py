@@ -28,7 +28,10 @@ from .verl_engine_weights import VerlEngineWeights
 
 _COMPOSITION = "which rows of verl's passes shared a forward"
 
-_BLIND = "in verl {}, attention sees only the first {} tokens of a padded row; set actor_rollout_ref.model.use_remove_padding=True"
+_BLIND = (
+    "in verl {}, attention sees only the first {} tokens of a padded row; set "
+    "actor_rollout_ref.model.use_remove_padding=True"
+)
 _OTHER_STRATEGY = (
     "weights are not recorded: verl's strategy {} uses its own names and shards; replaying needs them: let verl "
     "save them with hf_model in actor.checkpoint.save_contents, and after the run attach each version's folder: "

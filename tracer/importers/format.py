@@ -75,7 +75,7 @@ class DumpFolder:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ImportFailed(f"{path}: is not a regular file; remove it")
         except OSError as error:
-            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from error
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:

@@ -166,8 +166,8 @@ class _Before:
         found = states[0].import_options
         if found != options:
             raise ImportFailed(
-                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same options, or "
-                f"choose another folder"
+                f"{output}: was imported with {_told(found)}, but now {_told(options)} was given; give the same "
+                f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
         # A file that grew between imports has one entry per import; keep the entry with the most lines.

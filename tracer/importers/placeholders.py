@@ -72,7 +72,7 @@ class ZeroLists:
     The zeros are logprobs if another pass of the same policy has values for the same tokens, all within CERTAIN_NATS of
     0; otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. If a pass
     has only 0.0 in the whole import, and another pass of the same policy has other values or is missing, the pass was
-    never computed and all its values become NULL.
+    never filled in, and all its values become NULL.
     """
 
     def __init__(self) -> None:

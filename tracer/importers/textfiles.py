@@ -35,7 +35,9 @@ def whole_content(path: Path, times: int = 2) -> bytes:
             raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
         return path.read_bytes()
     except OSError as error:
-        raise ImportFailed(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
+        raise ImportFailed(
+            f"{path}: cannot be read ({error.strerror or first_line(error)}); check its permissions"
+        ) from error
 
 
 def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
@@ -85,7 +87,7 @@ def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]
                     return
                 yield number, as_object(parsed(line, where, _LINE), where, _LINE)
     except OSError as error:
-        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from error
 
 
 def _is_whole(line: bytes) -> bool:

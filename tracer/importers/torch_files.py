@@ -85,7 +85,9 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             root = pickles[0].removesuffix("data.pkl")
             order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
             if order != b"little":
-                raise ImportFailed(f"{where}: was written on a big-endian machine, which is not supported")
+                raise ImportFailed(
+                    f"{where}: was written on a big-endian machine, which is not supported; save it again on another"
+                )
             storages: dict[str, Storage] = {}
 
             def storage(identity: Any) -> Storage:

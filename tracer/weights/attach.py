@@ -121,7 +121,9 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid config
-        raise WeightsMissing(f"{path / 'config.json'}: cannot be read ({first_line(error)})") from error
+        raise WeightsMissing(
+            f"{path / 'config.json'}: cannot be read ({first_line(error)}); restore it from a copy"
+        ) from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)

@@ -72,7 +72,9 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         for name, entry in header.items():
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
-                raise WeightsMissing(f"{path}: {name} is {entry['dtype']}, which is not supported")
+                raise WeightsMissing(
+                    f"{path}: {name} is {entry['dtype']}, which is not supported; save it in another dtype"
+                )
             first, last = (start + offset for offset in entry["data_offsets"])
             tensors[name] = Tensor(dtype, np.asarray(mapped[first:last]).view(bits_type(dtype)).reshape(entry["shape"]))
     return tensors
