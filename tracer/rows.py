@@ -145,7 +145,9 @@ def aligned(
     """Flatten per-token values. Raises InvalidRecord for the first sequence with a length unlike its response's."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
-        raise InvalidRecord(f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences")
+        raise InvalidRecord(
+            f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences; give one per sequence"
+        )
     wrong = np.flatnonzero(ragged.lengths != lengths)
     if len(wrong):
         row, more = int(wrong[0]), "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"

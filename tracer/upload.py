@@ -237,7 +237,7 @@ class Sender:
                 self._upload.send_index()
         except (StorageError, OSError) as error:
             if not self._has_failed:
-                say(f"{error}; recording continues in {self.folder}, which is uploaded later")
+                say(f"{error}; recording continues in {self.folder}, and the upload is retried later")
             self._has_failed = True
 
     def finish(self) -> None:

@@ -116,7 +116,7 @@ def test_nodes_with_another_release_of_tim_trace_are_named(tmp_path, monkeypatch
     changed = text.replace(f'__version__ = "{tim_trace.__version__}"', '__version__ = "0.0.9"')
     assert changed != text
     (package / "__init__.py").write_text(changed)
-    told = f"node .* has tim-trace 0.0.9, but this process has {tim_trace.__version__}; install the cluster's version on every node"
+    told = f"node .* has tim-trace 0.0.9, but this process has {tim_trace.__version__}; install the same version on every node"
     with two_nodes(env_vars={"PYTHONPATH": str(package.parent)}) as (made, _), pytest.raises(ClusterFailed, match=told):
         list(run_units(made.address, None, [1], num_cpus=1, num_gpus=0))
 
