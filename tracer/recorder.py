@@ -198,7 +198,7 @@ class Recorder:
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: True for sequences whose distributions to capture, the same in every process and run."""
+        """Return a [B] mask of the sequences whose distributions are captured, the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -451,8 +451,7 @@ class Recorder:
         self._metric_step = step
 
     def add_hyperparameters(self, values: Mapping[str, Any], *, step: int = 0) -> None:
-        """Record the run's settings as metrics of step 0 under `hyperparameter/`; values that are not numbers become
-        text.
+        """Record the run's settings as metrics of step 0 under `hyperparameter/`; non-numeric values become text.
 
         If a setting changes during the run, record it again at the first step it applies to, so that `attribute` can
         consider it as a cause.
