@@ -52,7 +52,7 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return a step's stored scores for those of the rows that have any.
+        """Return a step's stored scores, for the rows that have any.
 
         With a `contract`, return None if any score is missing or was computed under another contract.
         """

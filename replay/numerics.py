@@ -26,7 +26,7 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """dtype of the built model, as torch names it: the arm's, or that of the parameters in the recorded forward."""
+        """dtype of the built model, as torch names it: the arm's, or the parameters' dtype in the recorded forward."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -138,5 +138,5 @@ class Numerics:
 
     @property
     def projection_dtype(self) -> Any:
-        """torch dtype of the head's projection; None for that of the hidden states."""
+        """torch dtype of the head's projection; None for the hidden states' dtype."""
         return torch.float32 if self.head_in_fp32 else self.autocast

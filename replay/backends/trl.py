@@ -77,7 +77,7 @@ class TrlScorer(BatchScorer):
 
 
 def scores(contract: Contract) -> bool:
-    """Return True if TRL code that is installed here scored a pass."""
+    """Return True if a pass was scored by TRL code that is installed here."""
     if contract.get("engine") != "trl" or not contract.get("fused_lm_head"):
         return False
     name = str(contract["scoring_function"])

@@ -42,7 +42,7 @@ def gradient(
 ) -> GradientReport:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    Forward and backward start from the recorded weights, with the recorded loss, micro-batches and padding. The
+    Forward and backward run with the recorded weights, loss, micro-batches and padding. The
     recording comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text: changes to
     forward and backward as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the denominator
     of the importance ratio and the numerator of the correction's (train, rollout, current, replay/<arm>), and

@@ -74,7 +74,7 @@ class Rounding:
 
     @property
     def casts(self) -> float:
-        """Unit roundoff of rounding inputs and weights to a narrower dtype before they are multiplied."""
+        """Unit roundoff if inputs and weights are rounded to a narrower dtype before they are multiplied."""
         found = 0.0
         if self.weight is not None and self.recorded is not None:
             found += max(unit(self.weight) - unit(self.recorded), 0.0)

@@ -77,7 +77,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """Return the dtype that the trainer's fused head computes in; None for that of the hidden states."""
+        """Return the dtype that the trainer's fused head computes in; None for the hidden states' dtype."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):

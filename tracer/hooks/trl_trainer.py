@@ -204,8 +204,8 @@ class TrainerHooks:
         rate, norm = call.get("learning_rate"), call.get("grad_norm")
         if is_sharded(norm) and (norm := replicated(norm)) is None:
             self.session.note(
-                "grad_norm is recorded only for steps that the trainer logs, since otherwise each process has only "
-                "its own shard's (FSDP2)"
+                "grad_norm is recorded only for steps that the trainer logs; at other steps, each process knows only "
+                "the norm of its own shard (FSDP2)"
             )
         return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 

@@ -132,7 +132,7 @@ class OfflineHooks(EngineHooks):
 
     def tell_of(self, name: str, original: Original, llm: Any, *args: Any, **kwargs: Any) -> Any:
         if self.session.is_recording:
-            self.session.note(f"rollouts of LLM.{name} are not recorded; those of LLM.generate and LLM.chat are")
+            self.session.note(f"rollouts of LLM.{name} are not recorded; use LLM.generate or LLM.chat")
         return original(llm, *args, **kwargs)
 
     def _ask(

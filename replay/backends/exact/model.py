@@ -124,7 +124,7 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Return the head; `dtype` is the dtype that logits are first rounded to, None for that of the activations."""
+        """Return the head; `dtype` is the dtype that logits are first rounded to, None for the activations' dtype."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
