@@ -334,9 +334,9 @@ def _check_form(model: Any) -> None:
     needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
     missing = [name for name in needs if not hasattr(model, name)]
     if not missing and model.get_output_embeddings() is None:
-        missing = ["a module that computes logits"]
+        missing = ["module that computes logits"]
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        missing.append("a config of transformers")
+        missing.append("transformers config")
     if missing:
         raise CannotReplay(
             f"{type(model).__name__} is not structured like a transformers model: it has no {', no '.join(missing)}, "

@@ -194,15 +194,15 @@ def test_a_patch_of_another_form_is_left_out_by_name(trace):
 @pytest.mark.parametrize(
     ("model", "missing"),
     [
-        (torch.nn.Linear(2, 2), "base_model, no get_input_embeddings, no get_output_embeddings, no a config of transformers"),
+        (torch.nn.Linear(2, 2), "base_model, no get_input_embeddings, no get_output_embeddings, no transformers config"),
         (
             SimpleNamespace(base_model=1, get_input_embeddings=1, get_output_embeddings=lambda: None, config=None),
-            "a module that computes logits, no a config of transformers",
+            "module that computes logits, no transformers config",
         ),
     ],
 )  # fmt: skip
 def test_a_model_of_another_form_is_refused_with_what_it_lacks(model, missing):
-    with pytest.raises(CannotReplay, match=rf"it has no {missing}; .* derive it from"):
+    with pytest.raises(CannotReplay, match=rf"it has no {missing}, so .* derive it from"):
         _check_form(model)
 
 
