@@ -429,7 +429,7 @@ def main() -> None:
 @click.option("--force", is_flag=True, help="Overwrite an existing trace, but nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
-    """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
+    """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
     Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is
     a folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run

@@ -1,4 +1,4 @@
-"""The description of an arm's option: the single source for its checks, messages, command-line flag and docs."""
+"""Description of an arm's option: the single source for its checks, messages, command-line flag and docs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Users of arms other than engines: the commands `gradient` and `locate`, and a `--model-factory` model that returns
-only logits.
-"""
+"""Users of arms besides engines: the commands `gradient` and `locate`, and models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +26,7 @@ class Clash:
     others: tuple[str, ...] = ()
     """Values of the other option, compared up to the colon; empty for all."""
     engine: str | None = None
-    """The engine that has this restriction; None for all."""
+    """Engine that has this restriction; None for all engines."""
 
     def meets(self, value: Any, other: Any) -> bool:
         """Return True if these two values cannot be combined."""
@@ -46,7 +44,7 @@ class ArmOption:
     values: tuple[str, ...] = ()
     """Allowed values; empty for a number, a switch or free text. In `word:N`, N is 1 or more."""
     refused: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """User -> values it does not support."""
+    """User -> values that it does not support."""
     clashes: tuple[Clash, ...] = ()
     metavar: str | None = None
     least: int = 1
@@ -54,7 +52,7 @@ class ArmOption:
     most: float | None = None
     """Upper bound of a float option, which must be above 0; None for an integer option."""
     label: str | None = None
-    """Prefix of the value in a generated arm name; None means the option's name and a hyphen."""
+    """Prefix of the value in a generated arm name; None for the option's name and a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:
@@ -79,19 +77,19 @@ class ArmOption:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return
         if self.most is None and value < self.least:
-            raise InvalidOption(f"got {value}; use {self.least} or more", option=name)
+            raise InvalidOption(f"got {value}; give {self.least} or more", option=name)
         if self.most is not None and not 0 < value <= self.most:
             bound = "" if self.most == inf else f" and up to {self.most:g}"
-            raise InvalidOption(f"got {value}; use a number above 0{bound}", option=name)
+            raise InvalidOption(f"got {value}; give a number above 0{bound}", option=name)
 
     def made_name(self, name: str, value: Any) -> str:
-        """Return the part of a generated arm name that represents this value."""
+        """Return the text that stands for this value in a generated arm name."""
         label = f"{name.replace('_', '-')}-" if self.label is None else self.label
         return label + ("" if value is True else str(value).replace(":", "-").replace("/", "-"))
 
 
 def arm_option(help: str, *, default: Any = None, **described: Any) -> Any:
-    """Return a dataclass field of `Arm` that carries its description."""
+    """Return a dataclass field of `Arm` with its description attached."""
     return field(default=default, metadata={"option": ArmOption(help=help, **described)})
 
 
@@ -115,5 +113,5 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
 
 
 def phrase(name: str, value: Any) -> str:
-    """Return an option and its value as text for use in a sentence: `batch-size 1`, `compile`."""
+    """Return an option with its value, as in a sentence: `batch-size 1`, `compile`."""
     return name.replace("_", "-") + ("" if value is True else f" {value}")

@@ -1,4 +1,4 @@
-"""The pass `replay/<arm>`: read the scores that a trace already has for an arm, and add more."""
+"""The pass `replay/<arm>`: read an arm's scores from the trace, and add more."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class ArmPass:
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._there: tuple[Snapshot | None, set[int]] = (None, set())
-        """A snapshot of the trace, and the steps for which the snapshot has scores of this pass."""
+        """A snapshot of the trace, and the steps in which it has scores of this pass."""
 
     @property
     def steps(self) -> list[int]:
-        """Steps for which the trace has scores of this pass."""
+        """Steps in which the trace has scores of this pass."""
         return self.run.steps(self.name)
 
     @property
     def is_sample(self) -> bool:
-        """True if the pass was scored on a sample, so steps may be incomplete."""
+        """True if the pass was scored on a sample only, so steps may be incomplete."""
         return any("sample" in found for found in self.run.arms(self.name))
 
     @property
@@ -52,9 +52,9 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return the stored scores for those rows in a step that already have scores.
+        """Return a step's stored scores, for the rows that have any.
 
-        With a `contract`, return None if any score is missing or was computed under another one.
+        With a `contract`, return None if any score is missing or was computed under another contract.
         """
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
@@ -68,7 +68,7 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add the scores for sequences in a step as one record, so that a killed replay leaves either all of them or
+        """Add scores for a step's sequences as one record: if the replay is killed, either all of them are kept or
         none.
 
         Sequences that a concurrent replay has added in the meantime are skipped.
@@ -80,9 +80,9 @@ class ArmPass:
                 self._record(step, scored.only(lacking) if there else scored, contract)
 
     def _has_now(self, step: int) -> set[str]:
-        """Return the sequences in a step that have scores by now.
+        """Return the sequences in a step that have scores now.
 
-        A new snapshot of the trace is taken if another process may have written to it.
+        Takes a new snapshot if another process may have written to the trace.
         """
         own = set() if self._recorder is None else {self._recorder.writer.name}
         ended = {name for name, found in self.run.snapshot.liveness.items() if not found.is_alive}
@@ -114,7 +114,7 @@ class ArmPass:
     def remove(self) -> None:
         """Remove the pass by deleting the files of its writers, which contain nothing else.
 
-        Each writer is first marked as removed, so that files left by a killed process are ignored.
+        Each writer is first marked as removed, so that files left behind by a killed process are ignored.
         """
         folder, store = self.run.folder, self.run.store
         began = f"{PASSES}/{self.name}/"

@@ -1,4 +1,4 @@
-"""Replay configurations (arms): the changes that a replay makes relative to the recording."""
+"""Replay configurations (arms): the changes that a replay makes to the recorded settings."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .arm_option import (
 from .backends.kernels import KERNELS
 
 DTYPES = {"fp64": "float64", "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> torch's name for the dtype of the weights."""
+"""Value of --dtype -> torch dtype name of the weights."""
 PACKABLE = tuple(name for name, kernel in KERNELS.items() if kernel.backend is not None)
-"""Attention kernels that work with `packed` padding."""
+"""Attention kernels that support `packed` padding."""
 AS_RECORDED = "as-recorded"
 _ANY = (HF, VLLM, EXACT, LOCATE, FACTORY, GRADIENT)
 _TORCH = (HF, EXACT, LOCATE, FACTORY, GRADIENT)
@@ -35,10 +35,11 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A replay configuration. An option that is None, or has its default value, stays as recorded."""
+    """A replay configuration. Options that are None or have their default value stay as recorded."""
 
     engine: str = arm_option(
-        "Rebuilt transformers model, vLLM on the same weights, or a forward with the same bits in every batch.",
+        "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers whose bits do not "
+        "depend on the batch.",
         default=HF, values=ENGINES, users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="",
     )  # fmt: skip
     dtype: str | None = arm_option(
@@ -46,15 +47,15 @@ class Arm:
         values=tuple(DTYPES), users=_ANY, refused={VLLM: ("fp64", "tf32"), EXACT: ("tf32",)}, label="",
     )  # fmt: skip
     quantize: str | None = arm_option(
-        "Round the weights of linear layers and experts, except head and routers, with a symmetric scale per 128 inputs; "
-        "compute in the arm's dtype.",
+        "Round the weights of linear layers and experts, except head and routers, with one symmetric scale per 128 "
+        "inputs; compute in the arm's dtype.",
         values=("int8", "int4", "fp8"), users=_TORCH, label="",
     )  # fmt: skip
     lm_head: str | None = arm_option(
-        "Project the head in float32.", values=("fp32",), users=(HF, EXACT, LOCATE, GRADIENT), label="head-"
+        "Compute the head projection in float32.", values=("fp32",), users=(HF, EXACT, LOCATE, GRADIENT), label="head-"
     )
     logits_dtype: str | None = arm_option(
-        "Dtype of the logits and everything after.",
+        "Dtype of the logits and of everything computed from them.",
         values=tuple(name for name in DTYPES if name != "tf32"), users=(HF, LOCATE, FACTORY, GRADIENT),
     )  # fmt: skip
     attention: str | None = arm_option(
@@ -63,15 +64,15 @@ class Arm:
     )  # fmt: skip
     batch_size: int | None = arm_option("Rows per forward, in the recorded order and width.", users=_ANY, metavar="N")
     batch_tokens: int | None = arm_option(
-        "Maximum tokens per forward, padding included; groups rows of similar length.",
+        "Maximum tokens per forward, padding included; rows of similar length are grouped.",
         users=_ANY, metavar="N",
         clashes=(
-            Clash(other="batch_size", why="both bound a forward"),
+            Clash(other="batch_size", why="both limit the size of a forward"),
             Clash(other="mode", others=("chunked",), engine=VLLM, why="the chunk size is vLLM's token limit"),
         ),
     )  # fmt: skip
     padding: str | None = arm_option(
-        "Side of the padding; packed: rows end to end, without padding.",
+        "Padding side; packed concatenates rows without padding.",
         values=("left", "right", "packed"), users=_TORCH,
         refused={FACTORY: ("packed",)},
         clashes=(
@@ -84,20 +85,20 @@ class Arm:
         ),
     )  # fmt: skip
     mode: str = arm_option(
-        "One forward for the whole sequence, or the response through the KV cache, 1 or N tokens at a time.",
+        "Run the whole sequence in one forward, or the response through the KV cache, 1 or N tokens at a time.",
         default="prefill", values=("prefill", "decode", "chunked:N"), users=ENGINES, label="",
     )  # fmt: skip
     kv_dtype: str | None = arm_option(
         "Round keys and values in the KV cache to e4m3 at scale 1, vLLM's default.",
         values=("fp8",), users=(HF, VLLM, LOCATE), label="kv-",
-        clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill reads no cache"),),
+        clashes=(Clash(other="mode", others=("prefill",), engine=HF, why="a prefill does not read the cache"),),
     )  # fmt: skip
     threads: int | None = arm_option("CPU threads per operation.", users=_TORCH, metavar="N")
     compile: bool = arm_option(
         "Run the backbone through torch.compile.", default=False, users=(HF, FACTORY), label="compile",
         clashes=(
             Clash(other="mode", others=_CACHED, why="only a prefill can be compiled"),
-            Clash(other="routing", why="routers inside a compiled backbone cannot be forced"),
+            Clash(other="routing", why="router choices cannot be forced inside a compiled backbone"),
         ),
     )  # fmt: skip
     prefix_caching: str | None = arm_option(
@@ -107,7 +108,7 @@ class Arm:
         "vLLM's attention backend, such as FLASH_ATTN.", users=(VLLM, LOCATE), metavar="NAME", label=""
     )
     tensor_parallel_size: int | None = arm_option(
-        "GPUs (on a CPU: processes) over which vLLM splits each layer.", users=(VLLM, LOCATE), metavar="N"
+        "Number of GPUs (on a CPU: processes) over which vLLM splits each layer.", users=(VLLM, LOCATE), metavar="N"
     )
     gpu_memory_utilization: float | None = arm_option(
         "Share of a GPU's memory for vLLM.  [default: as recorded, or the free share, up to 0.9]",
@@ -118,30 +119,30 @@ class Arm:
         users=(VLLM, LOCATE), metavar="N",
     )  # fmt: skip
     deterministic: bool = arm_option(
-        "Use deterministic algorithms only, with CUBLAS_WORKSPACE_CONFIG=:4096:8 unless it is set.",
+        "Use only deterministic algorithms, with CUBLAS_WORKSPACE_CONFIG=:4096:8 unless it is set.",
         default=False, users=(HF, LOCATE, FACTORY, GRADIENT), label="deterministic",
     )  # fmt: skip
     temperature: float | None = arm_option("Divide the logits by T.", users=_ANY, metavar="T", most=inf)
     top_p: float | None = arm_option(
-        "Keep the smallest set of tokens with a total probability of at least P.",
+        "Keep the smallest set of tokens whose total probability is at least P.",
         users=(HF, VLLM, LOCATE, FACTORY),
         metavar="P",
         most=1,
     )
     top_k: int | None = arm_option("Keep the K most probable tokens.", users=(HF, VLLM, LOCATE, FACTORY), metavar="K")
     routing: str | None = arm_option(
-        "Route each token to the recorded experts, with the recorded weights and slots; needs record --routing.",
+        "Force the recorded experts, weights and slots for each token; needs record --routing.",
         values=("recorded",), users=(HF, LOCATE, FACTORY),
     )  # fmt: skip
     adapter: str | None = arm_option(
-        "Turn adapters off, as in a reference model, or merge them into the weights, as for an engine.",
+        "Turn adapters off, as in a reference model, or merge them into the weights, as an engine does.",
         values=("off", "merged"), users=(HF, VLLM, EXACT, LOCATE, FACTORY), label="adapter-",
     )  # fmt: skip
     weights_version: int | None = arm_option(
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Name of the arm: the pass is replay/NAME.  [default: built from the changes]", default="", users=_ANY, metavar="NAME",
+        "Arm name; its pass is replay/NAME.  [default: from the changes]", default="", users=_ANY, metavar="NAME",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -160,9 +161,9 @@ class Arm:
             whose = "vLLM" if self.engine == VLLM else f"engine {self.engine}"
             if self.engine in described.users:
                 left = ", ".join(described.values_of(self.engine))
-                raise InvalidOption(f"{whose} has no {value}; use {left}", option=name)
+                raise InvalidOption(f"{whose} does not support {value}; use {left}", option=name)
             if self.engine == HF:
-                raise InvalidOption(f"is an option of vLLM; add {option('engine', VLLM)}", option=name)
+                raise InvalidOption(f"works only with vLLM; add {option('engine', VLLM)}", option=name)
             raise InvalidOption(
                 f"{whose} does not support this option; with {option('engine', self.engine)} use "
                 f"{', '.join(names_for(self.engine))}",
@@ -170,25 +171,24 @@ class Arm:
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Return the options whose changed value an engine, or another user of arms, does not support."""
+        """Return the options whose changed value is not supported by an engine, or by another user of arms."""
         options = options_of(type(self))
         return [name for name, value in self.changes.items() if not options[name].works(user, value)]
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Changes relative to the recording: field -> value."""
+        """Changes to the recorded settings: field -> value."""
         default = type(self).__dataclass_fields__
         return {key: value for key, value in asdict(self).items() if key != "name" and value != default[key].default}
 
     @property
     def unheard(self) -> list[str]:
-        """Changes in this arm that prevent `locate` from observing operators. vLLM can be observed in every mode."""
+        """Changes in this arm that prevent `locate` from observing operators. With vLLM, every mode can be observed."""
         return [name for name in self.lacking(LOCATE) if (name, self.engine) != ("mode", VLLM)]
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` is worth suggesting: operators can be observed in this process, and they have rounding
-        errors."""
+        """True if `locate` is worth suggesting: operators run and round in this process, where they can be observed."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
@@ -198,24 +198,24 @@ class Arm:
 
     @property
     def has_batch_shape(self) -> bool:
-        """True if the arm, not the recording, determines which rows share a forward."""
+        """True if the arm, not the recording, decides which rows share a forward."""
         return self.batch_size is not None or self.batch_tokens is not None or self.padding == "packed"
 
     @property
     def keeps_batches(self) -> bool:
-        """True if rows run in the batches in which they were recorded, which affect the bits of a row."""
+        """True if rows run in their recorded batches, which affect the bits of a row."""
         return self.engine == HF and not self.has_batch_shape
 
     @property
     def cached_tokens(self) -> int | None:
-        """Response tokens per forward through the KV cache; None for a single forward over the whole sequence."""
+        """Response tokens per forward through the KV cache; None if one forward covers the whole sequence."""
         if self.mode == "prefill":
             return None
         return 1 if self.mode == "decode" else int(self.mode.partition(":")[2])
 
 
 def options_of(kind: type) -> dict[str, ArmOption]:
-    """Return option name -> description, for every option of a kind of arm."""
+    """Return option name -> description, for every option of this kind of arm."""
     return {field.name: field.metadata["option"] for field in fields(kind)}
 
 
@@ -224,7 +224,7 @@ OPTIONS = options_of(Arm)
 
 
 def names_for(user: str) -> list[str]:
-    """Return the options that an engine, or another user of arms, supports, spelled as on the command line."""
+    """Return the options supported by an engine, or by another user of arms, as spelled on the command line."""
     return [
         name.replace("_", "-")
         for name, described in OPTIONS.items()
@@ -233,7 +233,7 @@ def names_for(user: str) -> list[str]:
 
 
 def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
-    """Parse `dtype=fp16,attention=eager`; keys are option names, and `name=...` names the arm. Raises InvalidOption.
+    """Parse `dtype=fp16,attention=eager`. Keys are option names; `name=...` names the arm. Raises InvalidOption.
 
     >>> parse_arm("dtype=fp16,batch-size=1").name
     'fp16+batch-size-1'
@@ -256,7 +256,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """Return the text from which `parse_arm` reads these changes; None if one of them is unknown in this release.
+    """Return the text that `parse_arm` parses to these changes; None if this release does not know one of them.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'
@@ -274,7 +274,7 @@ def check_distinct(names: Sequence[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise InvalidOption(
-            f"{', '.join(twice)} is the name of two arms; give each arm a different name with name=", option="arm"
+            f"two arms are named {', '.join(twice)}; give each arm a different name with name=", option="arm"
         )
 
 

@@ -1,4 +1,4 @@
-"""Forward passes: the rows that run through the model together, padded or packed, and their scores.
+"""Forward passes: rows that run through the model together, padded or packed, and their scores.
 
 Shapes: B rows in a forward pass, W padded row length, K scored positions at the end of each row, N scored tokens.
 """
@@ -19,21 +19,20 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Device -> maximum number of tokens in a packed forward pass, if the arm limits neither rows nor tokens. A longer row
-runs alone."""
+"""Device -> maximum tokens per packed forward pass, if the arm sets no limit. Longer rows run alone."""
 UNLABELLED = -100
-"""Label of a position whose next token has no score."""
+"""Label for a position whose next token has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedRows:
-    """The rows in one forward pass, and the place of each of their tokens in the flattened forward."""
+    """The rows of one forward pass, and the index of each of their tokens in the flattened forward pass."""
 
     rows: tuple[RecordedRow, ...]
     ids_BW: np.ndarray
     """int64: token ids; [1, W] if rows are packed."""
     places_B: tuple[np.ndarray, ...]
-    """[B] arrays: for each row, the index of each prompt and response token in the flattened forward."""
+    """[B] arrays: for each row, the indices of its prompt and response tokens in the flattened forward pass."""
 
     @property
     def width(self) -> int:
@@ -76,16 +75,16 @@ class PaddedBatch(_PlacedRows):
 
     @property
     def num_kept(self) -> int:
-        """K: number of columns at the end of each row that together contain every response token."""
+        """K: number of columns at the end of each row that are needed to cover every response token."""
         return int(self.width - self.first_B.min())
 
     def last(self, values_BK: Any) -> Any:
-        """Return the values [N] for the response tokens, row by row, from the values in the last K columns."""
+        """Return the response tokens' values [N], row by row, from the values in the last K columns."""
         rows_N, columns_N = np.divmod(self.scored_N, self.width)
         return values_BK[rows_N, columns_N - self.width]
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens before each row's prompt [B], and after each row's response [B]."""
+        """Return the number of padding tokens before each row's prompt [B] and after each row's response [B]."""
         left_B = self.first_B - [len(row.prompt_ids) for row in self.rows]
         return left_B, self.width - self.first_B - [len(row.response_ids) for row in self.rows]
 
@@ -101,15 +100,14 @@ class PackedBatch(_PlacedRows):
 
     @property
     def labels_W(self) -> np.ndarray:
-        """int64: the token that follows each position if that token is scored, else UNLABELLED."""
+        """int64: the token after each position if that token is scored, else UNLABELLED."""
         labels_W = np.full(self.width, UNLABELLED, np.int64)
         scored_N = np.concatenate([row.scored for row in self.rows])
         labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the number of padding tokens before each row [B], and after each row [B]; only the last row is
-        followed by padding."""
+        """Return [B] and [B]: padding tokens before and after each row; only the last row has any after it."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
@@ -119,9 +117,9 @@ ForwardBatch = PaddedBatch | PackedBatch
 
 
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
-    """Return the columns at which the forwards through a KV cache begin and end: the prompt, then chunks of the response.
+    """Return the columns where forwards through a KV cache begin and end: the prompt, then chunks of the response.
 
-    Without `cached_tokens`, and for packed rows, it is one forward.
+    Without `cached_tokens`, and for packed rows, there is one forward.
     """
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]
@@ -132,21 +130,20 @@ def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
 
 @dataclass(slots=True, kw_only=True)
 class Scored:
-    """Scores for rows of a step under one arm."""
+    """Scores of a step's rows under one arm."""
 
     rows: list[RecordedRow] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
-    """One array per row: the logprobs [T] of the response tokens, nats."""
+    """One array per row: the logprobs [T] of its response tokens, nats."""
     batches: list[ForwardBatch] = field(default_factory=list)
-    """Forward passes in which the rows ran, in order; empty if the engine forms its own batches."""
+    """Forward passes that the rows ran in, in order; empty if the engine forms its own batches."""
     routing: list[Routing] = field(default_factory=list)
-    """Experts selected for the tokens in each row; empty if the recorded pass has no routing, or routers were not
-    observed."""
+    """Experts selected for each row's tokens; empty if no routing was recorded or routers were not observed."""
     kept: np.ndarray | None = None
     """Indices of `rows` among the rows of `batches`; None if they are the same."""
 
     def only(self, names: Container[str]) -> Scored:
-        """Return only the scores for the sequences in `names`."""
+        """Return only the scores of the sequences in `names`."""
         kept = np.array([place for place, row in enumerate(self.rows) if row.seq_id in names], np.int64)
         return Scored(
             rows=[self.rows[place] for place in kept],
@@ -157,7 +154,7 @@ class Scored:
         )
 
     def extend(self, part: Scored) -> None:
-        """Append the scores for other rows in the same step."""
+        """Append the scores of other rows in the same step."""
         self.rows.extend(part.rows)
         self.logprobs.extend(part.logprobs)
         self.batches.extend(part.batches)
@@ -165,7 +162,7 @@ class Scored:
 
 
 def responses(batch: ForwardBatch, values_N: np.ndarray) -> list[np.ndarray]:
-    """Split the values [N] of a batch's response tokens by row."""
+    """Split a batch's response token values [N] by row."""
     return np.split(values_N, np.cumsum([len(row.response_ids) for row in batch.rows])[:-1])
 
 
@@ -178,16 +175,16 @@ def forwards(
     padding: str = LEFT,
     device: str = "cpu",
 ) -> list[ForwardBatch]:
-    """Group rows into forward passes as recorded, or `batch_size` rows at a time in the same order and width.
+    """Group rows into forward passes as recorded, or `batch_size` rows at a time in the recorded order and width.
 
     `batch_tokens` groups rows of similar length, up to this many tokens per forward pass including padding; a longer
-    row runs alone. Padding `right` starts each row at column 0 and pads after its response. `packed` puts rows of
-    similar length end to end, up to `batch_tokens` tokens, `batch_size` rows or the device's PACKED_TOKENS per forward
-    pass.
+    row runs alone. With padding `right`, each row starts at column 0 and is padded after its response. `packed` puts
+    rows of similar length end to end, up to `batch_tokens` tokens, `batch_size` rows or the device's PACKED_TOKENS per
+    forward pass.
     """
     most = batch_tokens or PACKED_TOKENS[device]
     if padding == PACKED:
-        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # forward passes then take similar times
+        longest_first = sorted(rows, key=lambda row: -row.num_tokens)  # so that forward passes take similar times
         if batch_size is not None:
             packs = grouped(longest_first, lambda group: len(group) <= batch_size)
         else:
@@ -205,12 +202,12 @@ def forwards(
 
 
 def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
-    """Return the rows grouped by the forward pass in which they were recorded."""
+    """Return the rows grouped by the forward pass that they were recorded in."""
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 
 def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
-    """Pad rows to the recorded width, or with `is_tight` to the smallest possible one."""
+    """Pad rows to the recorded width or, with `is_tight`, to the smallest possible one."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
     width = before + max(len(row.response_ids) + row.pad_right for row in rows)
     if padding == RIGHT:
@@ -227,7 +224,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
         stop = first_B[index] + len(row.response_ids)
         ids_BW[index, start : first_B[index]] = row.prompt_ids
         ids_BW[index, first_B[index] : stop] = row.response_ids
-        # Attention did not see a response that the trainer masked out completely.
+        # Attention did not see a response whose tokens the trainer masked out entirely.
         mask_BW[index, start : stop if row.scored.any() or not len(row.scored) else first_B[index]] = 1
     starts = first_B + np.arange(len(rows)) * width
     places_B = tuple(
@@ -238,7 +235,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Yield the rows in groups, in this order, each as large as `fits` allows; a row that never fits is alone."""
+    """Yield the rows in groups, in this order, each as large as `fits` allows; a row that never fits runs alone."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):
@@ -250,7 +247,7 @@ def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], boo
 
 
 def _width(rows: Sequence[RecordedRow], padding: str) -> int:
-    """Return the smallest width that fits all these rows."""
+    """Return the smallest width that fits all of these rows."""
     if padding == RIGHT:
         return max(row.num_tokens for row in rows)
     return max(len(row.prompt_ids) for row in rows) + max(len(row.response_ids) for row in rows)
@@ -283,6 +280,6 @@ def check_tokens(rows: Sequence[RecordedRow], config: Mapping[str, Any]) -> None
             wrong = ids[(ids < 0) | (ids >= vocab_size)]
             if len(wrong):
                 raise CannotReplay(
-                    f"sequence {row.seq_id!r}: its {name} has token {wrong[0]}, outside the model's vocabulary of "
-                    f"{vocab_size:,}; is this the model that was trained?"
+                    f"sequence {row.seq_id!r}: token {wrong[0]} in its {name} is outside the model's vocabulary of "
+                    f"{vocab_size:,}; check that this is the model that was trained"
                 )

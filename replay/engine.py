@@ -1,4 +1,4 @@
-"""`tim-trace replay`: score recorded tokens again under different numerics, and write the result as a pass."""
+"""`tim-trace replay`: score recorded tokens again under different numerics, and write the scores as a pass."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from .sample import Row, Sample, draw_sample, extents, parse_sample
 
 @dataclass(slots=True)
 class _Wanted:
-    """A requested arm, and the steps that still have to be scored under it."""
+    """A requested arm, and the steps left to score under it."""
 
     scorer: Scorer
     target: ArmPass
     steps: list[int]
     there: dict[int, set[str] | None]
-    """Step -> sequences that already have scores under this arm; None if every sequence has one."""
+    """Step -> sequences already scored under this arm; None if all are."""
     is_replaced: bool = False
-    """True if the existing pass of this arm is removed before the arm is scored."""
+    """True if the arm's existing pass is removed before the arm is scored."""
 
     def lacking(self, step: int, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of a step that have no score under this arm yet."""
+        """Return a step's rows that have no score under this arm yet."""
         there = self.there.get(step, set())
         return [] if there is None else [row for row in rows if row.seq_id not in there]
 
@@ -68,37 +68,38 @@ def replay(
 ) -> ReplayedSteps:
     """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
 
-    `changes` define one arm, with the field names of `Arm`; `arm` adds arms (as text, `dtype=fp16,batch-size=1`). The recording itself is always replayed first, as
-    `replay/as-recorded`: the distance of another arm is meaningful only if this replay reproduces the recorded bits.
-    Steps that an arm already has are skipped; without `force`, an arm that already has all steps is refused, and so is
-    a name that is already used for other changes. One model is in memory at a time; arms share it if they can.
+    `changes` define one arm, with the field names of `Arm`; `arm` adds arms as text, such as `dtype=fp16,batch-size=1`.
+    The recording itself is always replayed first, as `replay/as-recorded`: the distance of another arm means something
+    only if this replay reproduces the recorded bits. Steps that an arm already has are skipped. Without `force`, an arm
+    that already has all steps is refused, and so is a name that is already in use for other changes. One model is in
+    memory at a time; arms share it if they can.
 
     `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt groups,
-    spread over the steps, the same ones every time. A larger sample extends a smaller one. Arms with the recorded
+    spread over the steps, the same ones every time. A larger sample extends a smaller one. Arms that keep the recorded
     batches run whole forwards, since other neighbours would change the bits; arms with their own batch shape run only
     the sample.
 
-    `model_factory`, as `module:function`, builds a model whose class transformers does not have. `weights_from` is the
-    folder of the run's checkpoints, for a trace without weights.
+    `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is the
+    folder with the run's checkpoints, for a trace without weights.
 
-    No code is run because the trace names it: the model must be one of transformers' own classes and the scoring function
-    TRL's, or the replay is refused. A recorded attention kernel of the hub (`kernels-community/flash-attn2`) is fetched and
-    run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own replace them, with
-    a warning; if the recording cannot be replayed at all, the other arms still run. `not_held` gives the reason if its
-    bits differ.
+    A trace cannot make a replay run code: the model must be one of transformers' own classes and the scoring function
+    TRL's, or the replay is refused. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
+    fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own
+    replace them, with a warning. If the recording cannot be replayed at all, the other arms still run. `not_held` is
+    the reason if the bits of the recording differ.
 
-    `dry_run` writes nothing: it scores the first rows under each arm in this process, and returns a `plan` of the remaining
-    work and time of each arm.
+    `dry_run` writes nothing. It scores the first rows under each arm in this process, and returns a `plan` with each
+    arm's remaining work and time.
 
-    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port` connects to
-    a running one, whose nodes see the trace at the same path. The bits are those of a single process. If a node dies, its
-    step is scored on another. `gpus_per_arm` is the number of GPUs per actor, or a fraction of one; by default 1 if this
-    machine has a GPU, else 0.
+    `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port`
+    connects to a running one, whose nodes must see the trace at the same path. The bits are the same as in a single
+    process. If a node dies, another one scores its step. `gpus_per_arm` is the number of GPUs per actor, or a fraction
+    of one; the default is 1 if this machine has a GPU, else 0.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound, NotInstalled.
     """
     if dry_run and ray is not None:
-        raise InvalidOption("measures the pace in this process, so it cannot be combined with ray", option="dry_run")
+        raise InvalidOption("measures the speed in this process, so it cannot be combined with ray", option="dry_run")
     gpus = gpus_of_actor(ray, gpus_per_arm)
     device = device_here() if ray is None else "cuda" if gpus else "cpu"
     arms = _arms(arm, changes)
@@ -142,16 +143,17 @@ def _wanted(
     *,
     dry_run: bool,
 ) -> list[_Wanted]:
-    """Return the remaining work for each arm. All checks run here, before any existing pass is removed."""
+    """Return the remaining work for each arm. All checks happen here, before any existing pass is removed."""
     steps = steps if sample is None else [step for step in steps if step in sample.steps]
     first = run.step(steps[0])
     digests = {row.contract for row in first}
     if len(digests) != 1:
         raise CannotReplay(
-            f"{run.store.url}: step {steps[0]} was scored under {len(digests)} contracts; a replay needs exactly one"
+            f"{run.store.url}: step {steps[0]} was scored under {len(digests)} contracts, but a replay needs exactly "
+            "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Our own scoring code is as fast as TRL's, and importing TRL would take most of the time in a dry run.
+    if dry_run:  # Our scoring code is as fast as TRL's, and importing TRL would take most of the time of a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -161,7 +163,7 @@ def _wanted(
         run.weights.load(missing[0])  # raises an error that lists the existing versions
     wanted: list[_Wanted] = []
     asked: list[tuple[ArmPass, list[int]]] = []
-    """Requested arms, each with the steps in which sequences have no score yet."""
+    """Requested arms, each with the steps in which some sequences have no score yet."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
@@ -182,8 +184,8 @@ def _wanted(
         ]  # fmt: skip
         if not serves_others:
             asked.append((target, left))
-        # Other arms are judged by the identity arm, so it covers all their steps. The results of a
-        # sample cover all of it, including sequences that already have scores.
+        # The identity arm is the baseline of all other arms, so it covers their steps. The results of a sample
+        # cover all of it, including sequences that already have scores.
         asked_steps = steps if arm.is_identity or sample is not None else left
         wanted.append(_Wanted(scorer, target, asked_steps, there, is_replaced))
     if not any(left for _, left in asked):
@@ -199,7 +201,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     """Return the remaining work of each arm."""
     plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
-    """Arm -> the version of weights that it would have loaded last."""
+    """Arm -> version of the weights that it would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
         drawn = rows if sample is None else sample.drawn(step, rows)
@@ -220,7 +222,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
 
 
 def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> None:
-    """Set each arm's pace in the plan, measured on the first rows.
+    """Measure each arm's speed on the first rows, and set it in the plan.
 
     The rows are scored twice, since the first forward pass is slower than later ones.
     """
@@ -242,7 +244,7 @@ def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: 
 
 
 def _by_key(wanted: list[_Wanted]) -> list[list[_Wanted]]:
-    """Return the arms grouped by the model they share, the identity arm's group first."""
+    """Return the arms grouped by shared model, the identity arm's group first."""
     groups: dict[Any, list[_Wanted]] = {}
     for entry in wanted:
         groups.setdefault(entry.scorer.key, []).append(entry)
@@ -251,23 +253,23 @@ def _by_key(wanted: list[_Wanted]) -> list[list[_Wanted]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unit:
-    """Unit of work: a step, under arms that share a model."""
+    """Unit of work: one step, under the arms that share a model."""
 
     step: int
     arms: dict[str, dict[int, set[str] | None]]
-    """Arm -> `_Wanted.there` of the step when the replay began."""
+    """Arm -> `_Wanted.there` for this step when the replay began."""
 
     def __str__(self) -> str:
         return f"step {self.step} under {', '.join(self.arms)}"
 
 
 class _UnitScorer:
-    """Worker of a replay: in this process, or an actor of a cluster, which opens the trace with its first unit."""
+    """Worker of a replay, in this process or in an actor of a cluster, which opens the trace with its first unit."""
 
     def __init__(
         self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, advance: Advance | None
     ):
-        """`advance` gets the tokens of each forward pass in this process; None for an actor."""
+        """`advance` is called with the number of tokens in each forward pass; None in an actor."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
@@ -278,10 +280,10 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores to the trace; return the results, and the number of tokens that ran in an
+        """Score a unit and write its scores to the trace; return the results and the number of tokens that ran in an
         actor.
 
-        `identity_held` and `not_held` are set in the results of the identity arm only. Raises CannotReplay if a token is
+        Only the results of the identity arm have `identity_held` and `not_held` set. Raises CannotReplay if a token is
         outside the vocabulary, or if the contract differs from the first step's.
         """
         if self._opened is None:
@@ -297,7 +299,8 @@ class _UnitScorer:
             found = list(differences(run.train_contract(digest), self._contract))
             if found:
                 raise CannotReplay(
-                    f"{run.store.url}: step {step} was scored under a different contract from the first step's ({found[0]}); replay such steps separately, with {option('steps', 'FIRST:LAST')}"
+                    f"{run.store.url}: the contract of step {step} differs from the first step's ({found[0]}); replay "
+                    f"such steps separately, with {option('steps', 'FIRST:LAST')}"
                 )
         tokens: list[int] = []
         results = []
@@ -305,8 +308,8 @@ class _UnitScorer:
             entry = _Wanted(*arms[name], [step], there)
             try:
                 scored = _scored(entry, step, rows, self._sample, loaded, self._advance or tokens.append)
-            except RuntimeError as error:  # raised by torch, or CannotReplay, which is a subclass of RuntimeError
-                if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even where the recording does not
+            except RuntimeError as error:  # from torch, or CannotReplay, which is a RuntimeError
+                if name != AS_RECORDED or len(self._arms) == 1:  # other arms run even if the recording cannot
                     raise
                 results.append(
                     ReplayedStep(
@@ -336,7 +339,7 @@ def _results(
     gpus: float,
     advance: Advance,
 ) -> Iterator[ReplayedStep]:
-    """Score each step under each arm, here or on Ray actors; yield the results in the same order."""
+    """Score each step under each arm, here or on Ray actors, and yield the results in the same order."""
     units = [
         _Unit(
             step=step,
@@ -368,9 +371,9 @@ def _results(
 def _scored(
     entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
 ) -> Scored:
-    """Return an arm's scores for a step's rows, or for the rows in the sample; add missing scores to the trace.
+    """Return an arm's scores for a step's rows, or for the sampled rows; missing scores are added to the trace.
 
-    Stored scores under the identity arm are reused only if they were computed under the current contract.
+    Stored scores of the identity arm are reused only if they were computed under the current contract.
     """
     wanted = rows if sample is None else sample.drawn(step, rows)
     lacking = entry.lacking(step, wanted)

@@ -1,4 +1,4 @@
-"""Scoring an arm with the rebuilt transformers model, by the trainer's own code or ours."""
+"""Score an arm with the rebuilt transformers model, by the trainer's own code or by ours."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ LoadKey = tuple[Any, ...]
 
 
 class HfScorer:
-    """Scorer of an arm on a rebuilt transformers model. Arms with equal load keys share the model."""
+    """Scorer of an arm, on a rebuilt transformers model that is shared by all arms with the same load key."""
 
     keeps_recorded_rows = True
-    """True if the identity arm fails rather than run fewer rows per forward than recorded."""
+    """True if the identity arm must fail rather than run fewer rows per forward than recorded."""
     pass_of_rows = "per forward"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
         if run.model_factory is not None:
-            contract = contract | {"packing": None}  # a model from a factory does not support packing
+            contract = contract | {"packing": None}  # a factory's model does not support packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
-        """Code of the reason why the recorded attention or experts were replaced; None if they were not."""
+        """Code for the reason why the recorded attention or experts were replaced; None if they were not."""
         self.numerics = Numerics(arm, contract)
         if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
             here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
             raise CannotReplay(
-                f"attention {arm.attention}: needs an NVIDIA GPU; this replay runs on the CPU, where you can use {here}"
+                f"attention {arm.attention}: needs an NVIDIA GPU, but this replay runs on the CPU; use one of {here}"
             )
         if arm.dtype == "tf32" and device == "cpu":
             raise CannotReplay(
-                "dtype tf32: needs an NVIDIA GPU, and this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
+                "dtype tf32: needs an NVIDIA GPU, but this replay runs on the CPU; use fp64, fp32, bf16 or fp16"
             )
         if arm.routing:
             run.check_routing()
@@ -72,14 +72,14 @@ class HfScorer:
         """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
-        """Maximum number of rows per forward pass since memory ran out; None if memory has not run out."""
+        """Maximum number of rows per forward pass since memory ran out; None if it has not."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
-        """Function from a batch to a context that is entered around the forward pass of the batch."""
+        """Function that maps a batch to a context, which is entered around the batch's forward pass."""
         self.calls_whole_model = False
-        """True if the logits come from the model's own forward method, including the head."""
+        """True if logits come from the model's own forward method, including its head."""
 
     def _substitute(self) -> None:
-        """Replace recorded attention or experts that do not run on this machine, and warn about it."""
+        """Replace recorded attention or experts that do not run on this machine, with a warning."""
         recorded, made = self.contract["model"], self.numerics
         used: dict[str, str] = {}
         if made.attention == str(recorded.get("attention")):
@@ -112,7 +112,7 @@ class HfScorer:
 
     def build(self) -> Any:
         """Build the model of this arm, without weights. Raises CannotReplay."""
-        with cublas_workspace(self.contract["torch"], self.arm):  # CUDA is initialised when the model moves to it
+        with cublas_workspace(self.contract["torch"], self.arm):  # moving the model to the GPU initialises CUDA
             model = models.build(
                 models.without_adapters(self.run.model) if self.adapter else self.run.model,
                 dtype=self.numerics.dtype,
@@ -131,8 +131,7 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Implementation of a mixture's experts. If none was recorded, an fp64 arm gets the one that computes in
-        float64."""
+        """Implementation of a mixture's experts; by default, an fp64 arm gets the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
@@ -145,35 +144,35 @@ class HfScorer:
 
     @property
     def key(self) -> LoadKey:
-        """Arms with equal keys share a model."""
+        """Key of the model that the arm needs; arms with equal keys share a model."""
         made, arm = self.numerics, self.arm
         built = (made.dtype, made.buffers_dtype, made.attention)
         return (arm.dtype, *built, made.uses_trl, arm.lm_head, arm.quantize, self.adapter)
 
     @property
     def scoring_function(self) -> str:
-        """Full name of the function or class that turns a batch into logprobs."""
+        """Full name of the function or class that computes logprobs from a batch."""
         if self._scorer is not None:
             return str(self._scorer.name)
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Attach a model to this arm and return the scorer. A scorer that an arm with an equal key made for the model
-        is reused."""
+        """Attach a model to this arm and return the scorer; arms with equal keys reuse one scorer per model."""
         self._model = model
         # A compiled backbone keeps the hooks of its first forward pass, and the exact engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
             self._routers = routers(model)
             if self.arm.routing and not self._routers:
                 raise CannotReplay(
-                    f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its experts"
+                    f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its "
+                    "experts; drop it"
                 )
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)
         return self._scorer
 
     def detach(self) -> None:
-        """Release the model, so that the next model fits into memory."""
+        """Release the model to make room for the next one."""
         self._scorer, self._model, self._routers = None, None, []
 
     def _make(self, model: Any) -> Any:
@@ -206,21 +205,20 @@ class HfScorer:
         )
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`: with recorded batches, all rows that share a forward pass with
-        them."""
+        """Return the rows that must run to score `rows`: with recorded batches, all rows of their forward passes."""
         if not self.arm.keeps_batches:
             return rows
         forwards = {(row.writer, row.forward_id) for row in rows}
         return [row for row in of if (row.writer, row.forward_id) in forwards]
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows on which the pace is measured: the rows in the first forward pass."""
+        """Return the rows on which speed is measured: those of the first forward pass."""
         return list(self.batches(rows)[0].rows)
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
         """Score rows with the loaded weights; `advance` is called with the number of tokens in each completed forward pass.
 
-        If memory runs out, the rows per forward are halved from then on, unless the arm sets the batch shape. Raises
+        If memory runs out, later forwards have half as many rows, unless the arm sets the batch shape. Raises
         CannotReplay.
         """
         return self._within_memory(rows, partial(self._score, rows, advance))
@@ -230,7 +228,7 @@ class HfScorer:
             try:
                 return work()
             except (RuntimeError, MemoryError) as error:
-                if "deterministic" in str(error):  # torch's message names the operation and a workaround.
+                if "deterministic" in str(error):  # torch's message names the operation and a workaround
                     raise CannotReplay(f"arm {self.arm.name}: {first_line(error)}") from error
                 if not is_out_of_memory(error):
                     raise
@@ -278,19 +276,19 @@ class HfScorer:
             padding=self._padding,
             device=self.device,
         )
-        for batch in made if self._attended else ():  # only padded batches
+        for batch in made if self._attended else ():  # padded batches only
             batch.mask_BW[:, : self._attended], batch.mask_BW[:, self._attended :] = 1, 0  # type: ignore[union-attr]
         return made
 
     @property
     def _attended(self) -> int | None:
-        """Columns that attention sees, for rows padded as recorded; None if attention sees all columns."""
+        """Number of columns that attention sees, for rows padded as recorded; None if it sees all of them."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
     def _padding(self) -> str:
-        """The arm's padding, or the recorded padding if the arm sets none. If the arm bounds the tokens per forward
-        pass and uses no KV cache, right padding is used, which needs fewer columns."""
+        """The arm's padding. If it sets none: right if recorded, or if the arm limits the tokens per forward pass,
+        since right padding needs fewer columns; but left with a KV cache."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
@@ -348,7 +346,7 @@ class HfScorer:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if GPU or host memory ran out; torch has no exception class for the latter."""
+    """Return True if GPU or host memory ran out; torch has no exception class for host memory."""
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return True

@@ -1,4 +1,4 @@
-"""Hiding what libraries print while they build and run models, unless something fails."""
+"""Hide what libraries print while they build and run models, unless something fails."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..schemas.errors import TimTraceError
 
 _STDOUT, _STDERR = 1, 2
 _MOST_LINES = 40
-"""Number of last lines shown with an error."""
+"""Number of last output lines shown with an error."""
 
 
 @contextmanager
 def library_output_held_back() -> Iterator[TextIO]:
-    """Hold back stdout and stderr, including output of C code; yield a stream to the real stderr.
+    """Hold back stdout and stderr, including the output of C code; yield a stream to the real stderr.
 
-    If a library raises, the output is written to stderr, as it often contains the reason.
+    If a library raises, its output is written to stderr, since it often contains the reason.
     """
     with tempfile.TemporaryFile() as kept:
         try:
@@ -30,17 +30,17 @@ def library_output_held_back() -> Iterator[TextIO]:
             kept.seek(0)
             lines = kept.read().decode(errors="backslashreplace").splitlines()[-_MOST_LINES:]
             if lines and (not isinstance(error, TimTraceError) or error.__cause__ is not None):
-                print("tim-trace: libraries printed before the error:", *lines, sep="\n  ", file=sys.stderr)
+                print("tim-trace: output of libraries before the error:", *lines, sep="\n  ", file=sys.stderr)
             raise
 
 
 @contextmanager
 def _redirected(kept: BinaryIO) -> Iterator[TextIO]:
-    """Redirect stdout and stderr to the file in this context; yield the real stderr."""
+    """Redirect stdout and stderr to a file for the block; yield the real stderr."""
     _flush()
     saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
     stream = sys.stderr
-    with suppress(OSError, ValueError):  # a stream in memory has no descriptor
+    with suppress(OSError, ValueError):  # an in-memory stream has no descriptor
         if stream.fileno() == _STDERR:
             stream = os.fdopen(os.dup(_STDERR), "w", encoding=stream.encoding, errors=stream.errors, buffering=1)
     for number in saved:

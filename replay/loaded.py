@@ -1,4 +1,4 @@
-"""The model in memory: its device, the weights of one version, and the scorers attached to it."""
+"""The model in memory: its device, the version of its weights, and the scorers attached to it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .recorded import RecordedRow, RecordedRun
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
-"""Scorer of an arm: builds a model, loads weights, is attached to the model, and scores rows."""
+"""An arm's scorer: it builds a model, loads weights, attaches to the model, and scores rows."""
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
-    """Return the scorer of an arm. Raises CannotReplay if this machine cannot run it."""
+    """Return an arm's scorer. Raises CannotReplay if this machine cannot run it."""
     kinds: dict[str, type[Scorer]] = {HF: HfScorer, VLLM: VllmScorer, EXACT: ExactArmScorer}
     return kinds[arm.engine](run, arm, contract, device)
 
 
 class LoadedModel:
-    """A model shared by arms with equal load keys. It is rebuilt when a scorer needs a different model."""
+    """A model shared by arms with equal load keys. It is rebuilt when a scorer needs another model."""
 
     def __init__(self, weights: WeightReader | CheckpointReader):
         self._weights = weights
@@ -41,12 +41,10 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Seconds that loading the most recent version's weights took; 0 if an engine was started with these
-        weights."""
+        """Time to load the most recent version's weights, seconds; 0 if an engine was started with them."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], advance: Advance) -> Scored:
-        """Return the scores of rows, each with the weights of its policy version, or all with the version that the arm
-        sets.
+        """Score rows, each with the weights of its policy version, or all with the version set by the arm.
 
         `advance` is called with the number of tokens in each completed forward pass.
         """
@@ -59,7 +57,7 @@ class LoadedModel:
         return whole
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
-        """Load the model and weights that a scorer needs, unless they are loaded."""
+        """Load the model and weights that a scorer needs, unless they are already loaded."""
         if self._key != (key := scorer.key):
             self.close()
             self._model, self._key = scorer.build(), key
@@ -73,7 +71,7 @@ class LoadedModel:
             self.load_s = 0.0 if is_start else perf_counter() - start
 
     def close(self) -> None:
-        """Release the model, so that the next model fits into memory."""
+        """Release the model to make room for the next one."""
         for scorer in self._attached:
             scorer.detach()
         if hasattr(self._model, "close"):
@@ -83,20 +81,20 @@ class LoadedModel:
 
 
 def device_here() -> str:
-    """Return `cuda` if torch has a GPU, else `cpu`."""
+    """Return `cuda` if torch sees a GPU, else `cpu`."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """Return the GPUs of an actor with a model: a fraction of one, one, or several. Raises InvalidOption."""
+    """Return the number of GPUs per actor: a fraction of one, one, or several. Raises InvalidOption."""
     if ray is None:
         if gpus_per_arm is not None:
-            raise InvalidOption(f"applies to a cluster only; add {option('ray', 'auto')}", option="gpus_per_arm")
+            raise InvalidOption(f"applies only to a cluster; add {option('ray', 'auto')}", option="gpus_per_arm")
         return 0.0
     if gpus_per_arm is None:
         return 1.0 if device_here() == "cuda" else 0.0
     if gpus_per_arm < 0 or (gpus_per_arm > 1 and gpus_per_arm != int(gpus_per_arm)):
         raise InvalidOption(
-            f"got {gpus_per_arm:g}; use a fraction from 0 to 1, or a whole number", option="gpus_per_arm"
+            f"got {gpus_per_arm:g}; give a fraction from 0 to 1, or a whole number", option="gpus_per_arm"
         )
     return float(gpus_per_arm)

@@ -1,4 +1,4 @@
-"""The settings of an arm on a rebuilt transformers model: the recorded contract with the arm's changes."""
+"""An arm's settings on a rebuilt transformers model: the recorded contract with the arm's changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .settings import autocast_dtype
 
 @dataclass(frozen=True, slots=True)
 class Numerics:
-    """The settings of an arm."""
+    """The numeric settings of an arm."""
 
     arm: Arm
     recorded: Contract
@@ -26,7 +26,7 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the dtype of the built model: the arm's, or that of the parameters in the recorded forward."""
+        """dtype of the built model, as torch names it: the arm's, or the parameters' dtype in the recorded forward."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -34,24 +34,25 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """torch's name of the dtype that every weight is rounded to; None if each weight keeps its own dtype."""
+        """dtype that every weight is rounded to, as torch names it; None if each weight keeps its own."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
     def _parameters_dtype(self) -> str | None:
-        """Name of the dtype to which FSDP cast the parameters for the recorded forward."""
+        """Name of the dtype that FSDP cast the parameters to for the recorded forward."""
         return self.recorded["model"].get("parameters_dtype") or self.recorded.get("parameters_dtype")
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch's dtype to which FSDP cast buffers, rotary frequencies included; None if it did not, or if the arm has a dtype."""
+        """torch dtype that FSDP cast buffers to, rotary frequencies included; None if it did not or the arm sets
+        one."""
         return self._cast("buffers_dtype")
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch's dtype to which FSDP rounded the logprobs that the model returned; None if it did not, or if the arm has a dtype.
+        """torch dtype that FSDP rounded the model's logprobs to; None if it did not, or if the arm sets a dtype.
 
-        Logits need no rounding: the head's weights were cast, so they have that dtype already.
+        Logits need no rounding: the head's weights were cast, so logits already have that dtype.
         """
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
@@ -61,9 +62,7 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """True if rows are packed into a prefix tree, as recorded; False if they were not, or if the arm changes the
-        layout.
-        """
+        """True if rows are packed into a prefix tree, as recorded; False if not, or if the arm changes the layout."""
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -72,7 +71,7 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """True if rows are packed end to end, as recorded; False if they were not, or if the arm changes the layout."""
+        """True if rows are packed end to end, as recorded; False if not, or if the arm changes the layout."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -83,29 +82,29 @@ class Numerics:
 
     @property
     def _is_exact(self) -> bool:
-        """True for the exact engine, which has its own attention and scoring and computes each row alone."""
+        """True for the exact engine, which has its own attention and scoring, and computes each row alone."""
         return self.arm.engine == EXACT
 
     @property
     def attention(self) -> str:
-        """The model's attention implementation, as transformers names it; `exact` for that of the exact engine."""
+        """The model's attention implementation, as transformers names it; `exact` for the exact engine."""
         if self._is_exact:
             return EXACT
         if self.arm.padding == PACKED or self.is_tree:
             return packing.NAME
-        # Other attentions cannot run the recorded tree.
+        # Other attention implementations cannot run the recorded tree.
         recorded = "sdpa" if self.recorded.get("packing") == PREFIX_TREE else str(self.recorded["model"]["attention"])
         return recorded if self.arm.attention is None else KERNELS[self.arm.attention].implementation
 
     @property
     def experts(self) -> str | None:
-        """The implementation of a mixture's experts, as transformers names it; only `eager` computes in float64."""
+        """Implementation of a mixture's experts, as transformers names it; only `eager` computes in float64."""
         recorded = self.recorded["model"].get("experts")
         return "eager" if recorded and self.arm.dtype == "fp64" else recorded
 
     @property
     def uses_trl(self) -> bool:
-        """True if TRL's own code scores: always, if it supports the arm."""
+        """True if TRL's own code does the scoring, which it does whenever it supports the arm."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
@@ -125,7 +124,8 @@ class Numerics:
 
     @property
     def logits_dtype(self) -> Any:
-        """torch's dtype of the logits and everything after: the arm's, or the recorded one; None for the default."""
+        """torch dtype of logits and everything computed from them: the arm's, else the recorded; None for the
+        default."""
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])
         recorded = None if self.arm.dtype else self.recorded.get("logprobs_dtype")
@@ -133,10 +133,10 @@ class Numerics:
 
     @property
     def autocast(self) -> Any:
-        """torch's dtype of the recorded autocast; None without autocast, or if the arm sets a dtype."""
+        """torch dtype of the recorded autocast; None without autocast, or if the arm sets a dtype."""
         return None if self.arm.dtype else autocast_dtype(self.recorded)
 
     @property
     def projection_dtype(self) -> Any:
-        """torch's dtype of the head's projection; None for that of the hidden states."""
+        """torch dtype of the head's projection; None for the hidden states' dtype."""
         return torch.float32 if self.head_in_fp32 else self.autocast

@@ -1,4 +1,4 @@
-"""Rows packed into a prefix tree, as in TRL: tokens that rows share run through the model only once.
+"""Pack rows into a prefix tree, as TRL does: tokens that rows share run through the model only once.
 
 Shapes: B rows in a forward pass, W tokens in the forward pass.
 """
@@ -14,13 +14,14 @@ from .batching import PackedBatch
 from .recorded import RecordedRow
 
 _Pair = tuple[int, int | None]
-"""A token and the token after it; None in place of the latter for the last token in a row."""
+"""A token and the next token in its row; the latter is None for the row's last token."""
 
 
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:
-    """Pack rows as trl.experimental.async_grpo.packing.TreeRow (TRL 1.16) does, in this order.
+    """Pack rows in the same way as trl.experimental.async_grpo.packing.TreeRow (TRL 1.16), in this order.
 
-    Rows share a token if they agree on it, on all tokens before it and on the next one; the tree is laid out depth first.
+    Rows share a token if they agree on it, on all tokens before it and on the next one. The tree is laid out depth
+    first.
     """
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}

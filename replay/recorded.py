@@ -1,4 +1,4 @@
-"""Reading a trace for replay: the tokens in a step, their forward passes, and their recorded logprobs."""
+"""Read a trace for replay: the tokens of a step, their forward passes, and their recorded logprobs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNNEEDED = ("routing", "routing_start", "attempt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """One sequence in a step, with its row in the replayed pass."""
+    """A step's sequence, with its row in the replayed pass."""
 
     seq_id: str
     prompt_ids: np.ndarray
@@ -46,9 +46,9 @@ class RecordedRow:
     response_ids: np.ndarray
     """[T] int32: token ids of the response."""
     logprobs: np.ndarray
-    """[T] float32: log-probabilities in nats; meaningless where `scored` is false."""
+    """[T] float32: log-probabilities, nats; meaningless where `scored` is false."""
     scored: np.ndarray
-    """[T] bool: true if the pass has a logprob of this token."""
+    """[T] bool: true if the pass has a logprob for this token."""
     policy_version: int
     contract: str
     writer: str
@@ -57,24 +57,24 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """Number of times this sequence was already scored before in the same step and pass."""
+    """Number of times the same pass had scored this sequence before in this step."""
     version_assumed: str = ""
-    """Where `policy_version` was taken from if it was not recorded with the scores; empty if it was recorded."""
+    """Source of a `policy_version` that was not recorded with the scores; empty if it was recorded."""
     composition_known: bool = True
-    """True if the trace records which rows shared a forward pass; otherwise each row runs alone."""
+    """True if the trace records which rows shared a forward pass. Otherwise each row runs alone."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None
-    """Training attempt that recorded the row; None if it was recorded outside of training."""
+    """Training attempt that recorded the row; None if it was recorded outside training."""
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and response tokens."""
+        """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.response_ids)
 
 
 class RecordedRun:
-    """A local trace, opened for replay."""
+    """A local trace, open for replay."""
 
     def __init__(
         self,
@@ -86,23 +86,25 @@ class RecordedRun:
     ):
         """Open a trace. Raises TraceNotFound, NewerTrace, CannotReplay, StorageError.
 
-        `model_factory`, as `module:function`, builds a model whose class transformers does not have; `weights_from` is a folder
-        of checkpoints, for a trace without weights; `allow_kernel` lists recorded attention kernels that may be fetched from
-        the hub and run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
+        `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is a
+        folder of checkpoints, for a trace without weights. `allow_kernel` lists recorded attention kernels that may be
+        fetched from the hub and run, in addition to those in TIM_TRACE_ALLOW_KERNEL.
         """
         self.model_factory, self.weights_from = model_factory, weights_from
         self.allow_kernel = (*allow_kernel, *filter(None, os.environ.get(KERNELS_VARIABLE, "").split(",")))
         self.store = Store(trace)
         self.manifest = self.store.manifest()
         if not self.store.is_local:
-            raise CannotReplay(f"{trace}: replaying writes into the trace; copy it to this machine first")
+            raise CannotReplay(
+                f"{trace}: a replay writes to the trace, so the trace must be local; copy it to this machine first"
+            )
         self.folder = Path(self.store.root)
         adopt(self.folder)
         self.look()
         self.model, self.tokenizer = self._identities()
 
     def look(self) -> None:
-        """Take a new snapshot of the trace, which includes everything added since the last snapshot."""
+        """Take a new snapshot of the trace, with everything added since the last one."""
         self.snapshot = take_snapshot(self.store)
         self.newest = newest_attempts(self.snapshot)
         self._files = TraceFiles()
@@ -114,13 +116,12 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """Name of the pass that is scored again: the trainer's pass, or the engine's if there is no trainer pass, as in
-        traces imported from response dumps."""
+        """Name of the pass that is scored again: the trainer's or, in traces imported without it, the engine's."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
     def opening(self) -> dict[str, Any]:
-        """Keyword arguments with which another process opens the same trace."""
+        """Keyword arguments for another process to open the same trace."""
         weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
         return {
             "trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from,
@@ -140,12 +141,12 @@ class RecordedRun:
             if state.model.get("config"):
                 if not isinstance(state.model["config"], dict):
                     raise CannotReplay(
-                        f"{self.store.url}: the model's config is not a JSON object; is the trace damaged?"
+                        f"{self.store.url}: the model's config is not a JSON object; the trace may be damaged"
                     )
                 return state.model, state.tokenizer
         if self.manifest.is_import:
             raise CannotReplay(
-                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored it: "
+                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored it with: "
                 f"tim-trace weights {shlex.quote(self.store.url)} --attach VERSION DIR"
             )
         raise CannotReplay(
@@ -154,19 +155,19 @@ class RecordedRun:
         )
 
     def steps(self, pass_name: str) -> list[int]:
-        """Return the steps that have scores in a pass."""
+        """Return the steps in which a pass has scores."""
         table = self.table(SCORES, ds.field("pass") == pass_name, ["step"])
         return sorted(set(table["step"].to_pylist()))
 
     @cached_property
     def longest(self) -> int:
-        """Length of the longest sequence, in tokens, including prompt and response."""
+        """Maximum number of prompt and response tokens in a sequence."""
         lengths = self.table(SEQUENCES, ds.scalar(True), ["num_prompt_tokens", "num_response_tokens"])
         total = pc.add(*(pc.fill_null(column, 0) for column in lengths.columns))
         return int(pc.max(total).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """Return step -> sequences that have scores in a pass, whether or not the scores are sealed."""
+        """Return step -> sequences that have scores in a pass, sealed or not."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         found: dict[int, set[str]] = {step: set() for step in steps}
         for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
@@ -175,7 +176,7 @@ class RecordedRun:
         return found
 
     def unsealed(self, pass_name: str) -> list[tuple[int, str]]:
-        """Return step and sequence of the scores in a pass whose journals are not sealed yet."""
+        """Return the step and sequence of scores in a pass whose journals are not sealed yet."""
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
             return []
@@ -183,17 +184,17 @@ class RecordedRun:
         return list(zip(rows["step"].to_pylist(), rows["seq_id"].to_pylist(), strict=True))
 
     def contract(self, pass_name: str, digest: str) -> Contract:
-        """Return the contract with the given hash under which a pass was recorded. Raises CannotReplay."""
+        """Return the contract with this hash, under which a pass was recorded. Raises CannotReplay."""
         try:
             return read_contract(self.store, pass_name, digest)
         except DamagedTrace as error:
-            raise CannotReplay(f"{error}; without this contract the pass cannot be replayed") from error
+            raise CannotReplay(f"{error}; the pass cannot be replayed without this contract") from error
 
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
         """Return the contract of the replayed pass, or of another trainer pass, by its hash. Raises CannotReplay.
 
-        Model settings missing from the contract, as in a custom training loop, are taken from the model's config. The contract
-        of an engine's pass is ignored, since a replay does not run the engine's code.
+        Model settings that the contract lacks, as in a custom training loop, are taken from the model's config. An
+        engine pass's contract is ignored, since a replay does not run the engine's code.
         """
         pass_name = pass_name or self.replayed_pass
         contract = self.contract(pass_name, digest) if pass_name != ROLLOUT else {}
@@ -212,7 +213,7 @@ class RecordedRun:
 
     @cached_property
     def has_routing(self) -> bool:
-        """True if router choices of the replayed pass were recorded."""
+        """True if the router choices of the replayed pass were recorded."""
         routed = (ds.field("pass") == self.replayed_pass) & ds.field("routing").is_valid()
         return bool(self.table(SCORES, routed, ["step"]).num_rows)
 
@@ -221,19 +222,21 @@ class RecordedRun:
         if self.has_routing:
             return
         if not has_experts(self.model["config"]):
-            raise CannotReplay(f"routing recorded: {self.store.url} has a model that is not a mixture of experts")
+            raise CannotReplay(
+                f"routing recorded: the model of {self.store.url} is not a mixture of experts; drop this option"
+            )
         raise CannotReplay(
-            f"routing recorded: {self.store.url} has no router choices of pass {self.replayed_pass!r}; record them with "
-            "tim-trace record --routing, or Recorder.add_scores(routing=...)"
+            f"routing recorded: {self.store.url} has no router choices for pass {self.replayed_pass!r}; record them "
+            "with tim-trace record --routing, or Recorder.add_scores(routing=...)"
         )
 
     def check_adapter(self, adapter: str | None) -> None:
-        """Raise CannotReplay if an arm turns adapters off or merges them, and the model has no adapters."""
+        """Raise CannotReplay if an arm turns adapters off or merges them, but the model has none."""
         if adapter is not None and not self.model.get("adapters"):
-            raise CannotReplay(f"adapter {adapter}: {self.store.url} has a model without adapters")
+            raise CannotReplay(f"adapter {adapter}: the model of {self.store.url} has no adapters; drop this option")
 
     def routing(self, rows: Sequence[RecordedRow]) -> list[Routing]:
-        """Return the experts selected for each token in each row.
+        """Return the experts selected for each token of each row.
 
         Raises CannotReplay if they were not recorded, and DamagedTrace.
         """
@@ -245,14 +248,13 @@ class RecordedRun:
         return read_routing(self.store, places)
 
     def step(self, step: int, pass_name: str | None = None) -> list[RecordedRow]:
-        """Return the rows that a step has in the replayed pass, or in another pass, in the order of their forward
-        passes.
+        """Return a step's rows in the replayed pass, or in another pass, in the order of their forward passes.
 
         Raises CannotReplay.
         """
         pass_name = pass_name or self.replayed_pass
         if not 0 <= step < 1 << 40:
-            raise CannotReplay(f"{self.store.url}: step {step:,} is out of range; is the trace damaged?")
+            raise CannotReplay(f"{self.store.url}: step {step:,} is out of range; the trace may be damaged")
         named = ["seq_id", "prompt_ids", "response_ids", "policy_version"]
         sequences = self.table(SEQUENCES, ds.field("step") == step, named)
         columns = [
@@ -301,7 +303,7 @@ class RecordedRun:
             is_bare = "policy_version" in lacking and not self.weights.versions
             raise CannotReplay(
                 f"{self.store.url}: step {step}, sequence {given['seq_id']!r}, pass {pass_name!r}: {', '.join(lacking)} "
-                "not recorded, so the forward cannot be rebuilt"
+                "not recorded, so its forward pass cannot be rebuilt"
                 + ("; attach the weights: tim-trace weights RUN --attach 0 DIR" if is_bare else "")
             )
         prompt_ids, response_ids, _ = tokens[given["seq_id"]]
@@ -315,7 +317,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return some columns of the table rows that meet a condition, from the newest attempt at each step."""
+        """Return the given columns of the table rows that meet a condition, from the newest attempt at each step."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:
@@ -328,7 +330,9 @@ class RecordedRun:
             )
         except (pa.ArrowException, OSError) as error:
             where = ", ".join(self.store.shown(name) for name in paths[:1])
-            raise self._files.error or DamagedTrace(f"{where}: cannot be read ({first_line(error)})") from error
+            raise self._files.error or DamagedTrace(
+                f"{where}: cannot be read ({first_line(error)}); restore it from a copy"
+            ) from error
         if not self.newest:
             return rows
         newest = pa.array([self.newest.get(step) for step in rows["step"].to_pylist()], pa.int32())
@@ -341,6 +345,6 @@ class RecordedRun:
 
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
-    """Describe each policy version that was assumed because it was not recorded with the scores."""
+    """Describe each policy version that was assumed because none was recorded with the scores."""
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
     return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]

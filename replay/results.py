@@ -1,4 +1,4 @@
-"""Results of a replay, and the plan of one: the remaining work, and its expected duration."""
+"""Results of a replay, and its plan: the remaining work and the expected time."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from .sample import Sample
 
 @dataclass(slots=True, kw_only=True)
 class ArmPlan:
-    """The work that remains to be done under one arm."""
+    """Work that remains for one arm."""
 
     arm: str
     num_steps: int = 0
-    """Number of steps with sequences that have no score yet."""
+    """Number of steps in which some sequences have no score yet."""
     num_sequences: int = 0
-    """Number of sequences that have no score yet."""
+    """Number of sequences without a score."""
     num_tokens: int = 0
-    """Number of prompt and response tokens that run through the model, including those of rows that only share a
-    forward pass with a missing sequence."""
+    """Number of tokens to run through the model, including rows that only share a forward pass with a missing one."""
     num_versions: int = 0
-    """Number of times that weights are loaded: once per change of policy version."""
+    """Number of times weights are loaded: once per change of policy version."""
     tokens_per_s: float | None = None
-    """Tokens per second, measured on the first rows; None until measured."""
+    """Throughput measured on the first rows, tokens per second; None until measured."""
     load_s: float | None = None
-    """Measured seconds to load the weights of one policy version; None until measured."""
+    """Measured time to load the weights of one policy version, seconds; None until measured."""
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time in a single process, seconds; None until the pace is known."""
+        """Estimated time in a single process, seconds; None until the throughput is known."""
         if not self.num_tokens:
             return 0.0
         if self.tokens_per_s is None:
@@ -42,13 +41,13 @@ class ArmPlan:
 
 
 class ReplayPlan(list[ArmPlan], Table):
-    """The work that remains to be done under each arm."""
+    """Work that remains for each arm."""
 
     _text = "tim_trace.analysis.replay_text:plan_text"
 
     @property
     def seconds(self) -> float | None:
-        """Estimated time for all arms, seconds; None until the pace is known."""
+        """Estimated time for all arms, seconds; None until the throughput is known."""
         known = [arm.seconds for arm in self]
         return None if None in known else sum(seconds or 0.0 for seconds in known)
 
@@ -59,29 +58,26 @@ class ReplayPlan(list[ArmPlan], Table):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedStep:
-    """One step under one arm, compared with the replayed pass (`train` if recorded): d = replay - train, nats.
+    """One step under one arm, compared with the pass that is replayed (`train` if recorded): d = replay - train, nats.
 
-    If the identity arm was refused, it has no tokens and d is NaN.
+    If the identity arm was refused, there are no tokens and d is NaN.
     """
 
     arm: str
     step: int
     num_tokens: int
     num_equal: int
-    """Number of tokens whose logprob has the same bits as the recorded one."""
+    """Number of tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
-    """True if replaying this step as recorded reproduced every bit. Only then are the differences d due to the arm
-    alone."""
+    """True if replaying this step as recorded reproduced every bit. Only then is d due to the arm alone."""
     not_held: str | None = None
-    """Reason why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run
-    here), a code of `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
+    """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
+    code in `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
     `unexplained`; None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm only, if bits differ: the contract fields that differ, or the reason why the replay was
-    refused.
-    """
+    """For the identity arm, if bits differ: the contract fields that differ, or the reason of a refusal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +88,7 @@ class ReplayedArm:
     num_steps: int
     num_tokens: int
     share_equal: float
-    """Share of tokens whose logprob has the same bits as the recorded one."""
+    """Share of tokens whose logprob matches the recorded one bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: int
@@ -100,7 +96,7 @@ class ReplayedArm:
 
 
 class ReplayedSteps(list[ReplayedStep], Table):
-    """The results of all steps under all arms."""
+    """The results of every step under every arm."""
 
     def __init__(
         self, steps: Iterable[ReplayedStep] = (), *, sample: Sample | None = None, plan: ReplayPlan | None = None
@@ -109,7 +105,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
         self.plan = ReplayPlan() if plan is None else plan
         """The planned work, with time estimates after a dry run."""
         self.sample = sample
-        """The sample, if only a sample was scored; the steps then describe only the sampled sequences."""
+        """The sample, if only a sample was scored; the steps then cover only its sequences."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 
@@ -119,7 +115,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
 
 
 def by_arm(results: Sequence[ReplayedStep]) -> list[ReplayedArm]:
-    """Return a summary of each arm over its steps."""
+    """Summarise each arm over its steps."""
     summaries = []
     for name in dict.fromkeys(result.arm for result in results):
         steps = [result for result in results if result.arm == name]

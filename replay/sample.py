@@ -1,4 +1,4 @@
-"""Draw a random share of a trace's sequences, in whole prompt groups spread over the steps.
+"""Draw a random share of a trace's sequences: whole prompt groups, spread over the steps.
 
 Shapes: G groups in a step.
 """
@@ -18,36 +18,34 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Seed used for every sample. A trace always gives the same groups, and a larger sample includes every smaller one."""
+"""Seed of every sample, so that a trace always gives the same groups and a larger sample includes every smaller one."""
 STEPS_AT_ONCE = 64
-"""Number of steps whose sequences are read at a time while a sample is drawn or a replay is planned."""
+"""Number of steps whose sequences are read at a time when a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1, used to offset each step's places: its multiples modulo 1 are evenly spread over [0, 1),
-whichever steps are chosen.
-"""
+"""Golden ratio minus 1, which offsets each step's places: its multiples modulo 1 are evenly spread over [0, 1),
+whichever steps are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The length of one sequence in a step, and the forward pass in which it was recorded."""
+    """The length of a step's sequence, and the forward pass that it was recorded in."""
 
     seq_id: str
     group: str
-    """Its prompt group; a sequence without a group_id is its own group."""
+    """Prompt group; a sequence without a group_id is its own group."""
     num_tokens: int
     """Number of prompt and response tokens."""
     version: int
     """Policy version; -1 if it was not recorded."""
     forward: tuple[str, int | None]
-    """Writer that recorded the forward pass, and the index of the forward pass at that writer; the index is None if it
-    was not recorded."""
+    """Writer that recorded the forward pass, and the pass's index at that writer; None if it was not recorded."""
 
 
 Row = TypeVar("Row", RecordedRow, Extent)
 
 
 def extents(run: RecordedRun, steps: Sequence[int]) -> Iterator[tuple[int, list[Extent]]]:
-    """Yield each step with the sizes of its sequences in the replayed pass.
+    """Yield each step with the extents of its sequences in the replayed pass.
 
     At most STEPS_AT_ONCE steps are read at a time.
     """
@@ -78,7 +76,7 @@ class Sample:
     share: float
     seed: int
     steps: dict[int, dict[str, str]]
-    """Step -> drawn sequence -> its group. Steps without a drawn group are missing."""
+    """Step -> drawn sequence -> its group. Steps in which no group was drawn are absent."""
     num_groups: int
     """Number of groups in all requested steps."""
     num_sequences: int
@@ -93,12 +91,11 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """Entry that a sampled pass adds to its contract. The entry does not depend on the share, so that a sample can
-        be extended."""
+        """Entry that a sampled pass adds to its contract; independent of the share, so that samples can be extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows of a step that are in the sample."""
+        """Return the step's rows that are in the sample."""
         return [row for row in rows if row.seq_id in self.steps[step]]
 
 
@@ -114,17 +111,16 @@ def parse_sample(text: str | float) -> float:
         wanted = float("nan")
     if not isfinite(wanted) or wanted <= 0 or (wanted >= 1 and wanted != int(wanted)):
         raise InvalidOption(
-            f"got {str(text)!r}; use a fraction below 1, such as 0.01, or a number of sequences, such as 500",
+            f"got {str(text)!r}; give a fraction below 1, such as 0.01, or a number of sequences, such as 500",
             option="sample",
         )
     return wanted
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
-    """Draw a sample from the sequences in the replayed pass at these steps; `wanted` is the result of parse_sample.
-
+    """Draw a sample of the replayed pass's sequences at these steps; `wanted` is the result of parse_sample.
     Raises InvalidOption if no sequence is drawn.
-    """
+    Raises InvalidOption if no sequence is drawn."""
     groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
     for step, rows in extents(run, steps):
         for row in rows:
@@ -139,14 +135,14 @@ def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample
             found[step] = {seq_id: group for group in drawn for seq_id in of_step[group]}
     if not found:
         raise InvalidOption(
-            f"no group was drawn: these steps have {number:,} groups of {total:,} sequences; use a larger share",
+            f"no group was drawn: these steps have {number:,} groups with {total:,} sequences; use a larger share",
             option="sample",
         )
     return Sample(share=share, seed=SEED, steps=found, num_groups=number, num_sequences=total, num_steps=len(steps))
 
 
 def places(step: int, groups: Sequence[str], seed: int) -> dict[str, float]:
-    """Return group -> place in [0, 1). Places are evenly spaced in random order.
+    """Return group -> place in [0, 1). Places are evenly spaced, in random order.
 
     A sample consists of the groups whose place is below its share. Over all seeds, each place is uniformly distributed.
     Of G groups, G * share are drawn, rounded up or down at random.

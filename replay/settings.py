@@ -1,4 +1,4 @@
-"""The torch settings under which a pass was recorded, applied again while the pass is replayed."""
+"""The torch settings of a recorded pass, applied again while the pass is replayed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
 """Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic algorithms with cuBLAS; no effect on a CPU."""
 _cuda_began: list[str | None] = []
-"""First element: CUBLAS_WORKSPACE_CONFIG at the time CUDA started in this process; empty before that."""
+"""First element: CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty before that."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
-    """Return name of a recorded setting -> its setter, in the order in which the settings must be applied."""
+    """Return recorded setting -> its setter, in the order in which the settings must be applied."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
 
     return {
@@ -53,25 +53,22 @@ def switches() -> dict[str, Callable[[Any], object]]:
 
 
 def autocast_dtype(contract: Contract) -> Any:
-    """Return the autocast dtype of a recorded pass.
-
-    Return None if the pass did not use autocast, or used it with float32, which has no effect.
-    """
+    """Return the autocast dtype of a recorded pass; None without autocast, or with float32, which has no effect."""
     name = str(contract["torch"].get("autocast_dtype")).removeprefix("torch.")
     return None if name in ("None", "float32") else getattr(torch, name)
 
 
 def autocast(device: Any, dtype: Any) -> Any:
-    """Return a context manager for autocast to the torch dtype `dtype`, or a null context if `dtype` is None."""
+    """Return a context manager that autocasts to the torch dtype `dtype`; it does nothing if `dtype` is None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value in this context.
+    """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value for the block.
 
-    CUDA reads the variable when CUDA starts. If no value was recorded, the value that torch requires is set for
-    deterministic algorithms. The previous value is restored afterwards.
+    CUDA reads the variable when it starts. If none was recorded, deterministic algorithms get the value that torch
+    requires. The previous value is restored afterwards.
     """
     before = os.environ.get(CUBLAS)
     wanted = recorded.get("cublas_workspace_config", before)
@@ -82,8 +79,8 @@ def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
         if wanted != _cuda_began[0]:
             began = "without it" if _cuda_began[0] is None else f"with {_cuda_began[0]}"
             warnings.warn(
-                f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} here, but CUDA started {began} in this process; replay this arm "
-                "in its own process if its last bits matter",
+                f"arm {arm.name}: {CUBLAS} is {wanted or 'not set'} here, but CUDA started {began} in this process; "
+                "if the last bits matter, replay this arm in its own process",
                 TimTraceWarning,
                 stacklevel=3,
             )
@@ -103,8 +100,7 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings with the arm's changes in this context, and restore the previous settings
-    afterwards."""
+    """Apply the recorded settings with the arm's changes for the block; restore the previous ones afterwards."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:
@@ -122,7 +118,7 @@ def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
 
 
 def used_settings(recorded: Mapping[str, Any], arm: Arm) -> dict[str, Any]:
-    """Return the torch settings that are in effect under an arm."""
+    """Return the torch settings in effect under an arm."""
     with settings(recorded, arm):
         found = torch_settings()
     return found | ({"cublas_workspace_config": _cuda_began[0]} if _cuda_began else {})
@@ -133,6 +129,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A torch build without CUDA has fewer libraries. The arm's contract then records the library in use.
+        # A torch build without CUDA has fewer libraries. The arm's contract records the one that is used.
         with suppress(RuntimeError):
             change(value)

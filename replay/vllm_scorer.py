@@ -1,4 +1,4 @@
-"""Scoring an arm with vLLM."""
+"""Score an arm with vLLM."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .numerics import Numerics
 from .recorded import RecordedRow, RecordedRun
 
 _PROBE_ROWS = 32
-"""Number of rows on which the pace is measured."""
+"""Number of rows on which speed is measured."""
 
 
 class VllmScorer:
-    """Scorer of an arm with a vLLM engine that has the recorded arguments and the arm's changes."""
+    """Scorer of an arm, with a vLLM engine that has the recorded arguments and the arm's changes."""
 
     substitution: str | None = None
 
@@ -44,14 +44,13 @@ class VllmScorer:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Arms with equal keys share an engine."""
+        """Key of the engine that the arm needs; arms with equal keys share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self.decodes, self.arm.adapter)
 
     @property
     def dtype(self) -> str:
-        """torch's name for the engine's dtype: the one set by the arm, else that of the recorded engine, else the
-        trainer's."""
+        """Engine dtype, as torch names it: the arm's, else the recorded engine's, else the trainer's."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype
@@ -63,7 +62,7 @@ class VllmScorer:
 
     def _arguments(self) -> dict[str, Any]:
         arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
-        # The value the engine derived for a default matters too: compiled kernels give other bits.
+        # The value that the engine derives for a default matters too: kernels compiled for another one give other bits.
         model_config = (self.rollout.get("config") or {}).get("model_config") or {}
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
@@ -83,7 +82,7 @@ class VllmScorer:
         }
         arguments |= {name: value for name, value in changed.items() if value is not None}
         if self.arm.batch_tokens is not None:
-            # vLLM refuses more sequences at a time than tokens.
+            # vLLM does not accept more sequences at a time than tokens.
             most = min(self.arm.batch_tokens, arguments.get("max_num_seqs") or self.arm.batch_tokens, 256)
             arguments |= {
                 "max_num_batched_tokens": self.arm.batch_tokens,
@@ -96,13 +95,12 @@ class VllmScorer:
         return arguments
 
     def build(self) -> VllmEngine:
-        """Return a vLLM engine that is started only when it gets its first weights."""
+        """Return a vLLM engine, which starts only when it gets its first weights."""
         config = trusted.safe_config(config_of(self.run.model))
         return VllmEngine(config, self._arguments(), decodes=self.decodes, device=self.device)
 
     def put(self, engine: VllmEngine, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, with adapters merged. vLLM rounds the weights to the engine's dtype. Raises
-        CannotReplay."""
+        """Load a version's weights, with adapters merged, in the engine's dtype. Raises CannotReplay."""
         engine.put(self._weights(tensors))
 
     def attach(self, engine: VllmEngine, shared: Any = None) -> Any:
@@ -115,17 +113,17 @@ class VllmScorer:
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows` in a step, here `rows` themselves."""
+        """Return the rows that must run to score `rows`: only `rows` themselves."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows on which the pace is measured."""
+        """Return the rows on which speed is measured."""
         return rows[:_PROBE_ROWS]
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Return the scores of rows under the loaded weights.
+        """Score rows with the loaded weights.
 
-        The temperature is applied here, since vLLM returns logprobs before temperature.
+        The temperature is applied here, since vLLM returns logprobs from before the temperature.
         """
         assert self._engine is not None
         values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)

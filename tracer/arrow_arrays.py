@@ -1,7 +1,7 @@
-"""Build Arrow arrays of numbers and texts directly from buffers.
+"""Build Arrow arrays of numbers and text directly from buffers.
 
-`pa.array` and `pa.scalar` import pandas to inspect their input: 0.3 to 1 s during training, with the GIL held. These
-functions avoid that and take a few microseconds per array.
+`pa.array` and `pa.scalar` import pandas to inspect their input, which takes 0.3 to 1 s during training, with the GIL
+held. These functions avoid that and take a few microseconds per array.
 
 Shapes: B values.
 """
@@ -19,7 +19,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | None = None) -> pa.Array:
-    """Return an Arrow array [B] of numbers, flags or times, NULL where not valid; shared if the dtype matches."""
+    """Return an Arrow array [B] of numbers, flags or times, NULL where not valid; zero-copy if the dtype matches."""
     if pa.types.is_boolean(type):
         buffer = pa.py_buffer(np.packbits(np.asarray(values_B, bool), bitorder="little"))
     else:
@@ -29,7 +29,7 @@ def number_array(values_B: np.ndarray, type: pa.DataType, valid_B: np.ndarray | 
 
 
 def text_array(texts: Sequence[str | None]) -> pa.Array:
-    """Return an Arrow array [B] of texts; None becomes NULL."""
+    """Return an Arrow array [B] of strings; None becomes NULL."""
     known = ["" if text is None else text for text in texts]
     joined = "".join(known)
     lengths = [len(text) for text in known] if joined.isascii() else [len(text.encode()) for text in known]

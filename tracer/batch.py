@@ -20,7 +20,7 @@ from .staging import is_tensor, to_numpy
 
 
 class Batch:
-    """The sequences of one `add_sequences` call, to pass to `add_scores`; rows are numbered in the order given."""
+    """The sequences of one `add_sequences` call, to be passed to `add_scores`; rows are numbered in the order given."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Batch:
         self.folder = folder
         """Folder of the trace that the sequences were recorded in; None if unknown."""
         self.width_without_mask: int | None = None
-        """Width of the [B, T] batch of responses if the batch was given without a mask; else None."""
+        """Width of the [B, T] batch of responses if it was given without a mask; else None."""
         self.refusal: str | None = None
         """The reason why the batch's sequences were rejected; None if they have not been."""
         self._padding: Padding | None = None
@@ -54,7 +54,7 @@ class Batch:
 
     @property
     def is_resolved(self) -> bool:
-        """True if the response lengths are already on the host."""
+        """True if the response lengths are on the host."""
         return self._lengths is not None
 
     def resolve(self, lengths: np.ndarray, padding: Padding | None, prompt_lengths: np.ndarray | None = None) -> None:
@@ -65,13 +65,13 @@ class Batch:
         """Raise InvalidRecord unless the batch's sequences were recorded in this trace."""
         if self.folder is not None and self.folder != folder and not self.folder.samefile(folder):
             raise InvalidRecord(
-                f"step {self.step}: the batch was recorded in {self.folder}, but this recorder writes {folder}; add its "
-                "scores with the recorder that returned it"
+                f"step {self.step}: the batch was recorded in {self.folder}, but this recorder writes to {folder}; "
+                "add its scores with the recorder that returned the batch"
             )
         if self.refusal is not None:
             raise InvalidRecord(
-                f"step {self.step}: this batch was rejected ({self.refusal}); correct the call of add_sequences, and add "
-                "the scores to the batch that it returns"
+                f"step {self.step}: this batch was rejected ({self.refusal}); fix the add_sequences call, and add the "
+                "scores to the batch that it returns"
             )
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
@@ -98,7 +98,9 @@ class Batch:
             raise InvalidRecord(f"step {self.step}, rows: got {shown(rows)}; give a list of row numbers{hint}")
         numbers = numbers.astype(np.int64)
         if len(numbers) and not (numbers.min() >= 0 and numbers.max() < len(self)):
-            raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80} for a batch of {len(self)} sequences")
+            raise InvalidRecord(
+                f"step {self.step}, rows: got {rows!r:.80}; give row numbers from 0 and below {len(self)}"
+            )
         if len(np.unique(numbers)) != len(numbers):
             raise InvalidRecord(f"step {self.step}, rows: got {rows!r:.80}; give each row's number once")
         return numbers
@@ -115,14 +117,14 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count another scoring of these rows; return how often each had been scored. Only `current` repeats."""
+        """Count another scoring of these rows, and return how often each had been scored. Only `current` may repeat."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
             row = int(rows[np.flatnonzero(iteration)[0]])
             raise InvalidRecord(
-                f"step {self.step}, sequence {self.seq_ids[row]!r}: scores of pass {pass_name!r} were already added; a "
-                f"pass scores a sequence once, only {CURRENT!r} once per inner iteration"
+                f"step {self.step}, sequence {self.seq_ids[row]!r}: pass {pass_name!r} has already scored it; a pass "
+                f"scores each sequence once, except {CURRENT!r}, which may score it once per inner iteration"
             )
         counts[rows] += 1
         return iteration
@@ -151,7 +153,7 @@ class SequenceNames:
         known = by_step.get(step, set())
         if len(set(names)) != len(names) or not known.isdisjoint(names):
             name = next(name for row, name in enumerate(names) if name in known or name in names[:row])
-            raise InvalidRecord(f"step {step}, sequence {name!r}: occurs twice; (step, seq_id) must be unique")
+            raise InvalidRecord(f"step {step}, sequence {name!r}: occurs twice; seq_id must be unique within a step")
         known.update(names)
         by_step[step] = known
         self.known, self.step = by_step, step
@@ -160,22 +162,22 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Minimum run of one token at a row's edge that may be padding; the model itself writes a single end token."""
+"""Minimum number of equal tokens at a row's edge that may be padding; the model itself writes a single end token."""
 MIN_LONGEST_RUN = 4
-"""Minimum length of a batch's longest run of one token for a padding warning; chance repeats are shorter."""
+"""Minimum length of a batch's longest run of equal tokens for a padding warning; chance repeats are shorter."""
 MIN_SHARE = 0.25
-"""Minimum share of rows that begin or end with repeats of one token for a padding warning; padding is in most rows."""
+"""Minimum share of rows that start or end with the same repeated token for a padding warning."""
 
 Warn = Callable[[str, str], None]
-"""Function that is called with a key, so that each warning is given only once, and the warning's sentence."""
+"""Function called with a key, so that each warning is given only once, and with the warning's text."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
-    """Return the padding of `response` or `prompt` ids, or None for lists; warn if ids without a mask look padded.
+    """Return the padding of `response` or `prompt` ids, or None for lists. Warn if ids without a mask look padded.
 
-    `warn` is None for a framework's data, which comes with masks and may have empty rows.
+    `warn` is None for data from a framework, which always has masks and may have empty rows.
 
-    Raises InvalidRecord for a mask without a batch, and for one that leaves no token.
+    Raises InvalidRecord for a mask without a batch, or a mask without any token.
     """
     name = f"{side}_attention_mask"
     if mask is None:
@@ -197,16 +199,16 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
         warn(
             f"{name} of empty rows",
             f"{where}, {name}: row {empty[0]} contains only 0 ({len(empty)} of {len(padding.lengths)} rows do), so it "
-            f"is recorded without tokens; to exclude tokens from the loss, use response_mask",
+            f"is recorded without tokens; to exclude tokens from the loss, use response_mask instead",
         )
     return padding
 
 
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
-    """Return a sentence on cells in a [B, T] batch that look like padding; None if there are none.
+    """Return a warning about cells in a [B, T] batch that look like padding; None if none do.
 
-    Rows look padded if they begin or end in repeats of one token, the same in all of them, and some row does not. The
-    model may also repeat itself, so this is a warning and not an error.
+    Rows look padded if they start or end with repeats of one token, the same in all of them, and at least one row does
+    not. The model may also repeat itself, so this is a warning, not an error.
     """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":
@@ -229,6 +231,6 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
 
 
 def _runs(cells: np.ndarray) -> np.ndarray:
-    """Return [B]: the length of the run of equal cells at the beginning of each row."""
+    """Return [B]: number of equal cells at the start of each row."""
     other = cells != cells[:, :1]
     return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

@@ -1,4 +1,4 @@
-"""Distribute work over the actors of a Ray cluster; besides the recording hook, the only module that imports ray."""
+"""Distribute work over the actors of a Ray cluster; apart from the recording hook, the only module that imports ray."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address that means the cluster to which this machine belongs."""
+"""Address of the cluster that this machine belongs to."""
 LOCAL = "local"
-"""Address that means a temporary cluster on this machine, which is stopped after the work."""
+"""Address of a temporary cluster on this machine, which is stopped after the work."""
 STORE_BYTES = 10**8
-"""Size of a local cluster's object store in bytes; it can be small, since units and results are small."""
+"""Size of a local cluster's object store, bytes; small, because units and results are small."""
 CONNECT_S = 10.0
 """Connection timeout, seconds."""
 TRIES = 3
 """Number of actors that may die while running the same unit before the work fails."""
 LOOK_S = 10.0
-"""Time without a result after which to check whether an actor fits on any node, seconds."""
+"""Time without a result after which to check whether any node has room for an actor, seconds."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 """Maximum length of a unit's name in an error message, characters."""
 PATIENCE = 6
-"""Number of checks in a row without room on any node before the work fails; autoscaling needs time."""
+"""Number of consecutive checks without room on any node before the work fails; autoscaling takes time."""
 
 HELD_UP = 3
 """Number of consecutive checks without a running actor before a warning reports the missing resources."""
 
 
 class Worker(Protocol):
-    """Code that runs units in an actor; the worker is pickled and sent to the actor before the first unit."""
+    """Code that runs units in an actor; it is pickled and sent to the actor before the first unit."""
 
     def run(self, unit: Any) -> Any:
         """Run one unit and return its result. If this worker dies, another worker runs the unit again."""
@@ -56,18 +56,16 @@ class Worker(Protocol):
 
 
 class _Held:
-    """The actor: holds a worker and returns the worker's errors as values."""
+    """The actor: holds a worker, and returns the worker's errors as values."""
 
     _worker: Worker
 
     def ready(self, version: str, says_options: bool, worker: list[Any]) -> TimTraceError | None:
-        """Unpickle the worker behind a reference. Fails if this node's version of tim-trace differs from the
-        driver's.
-        """
+        """Unpickle the worker behind a reference. Returns an error if tim-trace's version differs from the driver's."""
         if version != __version__:
             return ClusterFailed(
-                f"node {socket.gethostname()} has tim-trace {__version__}, and this process {version}; install the same version on every "
-                f"node (pip install 'tim-trace[ray]=={version}')"
+                f"node {socket.gethostname()} has tim-trace {__version__}, but this process has {version}; install "
+                f"the same version on every node (pip install 'tim-trace[ray]=={version}')"
             )
         import ray
 
@@ -93,7 +91,7 @@ class _Held:
 
 
 def _for_driver(error: TimTraceError | OSError) -> TimTraceError:
-    """Return an actor's error, with a remedy if the node cannot read or write paths that the driver can."""
+    """Return an actor's error; if the node cannot access paths that the driver can, add a remedy."""
     if isinstance(error, FileNotFoundError) or isinstance(error.__cause__, FileNotFoundError):
         remedy = "the trace and the imported files must be at the same path or URL on every node"
     elif not isinstance(error, TimTraceError):
@@ -108,11 +106,13 @@ def run_units(
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and result of each unit, in the order in which the units finish.
 
-    `address` is LOCAL, `auto` or `host:port`; without one, the worker runs all units in this process. The units are shared by all actors that the cluster has room for, each with a copy of
-    `worker`; `num_cpus` per actor is capped at the largest node. A unit whose actor or node dies is given to
-    another. A worker's errors are raised here.
+    `address` is LOCAL, `auto` or `host:port`; without one, the worker runs all units in this process. The cluster runs
+    as many actors as it has room for, each with a copy of `worker`, and they share the units; `num_cpus` per actor is
+    capped at the largest node. A unit whose actor or node dies is given to another actor. A worker's errors are raised
+    here.
 
-    Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or a unit kills TRIES actors.
+    Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or TRIES actors die
+    on a unit.
     """
     if address is None:
         with closing(worker):
@@ -141,7 +141,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray for the block, unless connected or without an address. Raises NotInstalled and InvalidOption."""
+    """Connect to Ray for the block, unless connected or without an address. Raises NotInstalled, InvalidOption."""
     if address is None:
         yield None
         return
@@ -165,13 +165,13 @@ def connected(address: str | None) -> Iterator[Any]:
     except (OSError, RuntimeError, ValueError) as error:
         if "ersion mismatch" in str(error):
             raise InvalidOption(
-                f"the cluster at {address!r} has different versions from this process ({_on_one_line(error)}); install "
-                f"the same versions here",
+                f"the cluster at {address!r} and this process have different versions ({_on_one_line(error)}); install "
+                f"the cluster's versions here",
                 option="ray",
             ) from error
         token = ""
         if isinstance(error, ConnectionError) and "Failed to connect to Ray cluster" in str(error):
-            token = f"set RAY_AUTH_MODE=token if the cluster requires a token (the default since Ray 2.60), or use {AUTO!r} on one of its nodes; "
+            token = f"if it requires a token, set RAY_AUTH_MODE=token or use {AUTO!r} on one of its nodes; otherwise "
         raise InvalidOption(
             f"no cluster answers at {address!r} ({_on_one_line(error)}); {token}start one (ray start --head), or use "
             f"{LOCAL!r} for a cluster on this machine",
@@ -208,7 +208,7 @@ def _without_tips() -> Iterator[None]:
 
 
 class _Pool:
-    """The actors in the cluster, and the unit that each is running."""
+    """The cluster's actors, and the unit that each one is running."""
 
     def __init__(self, ray: Any, worker: Worker, num_cpus: int, num_gpus: float, num_units: int):
         self._ray, self._num_gpus = ray, num_gpus
@@ -236,15 +236,16 @@ class _Pool:
             if held_up == HELD_UP and self.room:
                 free = self._ray.available_resources().get("CPU", 0.0)
                 warnings.warn(
-                    f"no actor has started for {held_up * LOOK_S:g} s: {free:g} CPUs of the cluster are free and one needs "
-                    f"{self._num_cpus:g}; waiting until other jobs end; or stop and run the command without a cluster",
+                    f"no actor has started for {held_up * LOOK_S:g} s: the cluster has {free:g} free CPUs and an "
+                    f"actor needs {self._num_cpus:g}; wait until other jobs end, or stop and run the command without "
+                    "a cluster",
                     TimTraceWarning,
                     stacklevel=2,
                 )
             if empty >= PATIENCE:
                 raise ClusterFailed(
-                    f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor (the largest: "
-                    f"{self._most('CPU'):g} CPUs, {self._most('GPU'):g} GPUs); add a node"
+                    f"no node of the cluster has {self._num_cpus:g} CPUs and {self._num_gpus:g} GPUs for an actor "
+                    f"(largest node: {self._most('CPU'):g} CPUs, {self._most('GPU'):g} GPUs); add a larger node"
                     + (f", or request less with {option('gpus_per_arm', 'N')}" if self._num_gpus else "")
                 )
             for reference in ended:
@@ -259,15 +260,17 @@ class _Pool:
                         stillborn += 1
                         if stillborn >= TRIES:
                             raise ClusterFailed(
-                                f"{TRIES} actors died before they were ready ({_last_line(error)}); is tim-trace {__version__}, and "
-                                "everything the options refer to, installed on every node?"
+                                f"{TRIES} actors died before they were ready ({_last_line(error)}); check that "
+                                f"tim-trace {__version__} and everything the options refer to are installed on every "
+                                "node"
                             ) from error
                     else:
                         deaths[unit] += 1
                         if deaths[unit] >= TRIES:
                             raise ClusterFailed(
                                 f"{TRIES} actors died while running the same unit "
-                                f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}); did a node run out of memory?"
+                                f"({shorten(str(units[unit]), _UNIT_CHARACTERS)}); check whether a node ran out of "
+                                "memory"
                             ) from error
                         waiting.appendleft(unit)
                     continue
@@ -279,7 +282,7 @@ class _Pool:
                     yield unit, result
 
     def close(self) -> None:
-        """Let each worker finish its pending writes; workers that died had already returned their results."""
+        """Let each worker finish its pending writes. Workers that died had already returned their results."""
         for reference in [actor.close.remote() for actor in self._idle]:
             try:
                 error = self._ray.get(reference)
@@ -299,7 +302,7 @@ class _Pool:
             )(_Held)
             actor = kind.remote()
         self._actors.append(actor)
-        # The reference is in a list, so that the actor itself dereferences it.
+        # The reference is in a list so that the actor itself dereferences it.
         self._running[actor.ready.remote(__version__, speaks_options(), [self._worker])] = None, actor
 
     def _replace(self, actor: Any) -> None:

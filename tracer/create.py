@@ -1,9 +1,9 @@
-"""Create or replace the folder of a trace. A folder is replaced only if it holds a trace and nothing else.
+"""Create or replace a trace's folder. A folder is replaced only if it holds a trace and nothing else.
 
-One of the two traces survives if the process dies at any moment. The old trace is moved to `.tmp-replacing-*`, manifest
-first, which is renamed to `.tmp-replaced-*` when complete. The new trace's manifest is written last. So a folder without a
-manifest holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new one, with the complete
-old one in `.tmp-replaced-*`; `put_back` undoes both.
+One of the two traces survives even if the process dies. The old trace is moved to `.tmp-replacing-*`, manifest first;
+once complete, that folder is renamed `.tmp-replaced-*`. The new trace's manifest is written last. So a folder without
+a manifest holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new one, with the
+complete old one in `.tmp-replaced-*`; `put_back` undoes both.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NAMED = 3
 
 @contextmanager
 def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Create the folder of a new trace and yield its absolute path; on an error the previous content is restored.
+    """Create the folder of a new trace and yield its absolute path; an error restores the previous content.
 
-    With `force` an existing trace is replaced: it is moved aside, and removed once the block succeeds. Until then no other
-    process can create a trace here, so the next one sees any writer opened in the block.
+    With `force`, an existing trace is moved aside, and removed once the block succeeds. Until then, no other process
+    can create a trace here, so the next one sees any writer opened in the block.
 
-    Raises TraceExists if the folder is in use and `force` is off, if it is not a trace, if it holds files that tim-trace did
-    not write, or if it is being recorded.
+    Raises TraceExists if the folder is in use and `force` is off, is not a trace, holds files that tim-trace did not
+    write, or is being recorded.
     """
     with claimed(path) as folder:
         with _explained(path):
@@ -70,11 +70,11 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
 
 @contextmanager
 def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Like `new_trace`, for a trace that is written as a whole: yield a folder to write to, which is moved into place
+    """Like `new_trace`, but for a trace that is written in one go: yield a temporary folder, which is moved into place
     at the end.
 
-    The previous content stays untouched until then, however this process ends. Raises the same errors as `new_trace`,
-    at the start or the end.
+    Until then the previous content stays untouched, even if this process dies. Raises the same errors as `new_trace`,
+    at the start or at the end.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -92,11 +92,11 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 
 @contextmanager
 def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a folder to write an additional part of a finished trace to; its files are moved into the trace at the end.
+    """Yield a folder for an addition to a finished trace; its files are moved into the trace at the end.
 
-    A part counts once its writers' states are in place, which are moved last: however this process ends, the trace
-    contains all of the part or nothing. If this process dies while moving files, the next one that writes here moves
-    the rest. Raises TraceExists if the trace is being written, and StorageError.
+    An addition counts once its writers' states are in place. They are moved last, so even if this process dies, the
+    trace contains either the whole addition or nothing of it. If the process dies while moving files, the next process
+    that writes here moves the rest. Raises TraceExists if the trace is being written, and StorageError.
     """
     with ExitStack() as stack:
         with claimed(path) as folder, _explained(path):
@@ -110,7 +110,7 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def _building(folder: Path, manifest: Manifest) -> Iterator[Path]:
-    """Yield a temporary folder inside a trace's folder, with a manifest, to write to; files left in it are removed."""
+    """Yield a temporary folder with a manifest inside a trace's folder; files left in it are removed."""
     building = folder / f"{BUILT_PREFIX}{uuid.uuid4().hex}"
     building.mkdir()
     with alone(building):
@@ -134,7 +134,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Create a trace's folder and claim it for the block; an error removes it. Raises TraceExists and StorageError."""
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
-        raise TraceExists(f"{path}: is a file; use a new folder")
+        raise TraceExists(f"{path}: is a file; give a new folder")
     made = [above for above in (folder, *folder.parents) if not above.exists()]
     with ExitStack() as claim:
         with _explained(path):
@@ -155,7 +155,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder, which the first of its processes creates. Raises TraceExists if it is not a trace."""
+    """Return a trace's folder, created by the first process to call this. Raises TraceExists if it is not a trace."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
             ):
                 if not (folder / MANIFEST).exists():
                     raise TraceExists(
-                        f"{path}: exists and is not a trace, so it is left unchanged; choose another folder"
+                        f"{path}: exists but is not a trace, so it was left unchanged; choose another folder"
                     )
             else:
                 write_once(folder / MANIFEST, manifest.to_json().encode())
@@ -174,7 +174,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 
 
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
-    """Raise TraceExists unless a trace may be created here. Undoes the unfinished work of killed processes first."""
+    """Raise TraceExists unless a trace may be created here. First undo the unfinished work of killed processes."""
     _refuse_built(folder, path, building)
     put_back(folder)
     if not entries(folder):
@@ -186,7 +186,7 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
         pass
     except (OSError, DamagedTrace) as error:
         raise TraceExists(
-            f"{path}: exists and is not a trace, so it is left unchanged; choose another folder"
+            f"{path}: exists but is not a trace, so it was left unchanged; choose another folder"
         ) from error
     if not force:
         raise TraceExists(
@@ -204,10 +204,10 @@ def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, buil
 
 
 def _refuse_built(folder: Path, path: str | os.PathLike[str], building: Path | None) -> None:
-    """Raise TraceExists if another process is writing a trace or a part; remove what killed processes left at first."""
+    """Remove what killed processes left behind. Raise TraceExists if another process is writing here."""
     if any(other != building and is_held(other) for other in folder.glob(f"{BUILT_PREFIX}*")):
         raise TraceExists(
-            f"{path}: another process is writing a trace there; wait until it ends, or use another folder"
+            f"{path}: another process is writing a trace there; wait until it finishes, or use another folder"
         )
     if building is None:
         remove_unfinished(folder)
@@ -299,18 +299,18 @@ def put_back(folder: Path) -> None:
 
 
 def _aside(folder: Path, prefix: str) -> list[Path]:
-    """Return the folders whose name has a prefix, except links, whose targets may not belong to the trace."""
+    """Return the folders with this prefix, except links, whose targets may not belong to the trace."""
     return [path for path in folder.glob(f"{prefix}*") if path.is_dir() and not path.is_symlink()]
 
 
 def remove_replaced(aside: Path) -> None:
-    """Remove a replaced trace. Only files that belong to a trace are removed."""
+    """Remove a replaced trace, but only the files that belong to a trace."""
     remove_own(aside, listed=tokenizer_files(Store(aside)))
     remove_empty(aside)
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an additional part into a trace, its writers' states last; one without a manifest is being moved."""
+    """Move an addition into a trace, writers' states last. One without a manifest is already being moved."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]
@@ -322,7 +322,7 @@ def move_part(building: Path, folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove traces that killed processes were building, and finish moves that they had started."""
+    """Remove traces left by killed processes, and finish the moves that these processes had started."""
     for building in _aside(folder, BUILT_PREFIX):
         if not is_held(building):
             if (folder / MANIFEST).exists() and not (building / MANIFEST).exists():

@@ -1,4 +1,4 @@
-"""Captured distributions in Zarr v3: top-K with tail mass, full logits, or last hidden states, and logits from these.
+"""Captured distributions in Zarr v3: top-K with tail mass, full logits, or last hidden states with logits from them.
 
 Shapes: N rows (one per response token of a captured sequence), C rows in a chunk, T tokens, K kept tokens, V vocabulary,
 H hidden width.
@@ -51,10 +51,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
-    """The whole distribution of each position, up to a constant per row: logits, or logprobs if the engine returns only
-    those.
+    """The full distribution at each position, up to a constant per row: logits, or logprobs if the engine returns no
+    logits.
 
-    Logits are before temperature and truncation; logprobs are as the engine processed them.
+    Logits are before temperature and truncation; logprobs include the engine's own processing.
     """
 
     logits: Any
@@ -69,10 +69,10 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hidden:
-    """The last hidden state of each position, after the final norm: the input of the head.
+    """The last hidden state at each position, after the final norm: the input of the head.
 
-    `head` in the pass's contract describes how to compute logits from it, with the weights of the score's policy
-    version.
+    The `head` entry in the pass's contract describes how to compute logits from it, with the weights of the score's
+    policy version.
     """
 
     hidden: Any
@@ -87,18 +87,17 @@ Distribution = TopK | Logits | Hidden
 
 
 def check_num_rows(arrays: Mapping[str, tuple[np.ndarray, str]], num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless each array in the captured distributions has one row per token."""
+    """Raise InvalidRecord unless each captured array has one row per token."""
     wrong = {name: len(values) for name, (values, _) in arrays.items() if len(values) != num_tokens}
     if wrong:
         raise InvalidRecord(
-            f"{what}: distributions with {wrong} rows for {num_tokens} response tokens of the captured sequences"
+            f"{what}: got distributions with these numbers of rows: {wrong}; give {num_tokens}, one per response token "
+            "of the captured rows"
         )
 
 
 def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) -> pa.RecordBatch:
-    """Pack rows of one array for the journal; `dtype` is the dtype that the bits represent (bfloat16 is passed as
-    uint16).
-    """
+    """Pack rows of one array for the journal; bfloat16 `values` are passed as uint16 bits, and `dtype` names them."""
     typed = f"{dtype}[{','.join(map(str, values.shape[1:]))}]"
     row = (group, array, typed, start, len(values), np.ascontiguousarray(values).tobytes())
     columns = [pa.array([value], field.type) for value, field in zip(row, DENSE_SCHEMA, strict=True)]
@@ -108,7 +107,7 @@ def block(group: str, array: str, start: int, values: np.ndarray, dtype: str) ->
 def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch]) -> SealedFile:
     """Write journal blocks as one Zarr group: `<pass>/<array>`, chunked, compressed and sharded along the rows.
 
-    Returns the SealedFile of its root, which lists every file below it. Raises DamagedTrace for invalid blocks.
+    Returns the SealedFile of its root, which lists every file in the group. Raises DamagedTrace for invalid blocks.
     """
     import zarr
 
@@ -160,11 +159,11 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
 
 def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
-    """Read the distributions for one row of scores: array name -> [rows, ...], bfloat16 widened to float32.
+    """Read the distributions of one row of scores: array name -> [rows, ...], with bfloat16 widened to float32.
 
-    `group` and `start` are the score's columns `dense` and `dense_start`; `rows` is its number of response tokens.
-    Arrays: `token_ids`, `logprobs`, `tail_logprob` of a top-K capture, or `logits` (or `logprobs` [rows, V] from an
-    engine that returns no logits), or `hidden`. Raises DamagedTrace if they are missing.
+    `group` and `start` are the row's columns `dense` and `dense_start`; `rows` is its number of response tokens. The
+    arrays are `token_ids`, `logprobs` and `tail_logprob` for a top-K capture; `logits` (or `logprobs` [rows, V] from an
+    engine that returns no logits); or `hidden`. Raises DamagedTrace if they are missing.
     """
     return open_dense(store, group).read(start, rows)
 
@@ -198,7 +197,7 @@ def scaled(logits_TV: Any, config: Any) -> Any:
 
 
 def multiplier(config: Any) -> float | None:
-    """Return the factor by which a model multiplies its logits; None if it does not."""
+    """Return the factor by which a model multiplies its logits; None if there is none."""
     scale = next((value for name in _SCALES if (value := getattr(config, name, None)) is not None), None)
     divisor = getattr(config, "logits_scaling", None)
     if scale is None and divisor is not None:
@@ -207,11 +206,11 @@ def multiplier(config: Any) -> float | None:
 
 
 def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, Any, Any]:
-    """Return the K most probable tokens in each row, their logprobs, and the log of the total probability of all
-    others.
+    """Return the K most probable tokens in each row, their logprobs, and the log of the total probability of the
+    remaining tokens.
 
-    Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; the tail is -inf if K is the whole
-    vocabulary. Computed in float32, or float64 if the logits are.
+    Returns ids [T, K] int32, logprobs [T, K] float32 and tail [T] float32, nats; the tail is -inf if K is the
+    vocabulary size. Computed in float32, or in float64 if the logits are float64.
     """
     import torch
 
@@ -240,7 +239,7 @@ class Projection:
         return self.model.get_output_embeddings()
 
     def logits(self, hidden_NH: Any, chunk: int) -> Iterator[Any]:
-        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped, before the temperature."""
+        """Yield [C, V] logits for up to `chunk` tokens at a time, scaled and capped, before temperature."""
         import torch
 
         dtype, config = self.dtype or hidden_NH.dtype, self.model.config.get_text_config()

@@ -44,12 +44,12 @@ class DenseGroup:
 
 
 def open_dense(store: Store, group: str) -> DenseGroup:
-    """Open a group by its name in a score's column `dense` or `routing`. Raises DamagedTrace."""
+    """Open a group named in a score's column `dense` or `routing`. Raises DamagedTrace."""
     name, _, pass_name = group.partition("/")
     segment = Segment.parse(name)
     if segment is None:
         raise InvalidRecord(
-            f"{group!r} is not a Zarr group of a trace; give the value of the column `dense` in `scores`"
+            f"{group!r} is not a Zarr group of a trace; give a value from the column `dense` of `scores`"
         )
     check_pass_name(pass_name.removeprefix(f"{ROUTING}/"))  # rejects names that would lead outside the trace
     if is_sealed(store, segment):
@@ -59,13 +59,13 @@ def open_dense(store: Store, group: str) -> DenseGroup:
     if is_sealed(store, segment):  # The journal was sealed in between.
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
-        f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/ "
-        "or the folder was removed"
+        f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/, "
+        "or the folder was removed; restore it from a copy"
     )
 
 
 def is_sealed(store: Store, segment: Segment) -> bool:
-    """Return True if distributions are read from their Zarr group, False if from a journal.
+    """Return True if distributions are read from their Zarr group, False if from the journal.
 
     A process killed while sealing leaves both. The group may be incomplete until it is listed in the writer's state.
     """
@@ -91,7 +91,7 @@ def _sealed(store: Store, segment: Segment, pass_name: str) -> DenseGroup:
 
 
 def sealed_root(store: Store, segment: Segment) -> SealedFile | None:
-    """Return a sealed group's entry in its writer's state; None without file lists. Raises DamagedTrace."""
+    """Return a sealed group's entry in its writer's state; None if the trace has no file lists. Raises DamagedTrace."""
     where = f"{segment.dense}/zarr.json"
     try:
         files = store.writer(segment.writer).files
@@ -120,7 +120,7 @@ def _journaled(store: Store, segment: Segment, group: str) -> DenseGroup:
             if block.start < start + rows and start < block.start + len(block.values)
         ]
         if sum(map(len, parts)) != rows:
-            raise DamagedTrace(f"{where}: lacks rows of {group}/{name}")
+            raise DamagedTrace(f"{where}: rows of {group}/{name} are missing")
         return np.concatenate([blocks[name][0].values[:0], *parts])
 
     kinds = {name: of_array[0].kind for name, of_array in blocks.items()}
@@ -142,7 +142,7 @@ class Block:
 
     @property
     def kind(self) -> tuple[str, tuple[int, ...]]:
-        """Dtype and shape of a row."""
+        """Dtype and shape of one row."""
         return self.dtype, self.values.shape[1:]
 
 

@@ -1,4 +1,4 @@
-"""Read a sealed Zarr group of a trace: only Zarr v3 and tim-trace's codecs, every byte verified.
+"""Read a trace's sealed Zarr group: only Zarr v3 with tim-trace's codecs, and every byte is verified.
 
 The group's root file stores the checksums of all files below it, and the writer's state stores the root's checksum.
 """
@@ -25,12 +25,12 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute in a group's root: path below the root -> size in bytes, and the base64 of its block checksums."""
+"""Attribute of a group's root: path below the root -> size in bytes, and the base64 of its block checksums."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed size of a chunk, bytes. It holds a row of 128 million 16-bit values."""
+"""Maximum uncompressed size of a chunk, bytes; enough for a row of 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -39,7 +39,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files (path below it -> content), list each in its root, and return the root's SealedFile."""
+    """Write a group's files (path below it -> content), list them in its root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:
@@ -56,10 +56,10 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
 
 
 class SealedGroup:
-    """The files in one segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
+    """The files of one segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
-        """`root` is the root's entry in the writer's state; None if the release wrote none."""
+        """`root` is the root's entry in the writer's state; None if the release that wrote it stored none."""
         self.store, self.folder = store, segment.dense
         document = self._document(f"{self.folder}/{DOCUMENT}")
         if root is not None and whole_hash(document) != root.hash:
@@ -68,7 +68,7 @@ class SealedGroup:
         self._open: dict[str, VerifiedFile] = {}
 
     def arrays(self, group: str) -> dict[str, _Array]:
-        """Return the arrays, by name, in a group below the root, such as `replay/bf16`."""
+        """Return the arrays of a group below the root, such as `replay/bf16`, by name."""
         if self._files is None:
             names = [*self.store.walk(f"{self.folder}/{group}")]
         else:
@@ -119,7 +119,7 @@ class SealedGroup:
         except OSError as error:
             raise unreadable(where, error) from error
         if len(content) > MAX_DOCUMENT_BYTES:
-            raise DamagedTrace(f"{where}: larger than any file of its kind in a trace")
+            raise DamagedTrace(f"{where}: is larger than any such file in a trace; restore it from a copy")
         return content
 
     def _shown(self, name: str) -> str:
@@ -127,7 +127,7 @@ class SealedGroup:
 
 
 class _Array:
-    """One array in a group; the array's metadata are validated before zarr reads them."""
+    """One array of a group; its metadata are validated before zarr reads them."""
 
     def __init__(self, group: SealedGroup, name: str, document: Mapping[str, Any], where: str):
         try:
@@ -136,14 +136,14 @@ class _Array:
             self.shape = tuple(int(size) for size in document["shape"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamagedTrace(
-                f"{where}: not an array written by tim-trace ({first_line(error)}); not opened"
+                f"{where}: was not opened, since it is not an array written by tim-trace ({first_line(error)})"
             ) from error
         self._row_bytes = math.prod(self.shape[1:]) * np.dtype(document["data_type"]).itemsize
         self._group, self._name = group, name
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Read rows from the array. Raises DamagedTrace if the array does not have these rows."""
+        """Read rows from the array. Raises DamagedTrace if it does not have them."""
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
@@ -152,8 +152,8 @@ class _Array:
         row_bytes, memory = self._row_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if count * row_bytes > memory // 4:
             raise DamagedTrace(
-                f"{self._group._shown(self._name)}: a read of {count:,} rows of {row_bytes:,} bytes is larger than "
-                "any sequence"
+                f"{self._group._shown(self._name)}: a read of {count:,} rows of {row_bytes:,} bytes would be larger "
+                "than any sequence"
             )
         import zarr
 
@@ -164,7 +164,7 @@ class _Array:
             return np.asarray(self._zarr[start : start + count])
         except DamagedTrace:
             raise
-        except Exception as error:  # zarr and its codecs raise arbitrary errors for invalid chunks
+        except Exception as error:  # zarr and its codecs raise all kinds of errors for invalid chunks
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: rows {start:,} to {start + count:,} cannot be read "
                 f"({first_line(error)}); restore the folder from a copy"
@@ -172,7 +172,7 @@ class _Array:
 
 
 class _Chunks(NamedTuple):
-    """Layout of chunks in an array's files."""
+    """Layout of the chunks in an array's files."""
 
     num_bytes: int
     """Uncompressed size of a chunk."""
@@ -265,7 +265,7 @@ def _json(content: bytes, where: str) -> Mapping[str, Any]:
 
 
 class _Files(ZarrStore):
-    """The files of one array as a store that zarr can read."""
+    """The files of one array, as a store that zarr can read."""
 
     supports_writes: bool = False
     supports_deletes: bool = False

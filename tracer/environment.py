@@ -105,7 +105,7 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _setting(owner: Any, name: str, read: Callable[[Any], Any] = lambda found: found) -> Any:
-    # Torch raises if a setting is read by its old interface after the new one was used.
+    # Torch raises if a setting is read through its old interface after the new one was used.
     try:
         return read(getattr(owner, name))
     except (AttributeError, RuntimeError) as error:
@@ -126,7 +126,7 @@ def device_name(device: Any) -> str:
 
 @lru_cache(maxsize=1)
 def cpu_model() -> str:
-    """Return the CPU model as reported by the system, or else the CPU's architecture."""
+    """Return the CPU model that the system reports, or else the CPU's architecture."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -138,5 +138,5 @@ def cpu_model() -> str:
 
 
 def program() -> tuple[str, ...]:
-    """Return this process's arguments."""
+    """Return the arguments of this process."""
     return tuple(getattr(sys, "orig_argv", None) or sys.argv)

@@ -1,11 +1,11 @@
-"""Files in index/, each with everything needed to open a trace of many files: footers, writers' states and contracts.
+"""Files in index/. Each has what is needed to open a trace of many files: footers, writers' states and contracts.
 
-An index is a cache and is always validated. A footer is used if its checksum is in the writer's state, a contract if its
-hash is its name, a writer's state if the checksum of the state file is unchanged. Anything missing or changed is read from
-the files, so an index may be stale and may be removed.
+An index is a cache and is always validated: a footer by its checksum in the writer's state, a contract by its hash,
+which is its name, and a writer's state by the checksum of the state file. Anything missing or changed is read from the
+files, so an index may be stale and may be removed.
 
-If the footers of a table do not fit, the index holds each file's footer size and columns; the footer itself is read, and
-verified against the writer's state, when a query needs the file.
+If a table's footers do not fit, the index has each file's footer size and columns. A query that needs the file reads
+the footer itself and verifies it against the writer's state.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MAX_BYTES = 64 << 20
 """Maximum size of an index, bytes."""
 
 MANY_FOOTERS = 1024
-"""Maximum files of a table with footers in the index: every opening reads them, but few queries need them all."""
+"""Maximum number of a table's footers in the index: every opening reads them, but few queries need them all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
 """Maximum uncompressed size of an index, bytes; larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
-"""Folders of Parquet files, in the order in which their footers are added to the index until it is full."""
+"""Folders of Parquet files, in the order in which their footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
 _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A parsed writer's state without library versions, which most writers of a run share."""
+    """A parsed writer's state, without library versions, which most writers of a run share."""
 
     hash: str
     """XXH3-128 of the state file."""
@@ -75,10 +75,10 @@ class KnownFile(msgspec.Struct, array_like=True):
 
 
 class _Contents(msgspec.Struct):
-    """Contents of an index as encoded in its file, by path in the trace."""
+    """Contents of an index, as encoded in its file, by path in the trace."""
 
     state_fields: tuple[str, ...] = _STATE_FIELDS
-    """Names of the fields in the stored writers' states, since these differ between releases."""
+    """Fields of the stored writers' states, which differ between releases."""
     versions: list[dict[str, str]] = msgspec.field(default_factory=list)
     states: dict[str, _State] = msgspec.field(default_factory=dict)
     schemas: list[bytes] = msgspec.field(default_factory=list)
@@ -89,7 +89,7 @@ class _Contents(msgspec.Struct):
 
 @dataclass(slots=True)
 class Index:
-    """Combined content of all indexes in a trace, by path in the trace."""
+    """Combined content of all indexes of a trace, by path in the trace."""
 
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Index:
         )  # fmt: skip
 
     def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
-        """Return a writer's state if the content or the MD5 of its current state file matches the index."""
+        """Return a writer's state if its current state file has the content, or the MD5, in the index."""
         known = self.states.get(relative)
         if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
             return None
@@ -131,7 +131,7 @@ class Index:
 
 
 def read_index(store: Store) -> Index:
-    """Read all indexes of a trace as one. Damaged ones are ignored."""
+    """Read all indexes of a trace as one; damaged ones are ignored."""
     index = Index()
     for name, size in store.files(INDEX).items():
         if (contents := _contents_of(store, name, size)) is None:
@@ -188,7 +188,7 @@ def write_index(folder: Path) -> None:
 
 
 class _Gathered:
-    """Collects the content of an index, most useful entries first, until the index is full."""
+    """Collects the content of an index, most useful entries first, until it is full."""
 
     def __init__(self, store: Store):
         self.contents = _Contents()
@@ -229,7 +229,7 @@ class _Gathered:
             self.contents.documents[f"{PASSES}/{name}"] = content
 
     def _files_of(self, table: str) -> None:
-        """Add the footers of a table if all of them fit, else the entries without footers."""
+        """Add a table's footers if all of them fit, else entries without footers."""
         there = {f"{table}/{name}": size for name, size in self._store.files(table).items()}
         before = {name: file for name, size in there.items() if (file := self._known_before(name, size)) is not None}
         fits = len(there) <= MANY_FOOTERS and sum(file.tail_bytes for file in before.values()) <= self._left

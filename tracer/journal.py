@@ -1,12 +1,10 @@
 """The journal: a writer's unsealed records, as Arrow IPC streams that survive a killed process.
 
-The metadata of each message end with a 32-byte trailer. It is placed in padding that the format allows, so any Arrow
-library can read the stream, and this module can verify it. The trailer holds:
-8 bytes `tim-jrnl`, the length of the message's body (int64), XXH3-128 of the previous message's checksum (16 zero
-bytes for
-the first message) followed by this message without its own checksum; all are little-endian except the checksums. The
-chain
-detects missing, duplicated and reordered messages.
+The metadata of each message end with a 32-byte trailer, placed in padding that the format allows, so any Arrow library
+can read the stream and this module can verify it. The trailer contains 8 bytes `tim-jrnl`, the length of the message's
+body (int64), and the XXH3-128 of the previous message's checksum (16 zero bytes for the first message) followed by this
+message without its own checksum. All are little-endian except the checksums. The chain detects missing, duplicated and
+reordered messages.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""Schema of journal rows that each hold a block: `rows` rows of one Zarr array, row-major, before sealing."""
+"""Schema of journal rows with one block each: `rows` rows of a Zarr array, row-major, before sealing."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
@@ -47,7 +45,7 @@ DATA_TYPES = (
 """Allowed dtypes of captured arrays, as NumPy and Zarr name them; bfloat16 is stored as uint16 bits."""
 
 IDENTITY = b"tim-trace file"
-"""Key in the metadata of a stream's schema; its value is the journal's path in the trace when written."""
+"""Key in the metadata of a stream's schema; its value is the path in the trace that the journal was written to."""
 
 _HEADER_TYPE, _HEADER, _COMPRESSION, _RECORD_BATCH = 1, 2, 3, 3
 """Field numbers in Arrow's Message and RecordBatch, and the message type of a RecordBatch."""
@@ -56,12 +54,12 @@ _CONTINUES = 0xFFFFFFFF
 _MAGIC = b"tim-jrnl"
 _TRAILER = struct.Struct("<8sq16s")
 _FIRST = bytes(16)
-"""Used as the previous checksum for the first message, which has no predecessor."""
+"""Previous checksum of the first message, which has no predecessor."""
 _END_OF_STREAM = _PREFIX.pack(_CONTINUES, 0)
 
 
 class JournalStream:
-    """Appends one table's record batches in a segment to a file; after `append` they survive a killed process."""
+    """Appends record batches of one table and segment to a file; after `append`, they survive a killed process."""
 
     def __init__(self, folder: Path, segment: Segment, table: str, schema: pa.Schema):
         relative = segment.journal(table)
@@ -85,7 +83,7 @@ class JournalStream:
         self._append_message(batch.serialize())
 
     def sync(self) -> None:
-        """Flush everything appended to disk; this also works after `close`, as long as the file exists."""
+        """Flush everything appended to disk. This also works after `close`, as long as the file exists."""
         if self._file.closed:
             sync(self.path)
         else:
@@ -121,7 +119,7 @@ class JournalStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalContent:
-    """The content of a journal file, as far as it is readable."""
+    """The content of a journal file, as far as it can be read."""
 
     batches: tuple[pa.RecordBatch, ...]
     torn_bytes: int = 0
@@ -129,14 +127,14 @@ class JournalContent:
     damage: str | None = None
     """Reason why reading stopped at the first damaged record; None if all records were read."""
     has_begun: bool = True
-    """True if the journal's schema is complete; a writer lists a journal in its state only after that."""
+    """True if the journal's schema is complete. A writer lists a journal in its state only after that."""
 
 
 def read_journal(store: Store, segment: Segment, table: str, num_bytes: int | None = None) -> JournalContent:
-    """Read all complete records in a journal, verifying and validating each.
+    """Read all complete records of a journal; each one is verified and validated.
 
-    With `num_bytes`, only that many bytes are read. Raises FileNotFoundError if the segment has been sealed since, and
-    DamagedTrace if it is a link out of the trace.
+    With `num_bytes`, only that many bytes are read. Raises FileNotFoundError if the segment has been sealed in the
+    meantime, and DamagedTrace for a link out of the trace.
     """
     relative = segment.journal(table)
     content = memoryview(store.read_bytes(relative, num_bytes))
@@ -171,7 +169,7 @@ def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, 
     try:
         found = _message_end(content, start, before)
     except _Torn:
-        if content[start:].tobytes().count(_MAGIC) > 1:  # more records follow, but only the last one can be torn
+        if content[start:].tobytes().count(_MAGIC) > 1:  # more records follow, but only the last one can be incomplete
             raise ValueError("its length differs") from None
         raise
     if found is not None:
@@ -205,7 +203,7 @@ def _message_end(content: memoryview, start: int, before: bytes) -> tuple[int, b
         raise _Torn
     prefix = content[start : start + _PREFIX.size]
     if _checksum(before, prefix, content[start + _PREFIX.size : trailer], content[body:stop]) != checksum:
-        raise ValueError("checksum mismatch: it was changed, or a previous record is missing or duplicated")
+        raise ValueError("checksum mismatch: it was changed, or an earlier record is missing or duplicated")
     return int(stop), checksum
 
 
@@ -219,7 +217,7 @@ def _checksum(before: bytes, prefix: bytes | memoryview, metadata: memoryview, b
 
 
 def _checked_schema(message: Any, relative: str) -> pa.Schema:
-    """Return a stream's schema. Raises ValueError if the stream was written to another path."""
+    """Return a stream's schema. Raises ValueError if the stream was written for another path."""
     schema = pa.ipc.read_schema(message)
     name = (schema.metadata or {}).get(IDENTITY, b"").decode("utf-8", "replace")
     if name != relative:
@@ -228,7 +226,7 @@ def _checked_schema(message: Any, relative: str) -> pa.Schema:
 
 
 def _batch(message: Any, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a message's validated rows. Raises ValueError for compressed ones, which could claim any size."""
+    """Return a message's validated rows. Raises ValueError for compressed rows, which could claim any size."""
     if _is_compressed(bytes(message.metadata)):
         raise ValueError("it is compressed")
     batch = pa.ipc.read_record_batch(message, schema)
@@ -258,7 +256,7 @@ def _is_compressed(metadata: bytes) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return a map from unsealed segment to table to the size of that table's journal in bytes."""
+    """Return unsealed segment -> table -> size of its journal, bytes."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:
@@ -267,7 +265,7 @@ def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
 
 
 def journal_of(name: str) -> tuple[Segment, str] | None:
-    """Return the segment and table encoded in a journal's file name; None for other names."""
+    """Return the segment and table that a journal's file name encodes; None for other names."""
     stem, _, table = name.removesuffix(".arrows").rpartition(".")
     segment = Segment.parse(stem)
     return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

@@ -37,19 +37,17 @@ class Recording:
     """The outcome of recording a command."""
 
     folder: Path
-    """Folder of the trace; for a recording to a URL, the cache folder, which was removed after upload."""
+    """The trace's folder; for a recording to a URL, the cache folder, which is removed after the upload."""
     exit_code: int
     writers: tuple[WriterState, ...]
-    """States of the processes that recorded or tried to."""
+    """States of the processes that recorded, or tried to."""
 
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """The reason why this node recorded nothing, or the hosts on which recording continues; None if recording finished
-    on this node.
-    """
+    """Why this node recorded nothing, or the hosts that are still recording; None if recording finished here."""
     is_stuck: bool = False
-    """True if a thread is still waiting for an unresponsive file system."""
+    """True if a thread still waits for an unresponsive file system."""
 
     @property
     def num_sequences(self) -> int:
@@ -80,31 +78,32 @@ def record(
     max_wait: float = MAX_WAIT_S,
     at_end: Callable[[Recording], None] | None = None,
 ) -> Recording:
-    """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
+    """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
-    `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
-    `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
-    run saves anyway, to read weights from there instead. `routing` records the experts chosen by the routers of a mixture of
-    experts in the `train` pass, for every prompt and response token. `engine_weights` selects the digests of vLLM's weights to
-    record with the trainer's: `given` (tensors sent to vLLM; the tensors that vLLM holds are read once, and after a
-    mismatch), `held` (also the tensors that vLLM holds, at every version), or `none`.
+    `weights` is `delta` (keep every version's weights), `none`, or `auto`, which means delta for a model of at most
+    `weights_below`, a size such as 500MB or 2GB. `weights_from` is the folder of Hugging Face checkpoints that the run
+    saves anyway; weights are then read from there. `routing` records the experts chosen by the routers of a mixture of
+    experts in the `train` pass, for every prompt and response token. `engine_weights` selects the digests of vLLM's
+    weights to record with the trainer's: `given` (tensors sent to vLLM; the tensors that vLLM holds are read once, and
+    again after a mismatch), `held` (also the tensors that vLLM holds, at every version), or `none`.
 
-    `resume` adds to an existing trace at `output`; repeated steps are recorded as another attempt. `force` replaces an existing
-    trace once the command has started.
+    `resume` adds to an existing trace at `output`; repeated steps are recorded as a new attempt. `force` replaces an
+    existing trace once the command has started.
 
-    If `output` is a URL, such as s3://bucket/run, the trace is first written to the user's cache folder, and sealed files are
-    uploaded from there about once a minute and at the end. The folder is removed after the upload.
-    If the file system does not respond for
-    `max_wait` seconds, a process stops recording and continues. The same timeout applies to starting and ending a recording: if
-    it cannot start, the command runs unrecorded; if it cannot end, a note explains how to finish it.
-    `at_end` is called with the recording when the command has ended, before the final upload.
+    If `output` is a URL, such as s3://bucket/run, the trace is first written to the user's cache folder. Sealed files
+    are uploaded from there about once a minute and at the end; then the folder is removed. If the file system does not
+    respond for `max_wait` seconds, a process stops recording and continues without it. The same timeout applies to
+    starting and finishing a recording: if it cannot start, the command runs unrecorded; if it cannot finish, a note
+    explains how to finish it. `at_end` is called with the recording when the command has ended, before the final
+    upload.
 
-    On several nodes, run this command on each node with the same `output`. The first node starts the recording; the
-    others (`nodes.later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The last node to
+    On several nodes, run this command on each node with the same `output`. The first node starts the recording. The
+    others (see `later_node`) wait up to `max_wait` seconds to join it, and otherwise run unrecorded. The last node to
     end finishes the trace.
 
-    Returns when the command has ended, with its exit code; records of processes that died are kept. Raises TraceExists,
-    StorageError or InvalidOption before starting the command, leaving existing files unchanged.
+    Returns a Recording with the command's exit code once the command has ended. Records of processes that died are
+    kept. Raises TraceExists, StorageError or InvalidOption before the command starts, and leaves existing files
+    unchanged.
     """
     if not command:
         raise InvalidOption(
@@ -112,7 +111,7 @@ def record(
         )
     if resume and force:
         raise InvalidOption(
-            f"record: {option('resume')} adds to an existing trace, {option('force')} replaces it; choose one"
+            f"record: {option('resume')} adds to an existing trace and {option('force')} replaces it; choose one"
         )
     spec = Capture.parse(capture, capture_fraction)
     if weights not in WEIGHTS_CHOICES:
@@ -143,16 +142,16 @@ def record(
                 f"{output}: traces on object storage cannot be replaced or extended; use another URL",
                 option="resume" if resume else "force",
             )
-        from .upload import Sender  # imported here, so that a command starts before Arrow is loaded
+        from .upload import Sender  # imported here so that the command starts before Arrow is loaded
 
         sender = Sender(os.fspath(output), max_wait=max_wait)
         output = sender.folder
-    # Only the worker touches the folder, so that this thread serves the command even if the file system hangs.
+    # Only the worker touches the folder, so this thread keeps serving the command even if the file system hangs.
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording: its order and run id, whether this is its first launcher, and earlier writers."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other thread forwards signals
+        """Begin or join a recording; return order, run id, whether this launcher is the first, and earlier writers."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:
             first = next(iter(running_launchers(output, max_wait)), None)
@@ -227,7 +226,7 @@ def record(
         if hosts:
             so_far = f"recorded {recording.num_sequences:,} sequences so far"
             return replace(
-                recording, note=f"{so_far}; {hosts} still recording; the last node to end finishes the trace"
+                recording, note=f"{so_far}; still recording on {hosts}; the last node to end finishes the trace"
             )
         if at_end is not None:
             at_end(recording)
@@ -239,7 +238,7 @@ def record(
     except StorageStalled as error:
         files.abandon()
         remedy = f"tim-trace compact {shlex.quote(str(folder))}" if sender is None else sender.remedy
-        note = f"{error}, so the recording is not finished: run `{remedy}` once it responds"
+        note = f"{error}, so the recording is not finished; run `{remedy}` once the file system responds"
         return Recording(folder=folder, exit_code=exit_code, writers=(), note=note, is_stuck=True)
     if sender is not None and recording.is_there and recording.note is None:
         sender.finish()
@@ -247,16 +246,16 @@ def record(
 
 
 def _none_found(number: str, output: str | os.PathLike[str], wait_s: float) -> str:
-    """Return the reason why a node other than the first found no recording to join."""
-    way = "object storage supports one recording node: use a folder shared by all nodes"
+    """Return the reason why a later node found no recording to join."""
+    way = "object storage supports recording from one node only; use a folder shared by all nodes"
     if "://" not in os.fspath(output):
         way = f"no recording was found there within {wait_s:g} s; start every node with the same shared folder"
-    by_itself = f"; unset {number.partition('=')[0]} if this command records alone" if number[0] != "-" else ""
+    by_itself = f"; unset {number.partition('=')[0]} if this command records on its own" if number[0] != "-" else ""
     return f"{number} means that another node starts the recording to {output}, but {way}{by_itself}"
 
 
 def _run_unrecorded(command: Sequence[str], output: str | os.PathLike[str], why: str) -> Recording:
-    """Run the command without recording it; print the reason before and after the command runs."""
+    """Run the command unrecorded, and print the reason before and after it."""
     say(f"NOT RECORDED on this node; the command starts now: {why}")
     exit_code = _started(command, os.environ).wait(lambda: None, SIGN_S)
     return Recording(folder=Path(output), exit_code=exit_code, writers=(), note=f"NOT RECORDED on this node: {why}")
@@ -273,7 +272,7 @@ def _started(command: Sequence[str], environment: Mapping[str, str]) -> Child:
 
 
 class Launcher:
-    """`tim-trace record` itself as a writer in the trace; it records a heartbeat and the command's exit code."""
+    """`tim-trace record` as one of the trace's writers; it records a heartbeat and the command's exit code."""
 
     def __init__(self, folder: Path, run_id: str, command: Sequence[str], session: str, *, is_alone: bool):
         self.folder, self.run_id = folder, run_id
@@ -296,7 +295,7 @@ class Launcher:
         """Record the exit code and return the hosts still recording; the last launcher to end finishes the trace."""
         self.state.state, self.state.closed_at, self.state.exit_code = CLOSED, now(), exit_code
         beside: set[str] = set()
-        # Hold the lock, so that if two launchers end at once, the second sees that the first has ended.
+        # Hold the lock so that if two launchers end at the same time, the second one sees that the first has ended.
         with contextlib.suppress(OSError), alone(self.folder):
             self.save()
             same = [state for state in launchers(self.folder) if state.attempt_key == self.state.attempt_key]
@@ -304,13 +303,13 @@ class Launcher:
         return ", ".join(sorted({state.host for state in running_launchers(self.folder, SIGNED_S, beside)}))
 
     def save(self) -> None:
-        """Save the launcher's state, ignoring errors from a full disk or a removed folder."""
+        """Save the launcher's state; errors from a full disk or a removed folder are ignored."""
         with contextlib.suppress(OSError):
             write_part(self.folder, f"{WRITERS}/{self.state.writer}.json", self.state.to_json().encode())
 
 
 def _is_there(folder: Path, run_id: str) -> bool:
-    """Return True if the folder still holds the trace that this recording began or joined."""
+    """Return True if the folder still holds the trace that this recording started or joined."""
     with contextlib.suppress(TimTraceError):
         return Store(folder).manifest().run_id == run_id
     return False
@@ -332,17 +331,17 @@ def _check_resumable(folder: Path, output: str | os.PathLike[str], manifest: Man
     known = store.manifest()
     if not known.is_checked:
         raise TraceExists(
-            f"{output}: was recorded by an older release and cannot be extended; record to another folder"
+            f"{output}: was recorded by an older release, which cannot be extended; record to another folder"
         )
     if (known.capture, known.capture_fraction) != (manifest.capture, manifest.capture_fraction):
         raise TraceExists(
             f"{output}: was recorded with --capture {known.capture} --capture-fraction {known.capture_fraction:g}; "
             f"resume with the same options"
         )
-    refuse_live(store, output, "is not added to")
+    refuse_live(store, output, "cannot be extended")
 
 
 def _adopt(folder: Path) -> None:
-    from .seal import adopt  # imported here, so that the command starts before Arrow is loaded
+    from .seal import adopt  # imported here so that the command starts before Arrow is loaded
 
     adopt(folder)

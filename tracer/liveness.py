@@ -1,4 +1,4 @@
-"""Whether a writer may still add to its trace, and training attempts: a resumed run repeats some steps."""
+"""Whether a writer may still add to its trace, and training attempts, since a resumed run repeats some steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SILENT_S = 900.0
 """Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""Basis of a verdict on a writer: it closed itself, its process, its machine rebooted, its last heartbeat's age."""
+"""Basis of a verdict on a writer: it closed itself, its process, a reboot of its machine, the age of its heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def liveness(state: WriterState, store: Store) -> Liveness:
 
 
 def last_sign(state: WriterState, store: Store) -> float | None:
-    """Return when a writer last touched a file, seconds since 1970; None if unknown."""
+    """Return when a writer last touched a file, in seconds since 1970; None if unknown."""
     journals = [f"{JOURNAL}/{name}" for name in store.files(JOURNAL) if name.startswith(f"{state.writer}-")]
     signs = [store.seen_at(name) for name in (f"{WRITERS}/{state.writer}.json", *journals)]
     return max((sign for sign in signs if sign is not None), default=None)
@@ -70,7 +70,7 @@ def last_sign(state: WriterState, store: Store) -> float | None:
 
 @cache
 def boot_id() -> str | None:
-    """Return the machine's id for its current boot; None if unknown."""
+    """Return the machine's boot id, which changes with each boot; None if unknown."""
     return _text("/proc/sys/kernel/random/boot_id")
 
 
@@ -89,7 +89,7 @@ def process_start(pid: int) -> int | None:
 
 
 def _runs(state: WriterState) -> bool:
-    """Return True if the writer's process is running, and the pid has not been reused by another process."""
+    """Return True if the writer's process is running and its pid has not been reused."""
     try:
         os.kill(state.pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -103,14 +103,14 @@ def _runs(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields in /proc/<pid>/stat, starting at the third, the process state."""
+    """Return the fields of /proc/<pid>/stat from the third on, which is the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
 
 @cache
 def _boot_time() -> float:
-    """Return the boot time of this machine, seconds since 1970."""
+    """Return the time at which this machine was booted, seconds since 1970."""
     for line in (_text("/proc/stat") or "").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -126,22 +126,22 @@ def _text(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A training attempt: training from one start or resumption to its end."""
+    """A training attempt: training from a start or resumption to its end."""
 
     number: int
-    """Number of the attempt, counted from 1 in the order in which attempts started."""
+    """Number of the attempt, from 1, in the order in which attempts started."""
     key: str
-    """Key shared by all processes in the attempt."""
+    """Key shared by all processes of the attempt."""
 
 
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """Return the attempt that this process begins or joins.
 
-    `session` identifies the launch; `ordinal` is the number of earlier trainings in this process. If `resumes` is True,
-    earlier recordings of this process belong to a previous attempt even if still open, as in a notebook.
+    `session` identifies the launch; `ordinal` is the number of earlier trainings in this process. With `resumes`,
+    earlier recordings of this process belong to a previous attempt even if they are still open, as in a notebook.
 
-    A rank counts its own earlier writers, because ranks restart together while torchrun's restart counts are per node. A rank
-    that is new in this session takes the number of rank 0, or of a driver without a rank. No other state is read.
+    A rank counts its own earlier writers, because ranks restart together while torchrun counts restarts per node. A
+    rank that is new in this session takes the number of rank 0, or of a driver without a rank. No other state is read.
     """
     rank = environment.rank()
     own = _attempting(store, rank)
@@ -150,8 +150,8 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # If all earlier writers of this rank have ended, only their number distinguishes the iterations of a loop around a
-    # script.
+    # If all earlier writers of this rank have ended, only their number tells the iterations of a loop around a script
+    # apart.
     key = f"{base}.{len(before)}"
     if any(_is_of(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)
@@ -161,19 +161,19 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
 
 
 def _attempting(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Return the writers of the given ranks that belong to an attempt."""
+    """Return the given ranks' writers that belong to an attempt."""
     return [
         state for state in states_of_rank(store, *ranks) if state.attempt is not None and state.attempt_key is not None
     ]
 
 
 def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
-    """Return the states of the writers for the given ranks; no other state file is read."""
+    """Return the states of the given ranks' writers; no other state file is read."""
     return store.writers_named(*map(writer_prefix, ranks))
 
 
 def writer_prefix(rank: int | None) -> str:
-    """Return the prefix shared by all writer names of a rank."""
+    """Return the prefix of all writer names of a rank."""
     return "p" if rank is None else f"r{rank}-p"
 
 
@@ -182,7 +182,7 @@ def _newest(states: Iterable[WriterState]) -> int:
 
 
 def restarts() -> str:
-    """Return the restart counts of torchrun and Slurm from the environment; empty if neither is set."""
+    """Return the restart counts that torchrun and Slurm put into the environment; empty if neither did."""
     told = [os.environ.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
     return "-".join(told).strip("-")
 

@@ -19,11 +19,11 @@ from .store import Store
 from .whole_file import write_part
 
 A, B = "a", "b"
-"""Names of the two executions: `a` is the one under examination, and `b` the one it is compared with."""
+"""The two executions: `a` is the one under examination, `b` the one that it is compared with."""
 ROUTES = "routes"
-"""Name of the patch that replaces one execution's expert choices by the other's."""
+"""Name of the patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
-"""Maximum error, in units of the rounding bound, that rounding explains; above it an operator diverges."""
+"""Largest error that rounding explains, in units of the rounding bound; above it an operator diverges."""
 FORMAT = 1
 """Format version of a stored result."""
 _WHAT = "a locate result"
@@ -33,7 +33,7 @@ _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """The arguments of a `locate` command. Equal arguments give the same id, whose newest result is stored."""
+    """Arguments of a `locate` command. Equal arguments have the same id, under which the newest result is stored."""
 
     step: int
     arm: str | None
@@ -67,7 +67,7 @@ class OperatorError:
     layer: int | None
     """Layer index, counted from 0; None for an operator outside the layers."""
     dtype: str
-    """torch's name for the output's dtype."""
+    """Output dtype, as torch names it."""
     num_values: int
     """Number of output values."""
     introduced: float
@@ -77,7 +77,7 @@ class OperatorError:
     seq_id: str
     """Sequence with the largest `ratio`."""
     token: int
-    """Token with the largest error, counted from 0 over the prompt and response of the sequence `seq_id`."""
+    """Token with the largest error, counted from 0 over prompt and response of the sequence `seq_id`."""
     inherited: float | None
     """RMS difference between the two executions' inputs, relative to a's; None without a common input."""
     difference: float | None
@@ -92,7 +92,7 @@ class OperatorError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocatedSequence:
-    """A sequence that both executions ran, with its mismatch: d = logprob(b) - logprob(a) per token, nats."""
+    """A sequence that both executions ran, with its mismatch per token: d = logprob(b) - logprob(a), nats."""
 
     seq_id: str
     group: str
@@ -112,60 +112,59 @@ class WeightDifference:
     largest: float
     """Largest absolute difference between the two tensors' elements."""
     version: int | None
-    """Policy version whose recorded tensor equals the execution's tensor; None if no version's does."""
+    """Policy version whose recorded tensor equals the execution's; None if there is none."""
     share: float = 1.0
     """Fraction of the tensor's elements that differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router:
-    """How often a router chooses different experts in the two executions, a discontinuous effect."""
+    """How often a router selects different experts in the two executions, which is a discontinuous effect."""
 
     operator: str
     layer: int | None
     num_tokens: int
     num_flipped: int
-    """Number of tokens for which the two executions choose different sets of experts."""
+    """Number of tokens for which the two executions select different sets of experts."""
     margin: float | None = None
-    """Largest distance from a tie among tokens with different experts: in execution a, the lowest score among chosen
+    """Largest distance from a tie among tokens with different experts: in execution a, the lowest score among selected
     experts minus the highest score among the others. None if no token has different experts, or if the choice does not
-    follow from the scores alone.
-    """
+    depend on the scores alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """Mismatch that remains when some operators of one execution run the other's code, on unchanged inputs."""
+    """Mismatch that remains if some operators of one execution run the other's code on unchanged inputs."""
 
     patch: str
     """Patched operators: a kind of operator, `all operators`, or `routes` for differing expert choices."""
     taker: str
-    """Execution whose operators were replaced, `a` or `b`."""
+    """Execution whose operators were replaced: `a` or `b`."""
     num_operators: int
     squares_left: tuple[float, ...]
-    """For each sequence in the result, the sum of d^2 after replacing the operators, nats^2."""
+    """Sum of d^2 for each sequence in the result, with the operators replaced, nats^2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """The first operator in the forward pass whose error rounding does not explain."""
+    """The first operator in the forward pass whose error is larger than rounding can explain."""
 
     side: str
     operator: str
     kind: str
     layer: int | None
     why: str
-    """`weights`: other weights; `beyond`: error above the rounding bound; `code`: differs even in float64."""
+    """`weights`: other weights; `beyond`: error above the rounding bound; `code`: different even in float64."""
     ratio: float | None
     version: int | None
-    """If `why` is `weights`, the policy version whose weights the operator has; else None."""
+    """If `why` is `weights`, the policy version that the operator's weights belong to; else None."""
     seq_id: str | None
     token: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """Where two executions diverge, on the chosen sequences in one step."""
+    """Where two executions diverge, on the sequences chosen from one step."""
 
     run: str
     step: int
@@ -179,7 +178,7 @@ class Located:
     only: str = ""
     """Limits of the question, such as `layers 2:8` or `operators q_proj,rotary`; empty without limits."""
     chosen: str
-    """Description of how the compared sequences were chosen."""
+    """How the compared sequences were chosen."""
     sequences: tuple[LocatedSequence, ...]
     num_tokens: int
     """Number of compared response tokens."""
@@ -189,9 +188,8 @@ class Located:
     operators: tuple[OperatorError, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
     """(execution, operator) -> sequence -> sum over its tokens of d times the part of d that the operator's own error
-    causes, nats^2. If the model is linear in the errors, these sums over all operators in both executions add up to the
-    sum of d^2.
-    """
+    causes, nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
+    sum of d^2."""
     patches: tuple[Patch, ...]
     weights: tuple[WeightDifference, ...]
     routers: tuple[Router, ...]
@@ -199,11 +197,11 @@ class Located:
     unseen: tuple[str, ...]
     """Kinds of operators that only one execution has."""
     engines: tuple[str, ...]
-    """Executions that vLLM ran, `a` or `b`: eagerly, without compilation, CUDA graphs or a prefix cache."""
+    """Executions that vLLM ran, `a` or `b`: in eager mode, without compilation, CUDA graphs or prefix cache."""
     first: Divergence | None
-    """First operator whose error rounding does not explain; None if rounding explains all errors."""
+    """First operator whose error is larger than rounding can explain; None if there is none."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Each check that could not be made -> the reason. All other findings are made without these checks."""
+    """Check that could not be made -> the reason. All other findings were made without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,11 +214,11 @@ class KeptResult:
     run_id: str
     question: LocateQuestion
     made_at: str
-    """Time at which the result was made, ISO 8601 in UTC."""
+    """Time when the result was made, ISO 8601 in UTC."""
     made_by: str
     """Version of tim-trace that made the result."""
     versions: dict[str, str]
-    """Library that can affect logprobs -> its version."""
+    """Versions of the libraries that can affect logprobs."""
     found: Located
 
     @property
@@ -259,11 +257,11 @@ def read_result(store: Store, result: str) -> KeptResult:
     where = store.shown(result_path(result))
     values = read_document(store.read_json(result_path(result)), where, _WHAT, needs_checksum=True)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made} of a later release; this release reads up to {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made}, of a later release; this release reads up to {FORMAT}")
     try:
         found: dict[str, Any] = values["found"]
         found["products"] = {(side, operator): own for side, operator, own in found["products"]}
-        # JSON has no NaN or infinities; they are stored as strings.
+        # JSON has no NaN and no infinities, so they are stored as strings.
         kept = msgspec.convert(values, KeptResult, strict=False)
     except (msgspec.ValidationError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise DamagedTrace(f"{where}: not {_WHAT} ({str(error).splitlines()[0]}); run locate again") from error
@@ -272,7 +270,7 @@ def read_result(store: Store, result: str) -> KeptResult:
     if kept.run_id != store.manifest().run_id:
         raise DamagedTrace(f"{where}: belongs to run {kept.run_id}, not to this one; delete it")
     if not _is_possible(kept.found):
-        raise DamagedTrace(f"{where}: has values that locate does not write; {_AGAIN}")
+        raise DamagedTrace(f"{where}: contains values that locate does not write; {_AGAIN}")
     return kept
 
 
@@ -288,12 +286,12 @@ def _is_possible(found: Located) -> bool:
 
 
 def read_results(store: Store) -> tuple[list[KeptResult], list[str]]:
-    """Return every `locate` result in a trace, newest last, and one sentence for each result that cannot be read."""
+    """Return every `locate` result in a trace, newest last, and a sentence for each result that cannot be read."""
     found, damaged = [], []
     for result in result_ids(store):
         try:
             found.append(read_result(store, result))
-        except FileNotFoundError:  # The result was deleted after it was listed.
+        except FileNotFoundError:  # the result was deleted after it was listed
             continue
         except (TimTraceError, OSError) as error:
             damaged.append(str(error))

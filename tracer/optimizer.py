@@ -6,22 +6,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 PREFIX = "optimizer/"
-"""Prefix of the names of the optimizer's metrics."""
+"""Prefix of the optimizer's metric names."""
 
 CHUNK_BYTES = 56 << 20
-"""Bytes per chunk and its temporary tensor on a GPU; a CPU needs three, so its chunks are a third as large."""
+"""Size of a chunk with its temporary tensor on a GPU, bytes. A CPU needs three, so its chunks are a third as large."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
-    """Return norms of the last update and of the weights in this process, as metrics: 0-d tensors on their device.
+    """Return norms of the last update and of the weights in this process as metrics: 0-d tensors on their device.
 
-    For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay) with the state after the step;
-    for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
+    For Adam and AdamW the update is lr (m_hat / (sqrt(v_hat) + eps) + decoupled weight decay), with the state after the
+    step; for SGD with momentum it is lr times the momentum buffer (without Nesterov's look-ahead).
 
     - optimizer/update_to_weight: norm of the update divided by the norm of the weights after it.
-    - optimizer/update_norm, optimizer/weight_norm: the norm of the update and the norm of the weights after it.
+    - optimizer/update_norm, optimizer/weight_norm: norm of the update, and of the weights after it.
     - optimizer/second_moment: mean of v_hat over all elements; Adam variants only.
-    - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: current settings, the largest over parameter groups.
+    - optimizer/lr, beta1, beta2, eps, weight_decay, momentum: current settings, the largest over all parameter groups.
 
     The result is empty before the first step, and for other optimizers. This function does not synchronise with a
     device.
@@ -56,7 +56,7 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each setting's largest value over the parameter groups; of tensors, the first group's, on its device."""
+    """Return each setting's largest value over the parameter groups; for tensors, the first group's, on its device."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -71,7 +71,7 @@ Chunk = tuple[Mapping[str, Any], list[Any], list[Mapping[str, Any]]]
 
 
 def _chunks(optimizer: Any) -> Iterator[Chunk]:
-    """Yield the updated tensors in chunks; all tensors in a chunk share their group, device, dtype and step count."""
+    """Yield the updated tensors in chunks; all tensors of a chunk share their group, device, dtype and step count."""
     for group in optimizer.param_groups:
         alike: dict[Any, Chunk] = {}
         for parameter in group["params"]:
@@ -114,7 +114,7 @@ def _update(torch: Any, group: Mapping[str, Any], weights: list[Any], states: Se
     known = _known_step(states[0])
     step = states[0]["step"] if known is None else max(known, 1.0)
     scale1, scale2 = 1 - beta1**step, 1 - beta2**step
-    # amsgrad divides by the largest second moment of all steps up to now.
+    # amsgrad divides by the largest second moment of all steps so far.
     largest = "max_exp_avg_sq" if "max_exp_avg_sq" in states[0] else "exp_avg_sq"
     update = torch._foreach_sqrt([_local(state[largest]) for state in states])
     torch._foreach_div_(update, scale2**0.5)
@@ -136,7 +136,7 @@ def _square(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Return a vector's squared norm, summed over pieces: torch's norm adds sequentially, its sum pairwise."""
+    """Return a vector's squared norm, summed over pieces, since torch's norm adds sequentially but its sum pairwise."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()
@@ -160,7 +160,7 @@ def _total(torch: Any, values: list[Any]) -> Any:
 
 
 def _known_step(state: Mapping[str, Any]) -> Any:
-    """Return the step count if it is on the host, else None. Counts on a device are equal for all tensors."""
+    """Return the step count if it is on the host, else None. Counts on a device are the same for all tensors."""
     step = state.get("step")
     return (
         step if isinstance(step, (int, float)) or step is None else float(step) if step.device.type == "cpu" else None

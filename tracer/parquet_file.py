@@ -1,7 +1,7 @@
-"""Parquet files of a trace, with block checksums verified on read, and the fsspec file system through which DuckDB and
-Arrow read them.
+"""A trace's Parquet files, whose block checksums are verified on read, and the fsspec file system through which DuckDB
+and Arrow read them.
 
-A file's metadata store its path and a checksum for each block before the footer; the writer's state stores the
+A file's metadata contain its path and a checksum for each block before the footer; the writer's state contains the
 footer's checksum.
 """
 
@@ -32,13 +32,13 @@ BLOCKS = b"tim-trace blocks"
 BLOCK_SIZE = b"tim-trace block bytes"
 """Metadata key. Its value is the block size in bytes, 256 KiB by default."""
 IDENTITY = b"tim-trace file"
-"""Metadata key. Its value is the file's path in the trace when written."""
+"""Metadata key. Its value is the path in the trace that the file was written to."""
 
 MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Bound on a footer's values: a constant plus a multiple of the file's bytes; real tokens take half a byte."""
+"""Limit on the values a footer may claim: a constant plus a multiple of the file's bytes; tokens take half a byte."""
 
 
 def write_checked(
@@ -64,7 +64,7 @@ class CheckedWriter:
         self._parquet = parquet
         self.num_rows = 0
         self.sealed: SealedFile
-        """SealedFile, without its step range; set when the file is closed."""
+        """SealedFile without its step range; set when the file is closed."""
 
     def write(self, part: pa.Table) -> None:
         """Add a part as a row group."""
@@ -76,7 +76,7 @@ class CheckedWriter:
 def checked_writer(
     path: Path, identity: str, schema: pa.Schema, *, block_bytes: int = BLOCK_BYTES, **options: Any
 ) -> Iterator[CheckedWriter]:
-    """Open a file for writing part by part; arguments as in `write_checked`."""
+    """Open a file for writing part by part; the arguments are those of `write_checked`."""
     with open(path, "xb", buffering=0) as file:
         hashed = _HashedFile(file, block_bytes)
         with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as parquet:
@@ -92,7 +92,7 @@ def checked_writer(
 
 
 class _HashedFile(io.RawIOBase):
-    """Hashes the bytes written to a file, and also collects them while `footer` is a bytearray."""
+    """Hashes the bytes written to a file, and collects them as well while `footer` is a bytearray."""
 
     def __init__(self, file: io.FileIO, block_bytes: int):
         self._file = file
@@ -103,7 +103,7 @@ class _HashedFile(io.RawIOBase):
         return True
 
     def write(self, content: Any) -> int:
-        """Write all the bytes, also if the system accepts only some at a time."""
+        """Write all bytes, even if the system accepts only some at a time."""
         view = memoryview(content)
         self.digests.add(view)
         if self.footer is not None:
@@ -116,7 +116,7 @@ class _HashedFile(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParquetFooter:
-    """The footer of a file."""
+    """A file's footer."""
 
     num_bytes: int
     num_rows: int
@@ -129,7 +129,7 @@ class ParquetFooter:
 
     @property
     def identity(self) -> str | None:
-        """The file's path in the trace when written; None if an older release did not record it."""
+        """Path in the trace that the file was written to; None if an older release did not record it."""
         name = self.metadata.get(IDENTITY)
         return None if name is None else name.decode("utf-8", "replace")
 
@@ -146,12 +146,12 @@ class ParquetFooter:
         return size
 
     def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:
-        """Open the file for verified reading; `keeps_tail` caches the footer in memory. Raises DamagedTrace."""
+        """Open the file for verified reading; `keeps_tail` keeps the footer in memory. Raises DamagedTrace."""
         checksums = self.checksums(store.shown(relative), keeps_tail=keeps_tail)
         return VerifiedFile(store, relative, self.num_bytes, checksums)
 
     def checksums(self, where: str, *, keeps_tail: bool) -> FileChecksums:
-        """Return the checksums of the file. Raises DamagedTrace if they cannot be read."""
+        """Return the file's checksums. Raises DamagedTrace if they cannot be read."""
         try:
             return FileChecksums(
                 blocks=base64.b64decode(self.metadata[BLOCKS], validate=True) if self.has_checksums else None,
@@ -174,7 +174,9 @@ def read_footer(store: Store, relative: str, num_bytes: int, *, tail_bytes: int 
             metadata=found.metadata or {}, content=content, hash=short_hash(content),
         )  # fmt: skip
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DamagedTrace(f"{where}: not readable as Parquet ({first_line(error)})") from error
+        raise DamagedTrace(
+            f"{where}: cannot be read as Parquet ({first_line(error)}); restore it from a copy"
+        ) from error
 
 
 def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> bytes:
@@ -183,15 +185,22 @@ def _read_tail(store: Store, relative: str, num_bytes: int, tail_bytes: int) -> 
     try:
         tail = store.read_range(relative, max(num_bytes - tail_bytes, 0), num_bytes)
         if len(tail) < 12 or tail[-4:] != MAGIC:
-            raise DamagedTrace(f"{where}: not readable as Parquet (no Parquet magic number at the end)")
+            raise DamagedTrace(
+                f"{where}: cannot be read as Parquet (no Parquet magic number at the end); restore it from a copy"
+            )
         length = struct.unpack("<i", tail[-8:-4])[0] + 8
         if not 8 < length <= min(num_bytes - 4, MAX_FOOTER_BYTES):
-            raise DamagedTrace(f"{where}: not readable as Parquet (its footer cannot have {length - 8:,} bytes)")
+            raise DamagedTrace(
+                f"{where}: cannot be read as Parquet (its footer cannot have {length - 8:,} bytes); restore it from a "
+                "copy"
+            )
         return tail[-length:] if length <= len(tail) else store.read_range(relative, num_bytes - length, num_bytes)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise DamagedTrace(f"{where}: cannot be read ({error.strerror or first_line(error)})") from error
+        raise DamagedTrace(
+            f"{where}: cannot be read ({error.strerror or first_line(error)}); restore it from a copy"
+        ) from error
 
 
 def _check_counts(found: Any, num_bytes: int) -> None:
@@ -279,7 +288,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
     def modified(self, path: str) -> Any:
         from datetime import UTC, datetime
 
-        return datetime.fromtimestamp(0.0, UTC)  # finished files in a trace never change
+        return datetime.fromtimestamp(0.0, UTC)  # a trace's finished files never change
 
     def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
         name = self._strip_protocol(path)

@@ -1,4 +1,4 @@
-"""Bounded waiting for a file system, with messages on stderr."""
+"""Wait for a file system up to a time limit, with messages on stderr."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOOKS_EVERY_S = 0.5
 
 
 def say(sentence: str) -> None:
-    """Print a sentence on stderr at once."""
+    """Print a sentence on stderr immediately."""
     print(f"tim-trace: {sentence}", file=sys.stderr, flush=True)
 
 
 class Patience:
-    """Bounded waits for the callers of one writer; each wait is at most `max_wait_s` long."""
+    """Time-limited waits for the callers of one writer; each wait takes at most `max_wait_s`."""
 
     def __init__(
         self,
@@ -33,14 +33,12 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` is on the file system; "" prints nothing. `meanwhile` is called every few seconds while waiting.
-        Raises InvalidOption.
-        """
+        """`path` is on the file system; "" prints nothing. `meanwhile` is called during waits. Raises InvalidOption."""
         if not max_wait_s > 0:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s
         self.waited_s = 0.0
-        """Total wait of callers so far, seconds; updated during waits."""
+        """Total time that callers have waited, seconds; updated during waits."""
         self._path, self._meanwhile = os.fspath(path), meanwhile
 
     def wait(
@@ -55,9 +53,8 @@ class Patience:
     ) -> None:
         """Wait while `is_blocked` returns True; the caller holds `changed`. Raises StorageStalled.
 
-        Time while `is_excused` returns True does not count. With `signs` of progress, the limit applies to the time
-        in which they do not
-        change. `counts` selects whether `waited_s` is updated.
+        Time in which `is_excused` returns True does not count. With `signs` of progress, the limit applies to the time
+        in which they do not change. `counts` selects whether `waited_s` is updated.
         """
         last, seen, still_s, told_s = time.monotonic(), signs and signs(), 0.0, 0.0
         while is_blocked():

@@ -1,7 +1,7 @@
-"""Processes of `tim-trace record`: the command that it runs, and its own processes on the other nodes of a job.
+"""Processes of `tim-trace record`: the command that it runs, and its own processes on other nodes of the same job.
 
-The command runs as without recording: each signal reaches it exactly once, and it does not outlive this process. Of one
-`tim-trace record` per node, the first node's starts the trace, and the others join it.
+The command behaves as without recording: each signal reaches it exactly once, and it does not outlive this process.
+With one `tim-trace record` per node, that of the first node starts the trace, and the others join it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .store import Store
 NUMBERS = (
     "NODE_RANK", "PET_NODE_RANK", "GROUP_RANK", "SLURM_NODEID", "SLURM_PROCID", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK",
 )  # fmt: skip
-"""Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's."""
+"""Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
 SIGN_S = 5.0
 """Heartbeat interval of `tim-trace record`, seconds."""
 SIGNED_S = 2 * SIGN_S
@@ -36,7 +36,7 @@ _COUNT = re.compile(r"(?:--(?:nnodes|num[-_]machines)[ =]|PET_NNODES=)(?:\d+:)?0
 
 
 def later_node(command: Sequence[str]) -> str | None:
-    """Return the setting, such as RANK=1, that makes this process a later one; arguments precede the environment."""
+    """Return the setting, such as RANK=1, that makes this a later node; arguments take precedence over variables."""
     told = list(_NUMBER.finditer(" ".join(command)))
     if not told:
         told = [match for name in NUMBERS if (match := re.fullmatch(r".*=(\d+)", f"{name}={os.environ.get(name)}"))]
@@ -44,7 +44,7 @@ def later_node(command: Sequence[str]) -> str | None:
 
 
 def has_several_nodes(command: Sequence[str]) -> bool:
-    """Return True if the command's arguments or torchrun's variable show that the job runs on several nodes."""
+    """Return True if the command's arguments, or torchrun's variable, show that the job runs on several nodes."""
     return bool(_COUNT.search(" ".join([f"PET_NNODES={os.environ.get('PET_NNODES')}", *command])))
 
 
@@ -54,7 +54,7 @@ def is_same(one: Sequence[str], other: Sequence[str]) -> bool:
 
 
 def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
-    """Return the states of all launchers in a trace, oldest first; empty without a trace."""
+    """Return the states of a trace's launchers, oldest first; empty without a trace."""
     with contextlib.suppress(TimTraceError, OSError):
         found = [state for state in Store(folder).writers_named(LAUNCHER) if state.is_launcher]
         return sorted(found, key=lambda state: state.opened_at)
@@ -64,11 +64,11 @@ def launchers(folder: str | os.PathLike[str]) -> list[WriterState]:
 def running_launchers(
     folder: str | os.PathLike[str], wait_s: float, beside: Collection[str] | None = None
 ) -> list[WriterState]:
-    """Wait up to `wait_s` for `tim-trace record` processes that record to a folder; return the running ones.
+    """Wait up to `wait_s` for `tim-trace record` processes that record to a folder, and return the running ones.
 
-    A process counts as running if it is visible from here, or if it sent a heartbeat after the first check, because a
+    A process counts as running if it is visible from here, or if it sent a heartbeat after the first check, since a
     process killed on another machine looks alive at first. With `beside`, only those processes are watched, until one
-    is found running; a process that closes normally also counts.
+    of them is found running; a process that closes normally also counts.
     """
     store, end, first = Store(folder), time.monotonic() + wait_s, None
     while True:
@@ -98,7 +98,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _stop() -> None:
-    """Stop this process, as the default action for SIGTSTP does, until SIGCONT continues it."""
+    """Stop this process until SIGCONT continues it, like the default action for SIGTSTP."""
     os.kill(os.getpid(), signal.SIGTSTP)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTSTP])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
@@ -134,7 +134,8 @@ class Child:
         return cls(process, unblock)
 
     def wait(self, meanwhile: Callable[[], None], every_s: float) -> int:
-        """Wait for the command's exit code, 128 + a signal that killed it; call `meanwhile` every `every_s` seconds.
+        """Return the command's exit code, or 128 + the signal that killed it; meanwhile, call `meanwhile` every
+        `every_s`.
 
         Signals from processes are forwarded. Signals from the terminal (Ctrl-C, Ctrl-Z, a hang-up) reach the command directly
         and are not forwarded. This process stops and continues together with the command.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 Advance = Callable[[int], None]
-"""Function to call with the number of units completed since its last call."""
+"""Function that is called with the number of units completed since its last call."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Function that starts a progress display; it is called with a description and the total number of units."""
+"""Function that starts a progress display; it takes a description and the total number of units."""
 
 
 def unheard(units: int) -> None:

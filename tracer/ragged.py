@@ -1,4 +1,4 @@
-"""Convert batches, padded or ragged, to flat values and lengths.
+"""Convert padded or ragged batches to flat values and lengths.
 
 Shapes: B rows, T padded width, N tokens of all rows together.
 """
@@ -22,11 +22,11 @@ class Ragged:
     """Lists of different lengths, concatenated."""
 
     values: np.ndarray
-    """[N] the elements of all lists, one list after another."""
+    """[N] elements of all lists, one list after another."""
     lengths: np.ndarray
-    """[B] int64: the length of each list; the sum is N."""
+    """[B] int64: length of each list; they sum to N."""
     valid: np.ndarray | None = None
-    """[N] bool: False for a value that was not recorded; None if all values were recorded."""
+    """[N] bool: False for values that were not recorded; None if all were."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -42,7 +42,7 @@ class Ragged:
         return len(self.values) if self.valid is None else int(self.valid.sum())
 
     def take(self, rows: np.ndarray) -> Ragged:
-        """Select some lists, in the given order; return `self` if that changes nothing."""
+        """Select lists in the given order; return `self` if that changes nothing."""
         if is_every_row(rows, len(self.lengths)):
             return self
         cells = cells_of(rows, self.lengths)
@@ -55,7 +55,7 @@ class Ragged:
 
 
 def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
-    """True if `rows` are all row numbers, in order."""
+    """Return True if `rows` are all row numbers, in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
@@ -67,20 +67,20 @@ def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 _LONG = 1024
-"""Minimum width at which a batch is copied row by row; one row costs as much time as 1,500 masked cells."""
+"""Minimum width at which a batch is copied row by row; a row then costs as much time as 1,500 masked cells."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Which cells of a [B, T] batch hold tokens."""
+    """Which cells of a [B, T] batch contain tokens."""
 
     width: int
     lengths: np.ndarray
     """[B] int64: number of tokens in each row."""
     starts: np.ndarray | None
-    """[B] int64: column of each row's first token; None if the tokens in some row are not contiguous."""
+    """[B] int64: column of each row's first token; None if some row's tokens are not contiguous."""
     mask: np.ndarray
-    """[B, T] bool: True for cells that hold tokens."""
+    """[B, T] bool: True for cells with a token."""
 
     @classmethod
     def of(cls, mask: Any, what: str = "attention mask") -> Padding:
@@ -98,7 +98,7 @@ class Padding:
         return cls(width, lengths, starts if contiguous else None, cells)
 
     def take(self, rows: np.ndarray) -> Padding:
-        """Return the padding of some rows, in the given order."""
+        """Return the padding of the given rows, in the given order."""
         return Padding(
             self.width, self.lengths[rows], None if self.starts is None else self.starts[rows], self.mask[rows]
         )
@@ -119,9 +119,9 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
     """Copy a batch to flat values: a padded [B, T] tensor or array with its padding, or lists of different lengths.
 
     `dtype` decides how values are checked: integers as token ids, bool as a mask, floats as per-token values. `what` names
-    the batch in errors. None inside a list of floats marks a value that was not recorded.
+    the batch in errors. In a list of floats, None means that a value was not recorded.
 
-    Raises InvalidRecord for values of a kind that `dtype` does not accept, and for values that it cannot hold.
+    Raises InvalidRecord for values of a kind that `dtype` does not accept, or that it cannot represent.
     """
     dtype = np.dtype(dtype)
     if isinstance(data, Ragged):
@@ -138,12 +138,12 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
 
 
 def is_padded(data: Any) -> bool:
-    """True if a batch is one tensor or array, not a sequence of rows."""
+    """Return True if a batch is one tensor or array, not a sequence of rows."""
     return is_tensor(data) or (isinstance(data, np.ndarray) and not (data.dtype == object and data.ndim == 1))
 
 
 def num_rows(data: Any, what: str) -> int:
-    """Return the number of rows of a batch in any form. Raises InvalidRecord for a value without rows."""
+    """Return a batch's number of rows, in any form. Raises InvalidRecord for a value without rows."""
     if isinstance(data, Ragged):
         return len(data)
     shape = getattr(data, "shape", None)
@@ -155,7 +155,7 @@ def num_rows(data: Any, what: str) -> int:
 
 
 def shown(value: Any) -> str:
-    """Describe a value briefly, in one line, for an error message."""
+    """Describe a value briefly, on one line, for an error message."""
     text = " ".join(repr(value).split())
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return "None" if value is None else f"{text} ({type(value).__name__})"
@@ -183,7 +183,7 @@ def _flatten_lists(data: Sequence[Any], dtype: np.dtype, what: str) -> Ragged:
         arrays.append(array)
         flags.append(valid)
     lengths = np.array([len(array) for array in arrays], np.int64)
-    # An empty list has NumPy's default dtype, which must not affect the result's.
+    # An empty list has NumPy's default dtype, which must not affect the dtype of the result.
     filled = [array for array in arrays if len(array)]
     values = _narrow(np.concatenate(filled), dtype, what, lengths) if filled else np.empty(0, dtype)
     if all(valid is None for valid in flags):
@@ -201,7 +201,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
         return None
     if kinds != {np.ndarray}:
         if dtype.kind == "i" and data[0].dtype.is_floating_point:
-            return None  # let _row raise the error on rounded token ids
+            return None  # let _row raise the error about rounded token ids
         try:
             data = [row.numpy() for row in data]
         except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor with gradient
@@ -210,7 +210,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return one list as an array in its own dtype, and [T] bool marking the recorded values; None if all are."""
+    """Return a list as an array in its own dtype, and [T] bool marking its recorded values; None if all are."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
@@ -236,13 +236,15 @@ def _has_none(row: Sequence[Any]) -> bool:
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
-"""Kind of the target dtype -> the kinds of dtypes that may be converted to it."""
+"""Kind of the target dtype -> kinds of dtypes that may be converted to it."""
 
 
 def _needed(dtype: np.dtype) -> str:
     if dtype.kind == "i":
         return f"token ids are whole numbers from 0 to {np.iinfo(dtype).max}"
-    return "a mask is 0 or 1, or False or True" if dtype.kind == "b" else f"give numbers that {dtype.name} holds"
+    return (
+        "a mask is 0 or 1, or False or True" if dtype.kind == "b" else f"give numbers within the range of {dtype.name}"
+    )
 
 
 def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
@@ -262,7 +264,7 @@ def _cells(data: Any, what: str, dtype: np.dtype | None = None) -> np.ndarray:
 
 
 def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray) -> np.ndarray:
-    """Copy the flat values of rows to a dtype. Raises InvalidRecord for the first value that it cannot hold."""
+    """Copy rows' flat values to a dtype. Raises InvalidRecord for the first value that it cannot represent."""
     if len(values) and values.dtype.kind not in _KINDS[dtype.kind]:
         raise InvalidRecord(f"{what}: got values of {values.dtype.name}; {_needed(dtype)}")
     with np.errstate(invalid="ignore", over="ignore"):

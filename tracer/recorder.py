@@ -1,4 +1,4 @@
-"""The recorder: writes a trace from a training loop.
+"""Record a trace from a training loop.
 
 Shapes: B sequences, P padded prompt width, T padded response width, N tokens of several sequences, concatenated,
 L layers with a router, S experts selected per token.
@@ -69,12 +69,13 @@ _Arrays = dict[str, tuple[np.ndarray, str]]
 
 
 class Recorder:
-    """Records the logprobs of every token from any training loop: the engine's, the trainer's, and those of other passes.
+    """Records per-token logprobs from any training loop: the engine's, the trainer's and those of other passes.
 
-    Use it as a context manager; leaving it seals the trace. Methods return at once: a thread writes, and the caller waits
-    only if that thread is `queue_bytes` behind (see `waited_s`; nothing is dropped). Device tensors are copied at once on
-    the device, then to the host on a separate stream. Inconsistent values raise InvalidRecord, for device tensors at the
-    next call. A full disk, or one that does not respond for `max_wait` seconds, ends the recording, never the training.
+    Use it as a context manager; leaving it seals the trace. Methods return immediately: a background thread writes, and
+    a caller blocks only while `queue_bytes` are queued (see `waited_s`). Nothing is dropped. Device tensors are cloned
+    on the device, then copied to the host on a separate stream. Inconsistent values raise InvalidRecord; for device
+    tensors, the next call raises it. If the disk is full, or hangs for `max_wait` seconds, recording stops and training
+    continues.
 
     >>> import tempfile
     >>> with Recorder(tempfile.mkdtemp()) as recorder:
@@ -99,16 +100,16 @@ class Recorder:
     ):
         """Open a trace for recording.
 
-        `capture` and `capture_fraction` decide, for the whole run, which sequences `captures` selects. `force` replaces an
-        existing trace. `join` means that several processes write this trace: each opens the same path, and the first one
-        creates it; by default this is the case if WORLD_SIZE, as set by torchrun, is above 1. `resume` adds to an existing
-        trace, finished or not, when a run continues from a checkpoint. Rows after a resume, or from a process that replaces
-        one that died, are marked as a new attempt; views show the newest attempt at each step. `max_wait` is the maximum
-        time, in seconds, that a call waits for a file system that does not respond; then recording stops and training
-        continues.
+        `capture` and `capture_fraction` decide, for the whole run, which sequences `captures` selects. `force` replaces
+        an existing trace. `join` lets several processes write one trace: each opens the same path, and the first one
+        creates it; the default is to join if torchrun's WORLD_SIZE is above 1. `resume` adds to an existing trace,
+        finished or not, when a run continues from a checkpoint. Rows recorded after a resume, or by a process that
+        replaces a dead one, belong to a new attempt; views show the newest attempt at each step. `max_wait` is the
+        maximum time, in seconds, that a call waits for an unresponsive file system; after that, recording stops and
+        training continues.
 
-        Raises TraceExists if, without `force` or `resume`, the path contains anything that this run did not start, or
-        if another process records this rank; StorageStalled if the file system does not respond.
+        Raises TraceExists if the path contains anything that this run did not start, and neither `force` nor `resume`
+        is set, or if another process records this rank; StorageStalled if the file system does not respond.
         """
         self.capture = Capture.parse(capture, capture_fraction)
         manifest = Manifest(
@@ -139,10 +140,11 @@ class Recorder:
 
     @classmethod
     def of_writer(cls, writer: TraceWriter, capture: Capture, *, ordered: bool = True) -> Recorder:
-        """Return a recorder for data from a framework or a file. Errors in such data are findings and do not raise.
+        """Return a recorder for data from a framework or a file. Errors in such data are recorded as findings, not
+        raised.
 
         Logprobs above 0 are kept, logged values that are not numbers become text, and calls after `close` are ignored.
-        `ordered` means that steps never decrease.
+        `ordered` means that steps never decrease from one call to the next.
         """
         recorder = cls.__new__(cls)
         recorder.capture = capture
@@ -175,31 +177,28 @@ class Recorder:
 
     @checked
     def flush(self, *, sync: bool = False, weights: bool = True) -> bool:
-        """Return once everything added so far survives `kill -9`; with `sync`, also a power failure.
+        """Block until everything added so far survives `kill -9`; with `sync`, also a power failure.
 
-        Without a flush, rows reach the operating system about a second after `add_*` returns; if the queue holds older
-        rows, the next call waits. `sync` calls fsync on every file, which takes milliseconds to seconds. Without `weights`,
-        weight versions may still be in the queue.
+        Rows normally reach the operating system about a second after `add_*` returns. `sync` calls fsync on every file,
+        which takes milliseconds to seconds. Without `weights`, weight versions may still be in the queue.
 
-        Returns False, with a message on stderr, if recording has stopped: rows added since then are lost. Raises
-        InvalidRecord for invalid device tensors of earlier calls.
+        Returns False, with a message on stderr, if recording has stopped; rows added after that are lost. Raises
+        InvalidRecord for invalid device tensors in earlier calls.
         """
         return self.writer.flush(sync=sync, weights=weights)
 
     @checked
     def close(self, *, at_exit: bool = False) -> bool:
-        """Write and seal everything queued. Raises InvalidRecord for invalid device tensors of earlier calls.
+        """Write and seal everything queued. Raises InvalidRecord for invalid device tensors in earlier calls.
 
-        `at_exit` means that the interpreter is shutting down. Returns False, like `flush`, if recording has stopped.
+        `at_exit` means that the interpreter is shutting down. Like `flush`, returns False if recording has stopped.
         """
         is_whole = self.writer.close(at_exit=at_exit)
         self.writer.raise_invalid()
         return is_whole
 
     def captures(self, step: int, seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: which sequences' distributions to capture. The choice is the same in all processes and
-        runs.
-        """
+        """Return a [B] mask of the sequences whose distributions are captured, the same in every process and run."""
         step, seq_ids = step_number(step), names(seq_ids, f"step {step}, seq_ids")
         if not self.capture.dense:
             return np.zeros(len(seq_ids), bool)
@@ -207,9 +206,9 @@ class Recorder:
 
     @checked
     def add_contract(self, pass_name: str, contract: Contract) -> str:
-        """Record a pass's contract (dtype, kernels and other settings behind its numbers), and return its hash.
+        """Record a pass's contract (dtype, kernels and other settings that affect its numbers), and return its hash.
 
-        Scores added later refer to it. This also declares a pass with a non-standard name.
+        The contract applies to scores added later. The call also declares a pass with a non-standard name.
         """
         known = self._contracts.get(pass_name)
         if known is not None and known[0] is contract:
@@ -220,8 +219,8 @@ class Recorder:
         return digest
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Save a transformers tokenizer in the trace, to show tokens as text; only the first one is saved."""
-        _check_has("tokenizer", tokenizer, "save_pretrained", "tokenizer of transformers")
+        """Save a transformers tokenizer in the trace, to show tokens as text. Only the first one is saved."""
+        _check_has("tokenizer", tokenizer, "save_pretrained", "transformers tokenizer")
         self.writer.save_tokenizer(tokenizer)
 
     @checked
@@ -258,17 +257,17 @@ class Recorder:
     ) -> Batch:
         """Record sampled sequences and return them as a batch for `add_scores`.
 
-        `response_ids` and `prompt_ids` are [B, T] and [B, P] tensors or arrays with their attention masks (nonzero
-        at tokens, padded on either side), or B lists. Without a mask, every cell of a padded batch is a token, and
-        likely padding raises a warning. `response_mask` is aligned with `response_ids`: nonzero if the token counts in
-        the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
-        to [B] values. Everything else is one value or [B]; None means not recorded.
+        `response_ids` and `prompt_ids` are either [B, T] and [B, P] tensors or arrays with attention masks (nonzero at
+        tokens; padding on either side), or B lists. Without a mask, every cell of a padded batch counts as a token, and
+        apparent padding raises a warning. `response_mask`, aligned with `response_ids`, is nonzero at tokens that count
+        in the loss. `advantage` is one value, [B], or aligned with `response_ids`. `rewards` maps each reward function
+        to [B] values. All other arguments are one value or [B]; None means not recorded.
 
-        `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; by default
-        they are generated. `split` is "eval" for evaluation samples: they and their scores are in the views
-        `eval_sequences` and `eval_scores`, and excluded from all statistics of the run.
+        `step` is a non-negative integer and must not decrease. `seq_ids` must be unique within a step; they are
+        generated by default. `split` is "eval" for evaluation samples: they and their scores appear in the views
+        `eval_sequences` and `eval_scores`, and are excluded from all statistics of the run.
 
-        Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
+        Raises InvalidRecord and records nothing; for device tensors, a later call or `close` raises it.
         """
         passed = dict(locals())  # take all keyword arguments by name, before any is reassigned
         given = {name: passed[column.keyword or name] for name, column in _STAGED.items()}
@@ -279,7 +278,7 @@ class Recorder:
         rows = num_rows(given["response_ids"], f"step {step}, response_ids")
         if not rows:
             raise InvalidRecord(
-                f"step {step}, response_ids: has no sequences; skip the call for a step without sequences"
+                f"step {step}, response_ids: has no sequences; skip this call for a step without sequences"
             )
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
@@ -300,7 +299,7 @@ class Recorder:
         if self._ordered and named.step is not None and step < named.step:
             raise InvalidRecord(f"sequences of step {step} after step {named.step}: {_BACK}")
         if own is not None and len(own) != rows:
-            raise InvalidRecord(f"step {step}: {len(own)} seq_ids for {rows} responses")
+            raise InvalidRecord(f"step {step}: got {len(own)} seq_ids for {rows} responses; give one per response")
         seq_ids = [f"{self.writer.name}-{named.count + row}" for row in range(rows)] if own is None else own
         known = named.add(step, seq_ids, ordered=self._ordered)
         batch = Batch(step, seq_ids, policy_version, self.folder, attempt=self.writer.state.attempt, split=split)
@@ -339,23 +338,23 @@ class Recorder:
         captured_rows: Any = None,
         routing: Routing | None = None,
     ) -> None:
-        """Record one pass's scores of each response token of a batch, or of some of its rows.
+        """Record one pass's scores for each response token of a batch, or of some of its rows.
 
         `logprobs` (nats), `entropy` and `top2_gap` are aligned with the batch's `response_ids`: with the same padding,
-        with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero where the pass has a
-        value; the rest becomes NULL. `rows` are the row numbers in the batch, in the order of the scores.
-        `policy_version` is the number of optimizer updates of the scoring weights. It defaults to the sampling weights'
-        version for `rollout`, and to None for other passes: then staleness cannot be computed, and `replay` uses the
-        sampling weights and reports that.
+        with their own `attention_mask`, or as lists. `scored_mask`, aligned the same way, is nonzero where the pass has
+        a value; other tokens become NULL. `rows` lists the batch's row numbers in the order of the scores.
+        `policy_version` is the number of optimizer updates that the scoring weights have received. The default is the
+        version of the sampling weights for `rollout`, and None for other passes. With None, staleness cannot be
+        computed, and `replay` uses the sampling weights and says so.
 
-        `distribution` holds the captured distributions of `captured_rows` (row numbers in the batch): [N, ...], their
-        response tokens concatenated.
+        `distribution` holds the captured distributions [N, ...] of the rows listed in `captured_rows`: their response
+        tokens, concatenated.
 
-        `routing` holds the router choices of a mixture of experts, Routing(expert_ids=[N, L, S], expert_weights=
-        [N, L, S]): all rows concatenated without padding, each with its prompt tokens followed by its response tokens;
-        S is in the order of the model's slots, L in the order of the contract's `moe_layers`.
+        `routing` is Routing(expert_ids=[N, L, S], expert_weights=[N, L, S]), the router choices of a mixture of
+        experts. All rows are concatenated without padding, prompt tokens before response tokens. S follows the order of
+        the model's slots, and L the order of the contract's `moe_layers`.
 
-        Raises InvalidRecord, and records nothing then; for device tensors at a later call or at `close`.
+        Raises InvalidRecord and records nothing; for device tensors, a later call or `close` raises it.
         """
         given = {name: value for name, value in locals().items() if name in TOKEN_SCORES}
         check_pass(pass_name, self._contracts.keys())
@@ -374,7 +373,8 @@ class Recorder:
         found = num_rows(logprobs, f"{what}, logprobs")
         if found != len(chosen):
             raise InvalidRecord(
-                f"{what}: {found} rows of logprobs for {len(chosen)} sequences; pass rows= to score only some of them"
+                f"{what}: got {found} rows of logprobs for {len(chosen)} sequences; pass rows= to score only some of "
+                "them"
             )
         check_whole(logprobs, f"{what}, logprobs")
         if forward is not None:
@@ -384,7 +384,8 @@ class Recorder:
             policy_version = of_rows(batch.policy_version, chosen, len(batch))
         if isinstance(distribution, Hidden) and policy_version is None:
             raise InvalidRecord(
-                f"{what}, distribution: hidden states need the scoring weights to become logits; give policy_version"
+                f"{what}, distribution: computing logits from hidden states needs the scoring weights; give "
+                "policy_version"
             )
         staged = Staged(
             what,
@@ -397,7 +398,7 @@ class Recorder:
         )
         iteration = batch.next_iteration(pass_name, chosen)
         staged.wait |= not batch.is_resolved
-        # A contract describes training; evaluation has no dropout, and its own engine settings.
+        # A contract describes training; evaluation has no dropout and may use other engine settings.
         has_contract = pass_name in self._contracts and batch.split == TRAIN_SPLIT
         contract = self._contracts[pass_name][1] if has_contract else None
         tolerance = rounding_tolerance(logprobs)
@@ -422,13 +423,12 @@ class Recorder:
         )
 
     def add_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Save the weights of a policy version, bit for bit: a state_dict after `version` optimizer updates.
+        """Save a policy version's weights bit for bit: a state_dict after `version` optimizer updates.
 
-        Tensors may be on any device, and may be DTensors, of which each process saves its part. The tensors may change
-        once this call returns, which waits while the previous version is still being written. Each version is saved
-        once.
+        Tensors may be on any device. They may be DTensors; each process then saves its shard. The call waits while the
+        previous version is being written; once it returns, the tensors may change. Each version is saved only once.
 
-        Raises InvalidRecord for a dtype that cannot be kept.
+        Raises InvalidRecord for an unsupported dtype.
         """
         version = step_number(version, "version")
         if not isinstance(tensors, Mapping):
@@ -438,9 +438,9 @@ class Recorder:
         self.writer.keep_weights(version, tensors)
 
     def add_metrics(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record logged values: numbers and one-element tensors as numbers, None as NULL, the rest as text.
+        """Record logged values: numbers and one-element tensors as numbers, None as NULL, anything else as text.
 
-        Raises InvalidRecord if the step decreases, and for values that are a dict, a list or an array of several values.
+        Raises InvalidRecord if the step decreases, or if a value is a dict, a list or an array of several values.
         """
         step = step_number(step)
         if self._ordered and self._metric_step is not None and step < self._metric_step:
@@ -451,9 +451,9 @@ class Recorder:
         self._metric_step = step
 
     def add_hyperparameters(self, values: Mapping[str, Any], *, step: int = 0) -> None:
-        """Record the run's settings, as metrics of step 0 under `hyperparameter/`; values that are not numbers become text.
+        """Record the run's settings as metrics of step 0 under `hyperparameter/`; non-numeric values become text.
 
-        If a setting changes during the run, record it again with the first step it applies to, so that `attribute` can
+        If a setting changes during the run, record it again at the first step it applies to, so that `attribute` can
         consider it as a cause.
 
         Raises InvalidRecord if the step decreases.
@@ -482,7 +482,7 @@ class Recorder:
         """Record the size of this step's update relative to the weights, and the mean second moment.
 
         Call it after `optimizer.step()` of a torch Adam, AdamW or SGD with momentum; it only reads the optimizer's state.
-        The metrics, listed in tracer.optimizer.optimizer_statistics, are used by `dynamics`.
+        `dynamics` uses these metrics; tracer.optimizer.optimizer_statistics lists them.
 
         Raises InvalidRecord if the step decreases.
         """
@@ -516,7 +516,9 @@ class Recorder:
         if prompt_ids is not None:
             prompt_ids = flatten(prompt_ids, np.int32, prompt_padding, f"{where}, prompt_ids")
             if len(prompt_ids) != rows:
-                raise InvalidRecord(f"{where}: {len(prompt_ids)} prompts for {rows} responses")
+                raise InvalidRecord(
+                    f"{where}: got {len(prompt_ids)} prompts for {rows} responses; give one per response"
+                )
 
         def prepared(column: Column) -> Any:
             name, value = column.name, values[column.name]
@@ -547,7 +549,7 @@ class Recorder:
         if own is not None and not is_padded(values["logprobs"]):
             raise InvalidRecord(
                 f"step {step}, pass {pass_name!r}, attention_mask: logprobs are lists, which have no padding; give "
-                "the mask with a tensor or array [B, T], or lists without a mask"
+                "logprobs as a tensor or array [B, T] with the mask, or lists without it"
             )
         padding = batch.padding(chosen)
         if own is not None:
@@ -571,14 +573,15 @@ class Recorder:
         return {"pass": pass_name, "policy_version": version, **scores}
 
     def _routing(self, pass_name: str, batch: Batch, chosen: np.ndarray, given: dict[str, Any]) -> _Arrays:
-        """Return router choices as they are stored; shape and dtypes must be the same in every batch of a pass."""
+        """Return router choices as stored; shape and dtypes must be the same in every batch of a pass."""
         if not given:
             return {}
         what = f"step {batch.step}, routing of pass {pass_name!r}"
         lengths = batch.whole_lengths(chosen)
         if lengths is None:
             raise InvalidRecord(
-                f"{what}: the sequences have no prompt_ids; routing covers prompt tokens too, so give add_sequences the prompts"
+                f"{what}: the sequences have no prompt_ids; routing covers prompt tokens too, so pass prompt_ids to "
+                "add_sequences"
             )
         check_routing(Routing(**given), int(lengths.sum()), what)
         # Copy the arrays, since the caller may change them before they are written.
@@ -588,7 +591,7 @@ class Recorder:
         known = self._routed.setdefault(pass_name, kind)
         if known != kind:
             raise InvalidRecord(
-                f"{what}: has {kind}, but earlier batches {known}; shape and dtypes must not change within a pass"
+                f"{what}: has {kind}, but earlier batches had {known}; shape and dtypes must not change within a pass"
             )
         return arrays
 
@@ -633,7 +636,7 @@ class Recorder:
         append: Callable[[Any], None],
         refused: Callable[[Exception], None] = lambda _: None,
     ) -> None:
-        """Check and flatten values, now or once copied from a device, and queue them; `refused` undoes the call."""
+        """Check, flatten and queue values, immediately or after the copy from a device; `refused` undoes the call."""
 
         def checked() -> Any:
             try:
@@ -655,13 +658,13 @@ class Recorder:
             raise
 
     def _raise_earlier(self) -> None:
-        """Raise errors found in device tensors from earlier calls, and InvalidRecord if the recorder is closed."""
+        """Raise errors found in device tensors of earlier calls, and InvalidRecord if the recorder is closed."""
         try:
             self.writer.raise_invalid()
         except InvalidRecord as error:
-            raise InvalidRecord(f"{error} [from an earlier call; this call recorded nothing, repeat it]") from error
+            raise InvalidRecord(f"{error} [in an earlier call; this call recorded nothing, so repeat it]") from error
         if self._checks_logprobs and self.writer.state.state == CLOSED:
-            raise InvalidRecord(f"{self.folder}: the recorder is closed; open another one")
+            raise InvalidRecord(f"{self.folder}: the recorder is closed; open a new one")
 
     def _warn_once(self, key: str, sentence: str) -> None:
         if key not in self._warned:
@@ -677,7 +680,8 @@ class Recorder:
         if change > 0.0:
             self._warn_once(
                 pass_name,
-                f"float64 logprobs of pass {pass_name!r} are stored as float32: rounding error up to {change:.1e} nats",
+                f"float64 logprobs of pass {pass_name!r} are stored as float32, with a rounding error of up to "
+                f"{change:.1e} nats",
             )
 
 
@@ -697,7 +701,7 @@ def _check_has(what: str, value: Any, attribute: str, wanted: str) -> None:
 
 
 def _refuse_taken(folder: Path, path: Any) -> None:
-    """Raise TraceExists if this rank's writer is closed, or alive in another process: a restarted rank may continue."""
+    """Raise TraceExists if this rank's writer is closed, or alive in another process. A restarted rank may continue."""
     store, rank = Store(folder), environment.rank()
     of_rank = [state for state in states_of_rank(store, rank) if is_of_this_start(state, ATTEMPT_SESSION)]
     if any(state.state == CLOSED for state in of_rank):
@@ -713,5 +717,5 @@ def _refuse_taken(folder: Path, path: Any) -> None:
         who = f"{path}: process {state.pid} on {state.host} records rank {rank} of this trace"
         if found.how == PROCESS:
             raise TraceExists(f"{who}; give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago; this process records as a new attempt"
+        sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago; this process records a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

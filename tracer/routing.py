@@ -1,6 +1,6 @@
-"""Router choices in a mixture of experts: the experts selected for each token, in slot order, and their weights.
+"""Router choices of a mixture of experts: the experts selected for each token, in slot order, and their weights.
 
-Shapes: N tokens, L layers with a router, S slots (experts selected per token), C cells in one forward pass (its rows
+Shapes: N tokens, L layers with a router, S slots (experts selected per token), C cells of one forward pass (its rows
 times its width), B rows, W width.
 """
 
@@ -20,7 +20,7 @@ from .store import Store
 
 EXPERT_IDS, EXPERT_WEIGHTS = "expert_ids", "expert_weights"
 NOT_ROUTED = -1
-"""Expert id stored for a token that a pass did not route."""
+"""Expert id stored for tokens that a pass did not route."""
 
 _ROUTER = re.compile(r"Router|Gate$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -28,12 +28,12 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """The router choices for some tokens."""
+    """Router choices for some tokens."""
 
     expert_ids: Any
     """[N, L, S] integer ids of the selected experts, in the order of the model's slots; -1 if not routed."""
     expert_weights: Any = None
-    """[N, L, S] floats by which the experts' outputs are multiplied; None if not recorded."""
+    """[N, L, S] floats that the experts' outputs are multiplied by; None if not recorded."""
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router in a model, which selects experts in one layer."""
+    """A model's router, which selects experts in one layer."""
 
     layer: int
     """Index of the decoder layer that contains the router."""
@@ -51,7 +51,7 @@ class Router:
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts that the router chooses from; None if unknown."""
+        """Number of experts that the router selects from; None if unknown."""
         weight = getattr(self.module, "weight", None)
         found = getattr(self.module, "num_experts", None) or (None if weight is None else weight.shape[0])
         return None if found is None else int(found)
@@ -69,7 +69,7 @@ def is_mixture(model: Any) -> bool:
 
 
 def routers(model: Any) -> list[Router]:
-    """Return a transformers model's routers by layer: siblings of `experts` whose class name contains Router or ends in Gate."""
+    """Return a model's routers by layer: siblings of `experts` whose class contains Router or ends in Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -83,7 +83,7 @@ def routers(model: Any) -> list[Router]:
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return the entries that describe a mixture of experts in a contract; empty for other models."""
+    """Return a contract's entries about a mixture of experts; empty for other models."""
     known = routers(model)
     if not known:
         return {}
@@ -92,7 +92,7 @@ def facts(model: Any) -> dict[str, Any]:
 
 
 def choice(output: Any) -> tuple[Any, Any, int] | None:
-    """Return a router's ids [C, S] and weights [C, S], and the index of the ids in its output; None if they cannot be read.
+    """Return a router's ids [C, S], weights [C, S], and the ids' index in its output; None if they cannot be read.
 
     transformers' routers return (logits, weights, ids) or (ids, weights, logits).
     """
@@ -116,7 +116,7 @@ class RouterTap:
         self._heard: list[list[tuple[Any, Any]]] = [[] for _ in known]
         self._handles: list[Any] = []
         self.problem: str | None = None
-        """The reason why router choices cannot be read; None as long as they can."""
+        """Reason why router choices cannot be read; None as long as they can."""
 
     def __enter__(self) -> RouterTap:
         self._handles = [
@@ -138,7 +138,7 @@ class RouterTap:
         try:
             narrow = ids_CS.to(id_dtype(self._routers[index].num_experts))
             self._heard[index].append((narrow, weights_CS.detach().clone()))
-        except RuntimeError as error:  # usually out of memory, which must not reach the model
+        except RuntimeError as error:  # usually out of memory, which must not affect the model
             self.problem = f"its choices cannot be copied ({str(error).splitlines()[0]})"
             self._heard = [[] for _ in self._routers]
 
@@ -149,7 +149,7 @@ class RouterTap:
         heard, self._heard = self._heard, [[] for _ in self._routers]
         shapes = {ids.shape[1:] for layer in heard for ids, _ in layer}
         if self.problem is None and (len({len(layer) for layer in heard}) > 1 or len(shapes) > 1):
-            self.problem = "its routers do not choose the same number of experts in every layer and forward"
+            self.problem = "its routers do not select the same number of experts in every layer and forward"
         if self.problem is not None:
             return []
         return [
@@ -162,7 +162,7 @@ class RouterTap:
 
 
 def id_dtype(num_experts: int | None) -> Any:
-    """Return the smallest signed integer dtype in torch that can hold every expert's id."""
+    """Return torch's smallest signed integer dtype that can represent every expert's id."""
     import torch
 
     if num_experts is None:
@@ -171,7 +171,7 @@ def id_dtype(num_experts: int | None) -> Any:
 
 
 def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
-    """Select the unmasked tokens of consecutive forward passes, row after row; None if the cells do not match."""
+    """Select the unmasked tokens of consecutive forward passes, row by row; None if the cells do not match."""
     import torch
 
     if sum(len(part.expert_ids) for part in heard) != mask_BW.size:
@@ -182,7 +182,7 @@ def of_cells(heard: Sequence[Routing], mask_BW: np.ndarray) -> Routing | None:
 
 
 def joined(parts: Sequence[Routing]) -> Routing | None:
-    """Concatenate the tokens of several rows; return None if there are no rows."""
+    """Concatenate the tokens of several rows; None without rows."""
     import torch
 
     if not parts:
@@ -192,7 +192,7 @@ def joined(parts: Sequence[Routing]) -> Routing | None:
 
 
 def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
-    """Raise InvalidRecord unless a routing has this many tokens and both of its arrays have matching shapes."""
+    """Raise InvalidRecord unless a routing has this many tokens and its two arrays have matching shapes."""
     ids, weights = np.asarray(routing.expert_ids), routing.expert_weights
     if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) or len(ids) != num_tokens:
         raise InvalidRecord(
@@ -200,13 +200,13 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
             f"{num_tokens}, every prompt token and then every response token of each row"
         )
     if weights is not None and tuple(weights.shape) != ids.shape:
-        raise InvalidRecord(f"{what}: expert_weights have shape {tuple(weights.shape)}, expert_ids {ids.shape}")
+        raise InvalidRecord(f"{what}: expert_weights have shape {tuple(weights.shape)}, but expert_ids {ids.shape}")
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:
     """Read the routing of score rows; a place is (`routing`, `routing_start`, number of tokens).
 
-    Rows of one sealed group are read together, since segments are small. Raises DamagedTrace.
+    Rows of the same sealed group are read together, since segments are small. Raises DamagedTrace.
     """
     from .dense import read_dense
 
@@ -219,7 +219,8 @@ def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[R
     for group, start, count in places:
         if EXPERT_IDS not in spanned[group]:
             raise DamagedTrace(
-                f"{store.shown(f'{DENSE}/{group}')}: holds no routing for rows {start} to {start + count}"
+                f"{store.shown(f'{DENSE}/{group}')}: has no routing for rows {start} to {start + count}; restore it "
+                "from a copy"
             )
         begin = start - spans[group][0]
         part = {name: values[begin : begin + count] for name, values in spanned[group].items()}

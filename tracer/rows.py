@@ -21,16 +21,16 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""dtype -> largest positive logprob, nats, that rounding explains: one unit in the last place of a logit near 16."""
+"""dtype -> largest positive logprob that rounding explains, nats: one unit in the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """How a pass batched its rows: the forward pass of each (`ids`, `rows`, `places`), and its padding."""
+    """How a pass batched its rows: each row's forward pass (`ids`, `rows`, `places`) and its padding."""
 
     ids: np.ndarray
-    """[B] int64 number of each row's forward pass; rows in the same forward pass share it."""
+    """[B] int64 number of each row's forward pass; rows in the same forward pass have the same number."""
     places: np.ndarray
     """[B] int32 index of each row within its forward pass, from 0."""
     rows: np.ndarray
@@ -52,13 +52,13 @@ class Forward:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """The columns of `scores` that hold these arrays."""
+        """The columns of `scores` with these arrays."""
         padding = {"pad_left": self.pad_left, "pad_right": self.pad_right}
         return {"forward_id": self.ids, "forward_row": self.places, "forward_rows": self.rows} | padding
 
 
 class RowBuilder:
-    """Builds record batches for one table, caching columns that repeat a single value, which recur in every batch."""
+    """Builds a table's record batches; columns that repeat a single value are cached, since they recur."""
 
     def __init__(self, schema: pa.Schema):
         self.schema = schema
@@ -114,7 +114,7 @@ def _text(value: Any) -> str:
 
 
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
-    """Return [B] float64: the values from one reward function, NaN where missing. Raises InvalidRecord."""
+    """Return [B] float64: one reward function's values, NaN where missing. Raises InvalidRecord."""
     found = per_row(value, rows, pa.float64(), what, flags=True)
     if isinstance(found, pa.Array):
         return float_values(found)
@@ -142,16 +142,18 @@ def aligned(
     what: str,
     remedy: str = ALIGN,
 ) -> Ragged:
-    """Flatten per-token values. Raises InvalidRecord, naming the first sequence, if lengths differ from the responses'."""
+    """Flatten per-token values. Raises InvalidRecord for the first sequence with a length unlike its response's."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
-        raise InvalidRecord(f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences")
+        raise InvalidRecord(
+            f"step {step}, {what}: got {len(ragged)} rows for {len(lengths)} sequences; give one per sequence"
+        )
     wrong = np.flatnonzero(ragged.lengths != lengths)
     if len(wrong):
         row, more = int(wrong[0]), "" if len(wrong) == 1 else f" (and {len(wrong) - 1} more sequences)"
         raise InvalidRecord(
-            f"step {step}, sequence {seq_ids[row]!r}: {ragged.lengths[row]} values of {what} for {lengths[row]} response "
-            f"tokens{more}; {remedy}"
+            f"step {step}, sequence {seq_ids[row]!r}: got {ragged.lengths[row]} values of {what} for {lengths[row]} "
+            f"response tokens{more}; {remedy}"
         )
     return ragged
 
@@ -173,14 +175,14 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
 
 
 def rounding_tolerance(data: Any) -> float:
-    """Return how far rounding can raise a logprob of this dtype above 0, nats."""
+    """Return by how much rounding can raise a logprob of this dtype above 0, nats."""
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)
 
 
 def check_whole(logprobs: Any, what: str) -> None:
-    """Raise InvalidRecord for logprobs with an integer dtype, since they have been rounded."""
+    """Raise InvalidRecord for logprobs with an integer dtype, which means that they were rounded."""
     first = next(iter(logprobs), None) if isinstance(logprobs, (list, tuple)) else logprobs
     name = str(getattr(first, "dtype", "")).removeprefix("torch.")
     if "int" in name or name == "bool":
@@ -200,7 +202,7 @@ def is_per_token(advantage: Any) -> bool:
 
 
 def of_rows(value: Any, rows: np.ndarray, count: int) -> Any:
-    """Select some rows from a per-row value; return a single value unchanged."""
+    """Select rows of a per-row value; return a single value unchanged."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count:
         return [value[row] for row in rows]
     if hasattr(value, "shape") and len(value.shape) == 1 and value.shape[0] == count:

@@ -1,4 +1,4 @@
-"""Check scalar values that belong to steps, sequences and metrics, and convert them to their column's type.
+"""Check scalar values of steps, sequences and metrics, and convert them to their column's type.
 
 Shapes: B sequences.
 """
@@ -22,8 +22,7 @@ _INT64_MAX = 2**63 - 1
 
 
 def step_number(value: Any, what: str = "step") -> int:
-    """Return a step number as an int. Raises InvalidRecord unless it is a non-negative integer from Python, NumPy or
-    torch.
+    """Return a step number as an int. Raises InvalidRecord unless it is a non-negative Python, NumPy or torch integer.
 
     >>> step_number(np.int64(3))
     3
@@ -35,11 +34,12 @@ def step_number(value: Any, what: str = "step") -> int:
 
 
 def per_row(value: Any, rows: int, type: pa.DataType, what: str, *, flags: bool = False) -> Any:
-    """Return a column's values: one Python value for all rows, or an Arrow array [B] of `type`; None is "not recorded".
+    """Return a column's values: one Python value for all rows, or an Arrow array [B] of `type`; None means not
+    recorded.
 
     `flags` allows True and False in a column of numbers; they are stored as 1 and 0.
 
-    Raises InvalidRecord for a value that the column cannot hold, and unless there is one value, or one per row.
+    Raises InvalidRecord for a value that the column cannot hold, or if there is neither one value nor one per row.
     """
     if value is None:
         return None
@@ -77,12 +77,12 @@ def listed(value: Any, rows: int, what: str) -> np.ndarray | list[Any]:
     if not isinstance(value, Sequence):
         raise InvalidRecord(f"{what}: got {shown(value)}; {give}")
     if len(value) != rows:
-        raise InvalidRecord(f"{what}: got {len(value)} values for {rows} sequences")
+        raise InvalidRecord(f"{what}: got {len(value)} values for {rows} sequences; give one per sequence")
     return list(value)
 
 
 def names(values: Any, what: str, *, optional: bool = False) -> list[Any]:
-    """Return names as strings; integers become digits, and None is kept if `optional`. Raises InvalidRecord."""
+    """Return names as strings: integers become digits, and None is kept if `optional`. Raises InvalidRecord."""
     if is_tensor(values) or hasattr(values, "__array__"):
         values = _array(values, what).tolist()
     if isinstance(values, (Mapping, Set)) or not hasattr(values, "__iter__"):
@@ -146,7 +146,7 @@ def _whole(value: Any, type: pa.DataType) -> int | None:
 
 
 def as_float(value: Any) -> float | None:
-    """Return a number as a float; None for one that float64 cannot hold."""
+    """Return a number as a float; None if float64 cannot hold it."""
     try:
         return float(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The passes in a trace that have logprobs, found by reading Parquet footers only."""
+"""Find the passes of a trace that have logprobs, by reading Parquet footers only."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def comparable_pair(trace: str | os.PathLike[str]) -> str | None:
 
 
 def replayed_pair(trace: str | os.PathLike[str], arm: str) -> str:
-    """Return a replay and the trainer's pass, or another pass if the trainer's has no logprobs, as a pair."""
+    """Return a pair of a replay and the trainer's pass, or another pass if the trainer's has no logprobs."""
     names = scored_passes(trace)
     return f"{REPLAY_PREFIX}{arm}:{next((name for name in (TRAIN, *STANDARD) if name in names), TRAIN)}"
 
 
 def scored_passes(trace: str | os.PathLike[str]) -> list[str]:
-    """Return the passes with logprobs, by name. Reports damage, and raises DamagedTrace."""
+    """Return the names of passes with logprobs. Reports damage, and raises DamagedTrace."""
     snapshot = take_snapshot(Store(trace))
     tell_damage(tuple(snapshot.damaged))
     entries = [entry for entry in snapshot.files[SCORES] if "logprobs" not in entry.lacking]

@@ -1,4 +1,4 @@
-"""Sealing: turn a segment's journal into Parquet and Zarr, then drop the journal, also for writers that were killed."""
+"""Convert segments' journals to Parquet and Zarr, then drop the journals; also for writers that were killed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part
 
 ROW_GROUP_TOKENS = 1 << 20
-"""Maximum number of response tokens in a row group, which scans hold in memory or skip whole by step."""
+"""Maximum number of response tokens in a row group; scans hold row groups in memory, or skip them by step."""
 
 COMPRESSION = "zstd"
 COMPRESSION_LEVEL = 1
 
 
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
-    """Write a closed journal as Parquet, or as Zarr for distributions; return path -> sealed file.
+    """Write a closed journal as Parquet, or as Zarr for distributions; return path -> SealedFile.
 
-    The journal is kept until the writer's state accounts for its replacement. If the process is killed in between, both
-    exist: readers use the journal, and sealing again writes the same file. Files appear complete, by rename. Raises
+    The journal is kept until the writer's state lists its replacement. If the process is killed in between, both exist:
+    readers use the journal, and sealing again writes the same file. Files are renamed into place when complete. Raises
     DamagedTrace for a damaged journal, which is kept and stays readable up to the damage.
     """
     if not (folder / segment.journal(table)).exists():
@@ -49,7 +49,7 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
 
 
 def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.RecordBatch]) -> dict[str, SealedFile]:
-    """Write rows of a segment as Parquet, or as Zarr for distributions; return path -> sealed file."""
+    """Write a segment's rows as Parquet, or as Zarr for distributions; return path -> SealedFile."""
     batches = [batch for batch in rows if batch.num_rows]
     if not batches:
         return {}
@@ -68,8 +68,8 @@ def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.Reco
 def write_parquet(path: Path, relative: str, table: str, batches: list[pa.RecordBatch]) -> SealedFile:
     """Write rows of a trace table with its encodings, in row groups of about a million response tokens.
 
-    `relative` is the file's future path in the trace. Each batch of scores holds one pass; they are grouped by pass, so
-    that a query of two passes skips the bytes of the others.
+    `relative` is the file's future path in the trace. Each batch of scores has one pass. Batches are grouped by pass,
+    so that a query of two passes skips the bytes of the others.
     """
     parts = _by_pass(batches) if table in (SCORES, EVAL_SCORES) else [pa.Table.from_batches(batches)]
     written = write_checked(
@@ -88,7 +88,7 @@ def write_parquet(path: Path, relative: str, table: str, batches: list[pa.Record
 
 
 def parquet_options(table: str, *, splits_ids: bool = False) -> dict[str, Any]:
-    """Return a table's options for pyarrow's ParquetWriter; `splits_ids`: BYTE_STREAM_SPLIT for token ids too."""
+    """Return a table's options for pyarrow's ParquetWriter; `splits_ids` uses BYTE_STREAM_SPLIT for token ids too."""
     columns = TABLE_SPECS[table].columns
     split = (FLOATS, TOKENS) if splits_ids else (FLOATS,)
     encodings = {f"{column.name}.list.element": "BYTE_STREAM_SPLIT" for column in columns if column.type in split}
@@ -126,7 +126,7 @@ def _by_pass(batches: list[pa.RecordBatch]) -> list[pa.Table]:
 
 def response_lengths(rows: pa.Table) -> np.ndarray:
     """Return the number of response tokens per row; 0 if the table has no response lists."""
-    import pyarrow.compute as pc  # imported here: it takes 60 ms, and `tim-trace record` rarely needs it
+    import pyarrow.compute as pc  # imported here, since it takes 60 ms and `tim-trace record` rarely needs it
 
     for name in ("logprobs", "response_ids"):
         if name in rows.column_names:
@@ -137,9 +137,8 @@ def response_lengths(rows: pa.Table) -> np.ndarray:
 def adopt(folder: Path) -> None:
     """Seal the journals of writers that are no longer alive.
 
-    A segment that cannot be sealed stays a journal, which is also readable. If several processes call this function
-    at once, one
-    does the work. Raises StorageError if a folder of the trace is a link.
+    A segment that cannot be sealed stays a journal, which is readable too. If several processes call this function at
+    once, one does the work. Raises StorageError if a folder of the trace is a link.
     """
     check_no_links(folder)
     store = Store(folder)

@@ -23,7 +23,7 @@ SEAL_BYTES = 64 << 20
 
 
 class HeldRows:
-    """Keeps record batches in memory, with JournalStream's interface; the batches are lost if the process is killed."""
+    """Keeps record batches in memory, with JournalStream's interface; they are lost if the process is killed."""
 
     is_synced = False
 
@@ -32,7 +32,7 @@ class HeldRows:
         self.num_bytes = 0
 
     def append(self, batch: pa.RecordBatch) -> None:
-        """Keep rows in memory after validating them as `read_journal` does."""
+        """Keep rows in memory, after validating them in the same way as `read_journal`."""
         batch.validate(full=True)
         self.batches.append(batch)
         self.num_bytes += batch.nbytes
@@ -50,8 +50,8 @@ _Stream = JournalStream | HeldRows
 class SegmentWriter:
     """Appends one writer's rows and distributions; not thread-safe.
 
-    A segment is sealed, scores on one thread and the rest on another, while the next is appended to; `account` is called from
-    these threads too. Appending never waits for sealing; callers check `is_behind` first.
+    A segment is sealed while the next one is appended to: scores on one thread, the rest on another. `account` is
+    called from these threads too. Appending never waits for sealing; callers check `is_behind` first.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Streams being sealed, by journal. Files replace a journal under `_handover`: a row is in one or the other."""
+        """Journal -> stream being sealed. Files replace a journal under `_handover`: a row is in one or the other."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -98,7 +98,7 @@ class SegmentWriter:
 
     @property
     def signs(self) -> list[Any]:
-        """Values that change as long as the sealing threads make progress."""
+        """Values that change while the sealing threads make progress."""
         return [sealer.signs for sealer in self._sealers.values()]
 
     @property
@@ -111,13 +111,13 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal a full journal, unless the previous one is being sealed; call it between groups of related records."""
+        """Seal a full journal unless the previous one is being sealed; call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Convert the journal to Parquet and Zarr, and begin the next segment; waits for the previous one.
+        """Convert the journal to Parquet and Zarr, and begin the next segment, after waiting for the previous one.
 
         Without `distributions`, captured distributions stay in the journal.
         """
@@ -169,7 +169,7 @@ class SegmentWriter:
         return self._streams[table]
 
     def sync(self) -> None:
-        """Flush to disk everything appended, including segments being sealed."""
+        """Flush everything appended to disk, including segments being sealed."""
         for stream in self._streams.values():
             stream.sync()
         with self._handover:

@@ -43,7 +43,7 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _LOOKS = 100
-"""Maximum number of attempts to read a trace that changes while it is being read."""
+"""Maximum number of attempts to read a trace that changes meanwhile."""
 _NAMED = 8
 """Maximum number of files listed in a message about a missing writer's state."""
 _RESTORE = "restore the file from a copy"
@@ -51,7 +51,7 @@ _RESTORE = "restore the file from a copy"
 
 @dataclass(slots=True)
 class TableFile:
-    """A readable sealed file of a table."""
+    """A table's sealed file that can be read."""
 
     relative: str
     file: VerifiedFile
@@ -59,9 +59,9 @@ class TableFile:
     """Columns missing from the file because an older release wrote it."""
     rows: int
     steps: tuple[int, int] | None = None
-    """First and last step among the file's rows, from the writer's state; None if unknown or if there are no rows."""
+    """First and last step of the file's rows, from the writer's state; None if unknown or without rows."""
     newest: dict[int, int] | None = None
-    """Step -> number of the newest training attempt among the file's rows; None until read."""
+    """Step -> newest training attempt among the file's rows; None until read."""
 
     @property
     def writer(self) -> str:
@@ -70,9 +70,9 @@ class TableFile:
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Unsealed segment -> table -> bytes of its journal to read."""
+"""Unsealed segment -> table -> number of bytes of its journal to read."""
 Examined = dict[str, TableFile]
-"""Path of a readable sealed file -> the file. A sealed file never changes."""
+"""Path -> readable sealed file; sealed files never change."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Snapshot:
     ignored: list[str] = field(default_factory=list)
     """Files that are not part of the trace, one sentence each."""
     torn_bytes: int = 0
-    """Bytes of incomplete records at the end of journals."""
+    """Total size of incomplete records at the end of journals, bytes."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Snapshot:
     _seen: set[str] = field(default_factory=set)
     """Paths of all files in the folders of tables."""
     _suspects: set[str] = field(default_factory=set)
-    """Writers whose files do not match their state; the state may have changed since it was read."""
+    """Writers whose files do not match their state, which may have changed since it was read."""
 
     @property
     def is_live(self) -> bool:
@@ -112,7 +112,7 @@ class Snapshot:
 
     @property
     def accounted(self) -> dict[str, SealedFile]:
-        """Path -> SealedFile, for every valid file of a writer."""
+        """Path -> SealedFile for every valid file of a writer."""
         found: dict[str, SealedFile] = {}
         for state in self.writers:
             found |= {} if state.is_removed else state.files or {}
@@ -121,12 +121,12 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files that were merged into others and are ignored."""
+        """Files that were merged into others, and are ignored."""
         return {name for state in self.writers for name in state.replaced}
 
     @property
     def unchecked(self) -> list[str]:
-        """Writers from an older release, whose files have no checksums."""
+        """Writers of an older release, whose files have no checksums."""
         return [state.writer for state in self.writers if state.files is None]
 
 
@@ -143,7 +143,7 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
         try:
             with _no_collection():
                 _look(snapshot)
-        except FileNotFoundError:  # a segment was sealed between listing and reading: retry
+        except FileNotFoundError:  # a segment was sealed between listing and reading, so retry
             continue
         if not _has_changed(snapshot):
             return snapshot
@@ -152,7 +152,7 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pause garbage collection, which would repeatedly scan the objects of tens of thousands of files."""
+    """Pause garbage collection, which would scan the objects of tens of thousands of files over and over."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -194,7 +194,7 @@ def _look(snapshot: Snapshot) -> None:
     _find_missing(snapshot)
     for name in store.aside():
         snapshot.ignored.append(
-            f"{store.shown(name)}: a replaced trace, left by a process that died before removing it. Read "
+            f"{store.shown(name)}: is a replaced trace, left behind by a process that died before removing it; read "
             "it there, or remove it"
         )
     for state in snapshot.writers:
@@ -207,9 +207,9 @@ def _look(snapshot: Snapshot) -> None:
 
 
 def _journals_of_one_moment(store: Store) -> Journals:
-    """Return the journals once two consecutive listings agree, so that no writer appended in between.
+    """Return the journals once two consecutive listings agree, which means that no writer appended in between.
 
-    If they grow too fast for that, sequences are as in the last listing, so that every score has its sequence.
+    If they grow too fast for that, sequences are taken from the last listing, so that every score has its sequence.
     """
     before, now = {}, journaled_segments(store)
     for _ in range(_LOOKS):
@@ -224,7 +224,7 @@ def _journals_of_one_moment(store: Store) -> Journals:
 
 
 def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[str, list[str]]) -> None:
-    """Read a table's files and journals; add files whose writer's state is missing to `lost`."""
+    """Read a table's files and journals; files whose writer's state is missing are added to `lost`."""
     store, states = snapshot.store, {state.writer: state for state in snapshot.writers}
     replaced = snapshot.replaced
     snapshot.files[table] = []
@@ -234,7 +234,7 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
         snapshot._seen.add(relative)
         segment = Segment.parse(name.removesuffix(".parquet")) if name.endswith(".parquet") else None
         if segment is None:
-            snapshot.ignored.append(f"{store.shown(relative)}: not a trace file; ignored, remove it")
+            snapshot.ignored.append(f"{store.shown(relative)}: is not a trace file, so it is ignored; remove it")
             continue
         state = states.get(segment.writer)
         if state is None and snapshot.manifest.is_checked:
@@ -245,10 +245,12 @@ def _read_table(snapshot: Snapshot, table: str, journals: Journals, lost: dict[s
             continue
         record = None if state is None or state.files is None else state.files.get(relative)
         if state is not None and state.files is not None and record is None:
-            if table not in journals.get(segment, ()):  # else the writer was killed while sealing: the journal counts
+            if table not in journals.get(
+                segment, ()
+            ):  # else the writer was killed while sealing, and the journal counts
                 snapshot._suspects.add(segment.writer)
                 snapshot.ignored.append(
-                    f"{store.shown(relative)}: not listed in its writer's state, so its rows are ignored; remove it"
+                    f"{store.shown(relative)}: is not listed in its writer's state, so its rows are ignored; remove it"
                 )
             continue
         sealed.add(segment)
@@ -277,7 +279,7 @@ def _rows_lost(record: SealedFile | None) -> str:
 
 
 def _examined(snapshot: Snapshot, relative: str, num_bytes: int, record: SealedFile | None, spec: Table) -> TableFile:
-    """Return a sealed file after checking size, footer and columns against its SealedFile. Raises DamagedTrace."""
+    """Check a sealed file's size, footer and columns against its SealedFile, and return it. Raises DamagedTrace."""
     known = snapshot.examined.get(relative)
     if known is None or known.file.num_bytes != num_bytes:
         if record is not None and num_bytes != record.num_bytes:
@@ -320,19 +322,19 @@ def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: T
 def _read_checksums(
     store: Store, relative: str, record: SealedFile, tail_bytes: int, spec: Table, lacking: tuple[str, ...]
 ) -> FileChecksums:
-    """Read a file's checksums from its footer, after verifying the footer against writer state and index."""
+    """Read a file's checksums from its footer, which is first verified against writer state and index."""
     where = store.shown(relative)
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record, is_checked=True)
     if _lacking_columns(footer.schema, spec, where) != lacking:
         raise DamagedTrace(
-            f"{where}: its columns differ from the index; remove the folder {INDEX}, which is only a cache"
+            f"{where}: its columns differ from the index, which is only a cache; remove the folder {INDEX}"
         )
     return footer.checksums(where, keeps_tail=not store.is_local)
 
 
 def _lacking_of_index(snapshot: Snapshot, schema: pa.Schema, spec: Table, relative: str) -> tuple[str, ...]:
-    """Return the result of `_lacking_columns`, cached by schema in the index, since most files share a schema."""
+    """Return the result of `_lacking_columns`, cached by index schema, since most files share one."""
     key = spec.name, id(schema)
     if key not in snapshot._lacking:
         snapshot._lacking[key] = _lacking_columns(schema, spec, snapshot.store.shown(relative))
@@ -347,17 +349,17 @@ def _check_footer(
     if record is not None and (footer.hash, footer.num_rows) != (record.footer, record.num_rows):
         raise DamagedTrace(f"{where}: its footer is damaged; {_RESTORE}")
     if is_checked and record is None and footer.identity is None:
-        raise DamagedTrace(f"{where}: not listed in any writer's state; remove it")
+        raise DamagedTrace(f"{where}: is not listed in any writer's state; remove it")
 
 
 def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ...]:
-    """Return the columns that an older release did not write. Raises DamagedTrace if others do not match."""
+    """Return the columns that an older release did not write. Raises DamagedTrace if other columns do not match."""
     if len(set(found.names)) != len(found.names):
         raise DamagedTrace(f"{where}: has a duplicate column; {_RESTORE}")
     lacking = tuple(f.name for f in spec.schema if f.name in spec.optional and f.name not in found.names)
     missing = [f.name for f in spec.schema if f.name not in (*found.names, *lacking)]
     if missing:
-        raise DamagedTrace(f"{where}: lacks the columns {', '.join(missing)}; {_RESTORE}")
+        raise DamagedTrace(f"{where}: missing columns: {', '.join(missing)}; {_RESTORE}")
     wrong = [f.name for f in spec.schema if f.name not in lacking and not _same_type(found.field(f.name).type, f.type)]
     if wrong:
         raise DamagedTrace(f"{where}: has columns of other types: {', '.join(wrong)}; {_RESTORE}")
@@ -365,7 +367,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return True if two types are equal up to the names of list elements."""
+    """Return True if two types are equal, apart from the names of list elements."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -385,7 +387,7 @@ def _journal_rows(
     if state is not None and state.files is not None and segment.journal(table) not in state.journals:
         snapshot._suspects.add(segment.writer)
         if content.batches or content.damage is not None:
-            snapshot.ignored.append(f"{where}: not listed in its writer's state, so its rows are ignored; remove it")
+            snapshot.ignored.append(f"{where}: is not listed in its writer's state, so its rows are ignored; remove it")
         return
     if not content.has_begun and state is not None and state.files is not None:
         snapshot.damaged.append(
@@ -399,7 +401,7 @@ def _journal_rows(
             f"{where}: contains records with a different schema, which are ignored; remove the file"
         )
     if content.damage is not None:
-        snapshot.damaged.append(f"{where}: {content.damage}; everything after it is excluded from results, {_RESTORE}")
+        snapshot.damaged.append(f"{where}: {content.damage}; everything after it is excluded from results; {_RESTORE}")
     found = snapshot.liveness.get(segment.writer)
     has_stopped = any(state.state == FAILED for state in snapshot.writers if state.writer == segment.writer)
     if content.torn_bytes and not has_stopped and not (found is not None and found.is_alive):
@@ -408,10 +410,10 @@ def _journal_rows(
 
 
 def torn_record(where: str, num_bytes: int) -> str:
-    """Return a sentence saying that a closed journal ends in an incomplete record."""
+    """Return a sentence about a closed journal that ends in an incomplete record."""
     return (
         f"{where}: its last {num_bytes:,} bytes are an incomplete record: the process died while writing, or the file was truncated; "
-        "everything before is read"
+        "everything before them is read"
     )
 
 
@@ -421,7 +423,9 @@ def _read_contracts(snapshot: Snapshot) -> None:
     for name in store.walk(PASSES):
         pass_name, _, file = name.rpartition("/")
         if not file.endswith(".json"):
-            snapshot.ignored.append(f"{store.shown(f'{PASSES}/{name}')}: not a trace file; ignored, remove it")
+            snapshot.ignored.append(
+                f"{store.shown(f'{PASSES}/{name}')}: is not a trace file, so it is ignored; remove it"
+            )
             continue
         digest = file.removesuffix(".json")
         try:
@@ -434,7 +438,7 @@ def _read_contracts(snapshot: Snapshot) -> None:
             snapshot.contracts.append((pass_name, digest, contract))
         else:
             snapshot.ignored.append(
-                f"{store.shown(f'{PASSES}/{name}')}: not listed in any writer's state; ignored, remove it"
+                f"{store.shown(f'{PASSES}/{name}')}: is not listed in any writer's state, so it is ignored; remove it"
             )
 
 
@@ -472,12 +476,12 @@ def _find_missing(snapshot: Snapshot) -> None:
                     )
                     continue
                 snapshot.damaged.append(
-                    f"{store.shown(journal)}: is missing, together with rows that were not sealed yet; {_RESTORE}"
+                    f"{store.shown(journal)}: is missing, along with rows that were not sealed yet; {_RESTORE}"
                 )
 
 
 def _has_changed(snapshot: Snapshot) -> bool:
-    """Return True if a writer whose files did not match its state has updated it since."""
+    """Return True if a writer whose files did not match its state has updated the state since."""
     used = {state.writer: (state.files, state.journals, state.is_removed) for state in snapshot.writers}
     for writer in snapshot._suspects:
         now = None
@@ -490,7 +494,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return step -> newest attempt, of sequences or else metrics; empty if never resumed. Raises DamagedTrace."""
+    """Return step -> newest attempt of sequences, else of metrics; empty if never resumed. Raises DamagedTrace."""
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}
@@ -519,7 +523,7 @@ def _newest_of(rows: pa.Table) -> dict[int, int]:
 
 
 def read_contract(store: Store, pass_name: str, digest: str, content: bytes | None = None) -> dict[str, Any]:
-    """Return the contract with a hash; `content` is its file's if read. Raises DamagedTrace if it does not match."""
+    """Return the contract with this hash, from `content` if already read. Raises DamagedTrace on a mismatch."""
     relative = f"{PASSES}/{pass_name}/{digest}.json"
     where = store.shown(relative)
     try:

@@ -17,7 +17,7 @@ _FLOATS_TO_WIDEN = ("torch.bfloat16", "torch.float16")
 
 
 def is_tensor(value: Any) -> bool:
-    """Return True for a torch tensor; this does not import torch."""
+    """Return True for a torch tensor, without importing torch."""
     return _is_of_torch(type(value)) and hasattr(value, "detach")
 
 
@@ -42,7 +42,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor; other values unchanged. Raises InvalidRecord if its rows are divided."""
+    """Return this process's part of a DTensor, or another value unchanged. Raises InvalidRecord if rows are split."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -60,10 +60,11 @@ def _is_divided(kind: Any) -> bool:
 
 
 def stage(value: Any) -> Callable[[], Any]:
-    """Start copying `value` to the host; return a function that waits for the copy and returns it.
+    """Start copying `value` to the host, and return a function that waits for the copy and returns it.
 
-    A CUDA tensor is first copied on the device, in the caller's stream, and then to the host on a separate stream. So the
-    caller may change the tensor at once, and only the thread that calls the function waits. Other values are copied at once.
+    A CUDA tensor is first cloned on the device, in the caller's stream, then copied to the host on a separate stream.
+    So the caller may change the tensor immediately, and only the thread that calls the function waits. Other values are
+    copied immediately.
     """
     if on_device(value) and value.device.type == "cuda":
         return _stage_cuda(value.detach())
@@ -91,7 +92,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
     try:
         given = tensor.clone(memory_format=torch.contiguous_format)
     except torch.cuda.OutOfMemoryError:
-        on_host = tensor.cpu()  # waits for the device, but needs none of its memory
+        on_host = tensor.cpu()  # waits for the device, but needs no memory on it
         return lambda: on_host
     side, pinned = _copies_of(given.device)
     ready, done = torch.cuda.Event(), torch.cuda.Event()
@@ -104,7 +105,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
             if room is None:
                 return given.cpu()
             room.view(given.dtype).view(given.shape).copy_(given, non_blocking=True)
-            # Keeps the allocator from reusing the copy's memory before the transfer is done.
+            # Keeps the allocator from reusing the clone's memory before the transfer is done.
             given.record_stream(side)
             done.record(side)
         return room.view(given.dtype).view(given.shape)
@@ -122,7 +123,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer, allocated once, since allocation may wait for the device; it restarts when all pieces are returned."""
+    """A pinned buffer, allocated only once, since allocation may wait for the device; reused when all is returned."""
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes
@@ -131,7 +132,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer; None if none is free: the thread that needs the values then copies them."""
+        """Return a piece of the buffer; None if none is free, and the thread that needs the values then copies them."""
         import torch
 
         with self._lock:
@@ -160,7 +161,7 @@ class Staged:
     """Values handed to the writing thread, possibly still being copied from a device."""
 
     def __init__(self, what: str, **values: Any):
-        """`what` names the call in errors. Raises InvalidRecord for a DTensor whose rows are divided among processes."""
+        """`what` names the call in errors. Raises InvalidRecord for a DTensor whose rows are split over processes."""
         self._values = values = {name: local_part(value, f"{what}, {name}") for name, value in values.items()}
         self._waiting: dict[str, Callable[[], Any]] | None = None
         self.wait = any(_any_on_device(value) for value in values.values())
@@ -172,11 +173,11 @@ class Staged:
 
     def wait_for_device(self) -> None:
         """Wait for the copies."""
-        with contextlib.suppress(Exception):  # `values` raises the error where the call is known
+        with contextlib.suppress(Exception):  # `values` raises the error again, where the call is known
             self._values, self._waiting = self.values(), None
 
     def values(self) -> dict[str, Any]:
-        """Return all values, on the host."""
+        """Return all values on the host."""
         if self._waiting is None:
             return self._values
         return {name: wait() for name, wait in self._waiting.items()}

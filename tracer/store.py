@@ -35,12 +35,12 @@ from ..schemas.writer_state import WriterState, parse_writer_state
 _DEEP = (PASSES, TOKENIZER)
 """Folders that are listed recursively, since they contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum size of a single read, bytes; the system allocates the whole size requested."""
+"""Maximum size of a single read, bytes, since the system allocates the whole size requested."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Retries set in s3fs, which squares them for reads and multiplies botocore's: four attempts of 15 s are enough."""
+"""Retries in s3fs, which squares this for reads and multiplies it by botocore's; 4 attempts of 15 s are enough."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -52,7 +52,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
             filesystem.retries = _S3_TRIES
     except OSError as error:
         raise of_system(error, url) from error
-    except Exception as error:  # file system libraries raise arbitrary errors
+    except Exception as error:  # file system libraries raise all kinds of errors
         raise StorageError(
             f"{url}: unsupported file system ({first_line(error)}); use a folder, or a URL such as s3://bucket/run"
         ) from error
@@ -62,7 +62,7 @@ def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 class _Reached:
-    """A remote file system; errors raised by its libraries are converted to StorageError."""
+    """A remote file system that converts its libraries' errors to StorageError."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, url: str):
         self._filesystem, self._url = filesystem, url
@@ -77,19 +77,18 @@ class _Reached:
                 return found(*arguments, **options)
             except (FileNotFoundError, NotADirectoryError, NotImplementedError):
                 raise
-            except Exception as error:  # file system libraries raise arbitrary errors
+            except Exception as error:  # file system libraries raise all kinds of errors
                 raise StorageError(
-                    f"{self._url}: cannot be reached ({first_line(error)}); check the URL and your access"
+                    f"{self._url}: cannot be reached ({first_line(error)}); check the URL, your credentials and access"
                 ) from error
 
         return reached
 
 
 class Store:
-    """Reads a trace's folder on any file system that fsspec knows.
+    """Reads a trace's folder on any file system that fsspec supports.
 
-    `url` is a local path or a URL such as `s3://bucket/runs/7`; wildcards are not expanded.
-    Files are read on demand.
+    `url` is a local path or a URL such as `s3://bucket/runs/7`; wildcards are not expanded. Files are read on demand.
     """
 
     def __init__(self, url: str | os.PathLike[str]):
@@ -114,7 +113,7 @@ class Store:
 
     @property
     def name(self) -> str:
-        """The folder's name, used as the run's name; bytes that are not UTF-8 are replaced, since tables cannot hold them."""
+        """The folder's name, used as the run's name; bytes that are not UTF-8 are replaced, since tables need UTF-8."""
         return self.root.rsplit("/", 1)[-1].encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def look(self) -> None:
@@ -133,7 +132,7 @@ class Store:
             )
 
     def _list(self, folder: str) -> list[dict[str, Any]]:
-        """List a folder on object storage, recursively if in _DEEP, in one request."""
+        """List a folder on object storage in one request, recursively if it is in _DEEP."""
         path = self.path(folder).rstrip("/")
         try:
             if folder in _DEEP:
@@ -159,7 +158,7 @@ class Store:
         """Return a file's path. Raises DamagedTrace for a link out of the folder."""
         path = self.path(relative)
         if "\0" in relative:
-            raise DamagedTrace(f"{self.shown(relative)}: not a valid file name; is the trace damaged?")
+            raise DamagedTrace(f"{self.shown(relative)}: is not a valid file name; the trace may be damaged")
         if (real := self.link_out(relative)) is not None:
             raise DamagedTrace(
                 f"{self.shown(relative)}: is a link that leads out of the trace, to {real}, and is not followed; "
@@ -187,7 +186,7 @@ class Store:
             return os.stat(path).st_size
 
     def read_range(self, relative: str, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) of a file, fewer if it is shorter. Raises DamagedTrace if it is not a regular file."""
+        """Read bytes [start, stop) of a file, or fewer if it is shorter. Raises DamagedTrace for irregular files."""
         path = self.checked_path(relative)
         if not self.is_local:
             return bytes(self.filesystem.cat_file(path, start=start, end=stop)) if stop > start else b""
@@ -196,7 +195,7 @@ class Store:
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise DamagedTrace(f"{self.shown(relative)}: not a regular file; remove it")
+                raise DamagedTrace(f"{self.shown(relative)}: is not a regular file; remove it")
             parts = []
             while start < stop and (part := os.pread(descriptor, min(stop - start, _READ_BYTES), start)):
                 parts.append(part)
@@ -213,7 +212,9 @@ class Store:
         except OSError as error:
             if error.errno not in (errno.ENXIO, errno.ELOOP):
                 raise
-            raise DamagedTrace(f"{self.shown(relative)}: not a regular file ({error.strerror}); remove it") from error
+            raise DamagedTrace(
+                f"{self.shown(relative)}: is not a regular file ({error.strerror}); remove it"
+            ) from error
 
     def read_json(self, relative: str) -> bytes:
         """Read a JSON document. Raises DamagedTrace if it is larger than any that tim-trace writes."""
@@ -233,12 +234,12 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """Return the MD5 of the files directly in a folder, if listed: S3 and compatible storage do so for small files."""
+        """Return the MD5 of files directly in a folder, if listed, as S3 and compatible storage do for small files."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
     def seen_at(self, relative: str) -> float | None:
-        """Return when a file was last changed, seconds since 1970; None if unknown."""
+        """Return when a file was last changed, in seconds since 1970; None if unknown."""
         try:
             found = self.filesystem.modified(self.path(relative))
         except (NotImplementedError, OSError, KeyError):
@@ -246,17 +247,17 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return the finished files directly in a folder, name -> bytes, sorted by name; empty without the folder."""
+        """Return the finished files directly in a folder, name -> bytes, sorted by name; empty if it is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
     def folders(self, folder: str) -> list[str]:
-        """Return the names of finished folders directly in a folder; empty without the folder."""
+        """Return the names of finished folders directly in a folder; empty if the folder is missing."""
         names = (name for name, _, is_folder in self._entries(folder) if is_folder)
         return sorted(name for name in names if not name.startswith(TEMPORARY_PREFIX))
 
     def aside(self) -> list[str]:
-        """Return the folders of traces that this one replaces, newest last; local traces only."""
+        """Return the folders of traces that this one replaces, newest last; only for a local trace."""
         if not self.is_local:
             return []
         names = [f"{REPLACED_PREFIX}*", f"{REPLACING_PREFIX}*"]
@@ -269,7 +270,7 @@ class Store:
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
     def size(self, folder: str) -> int:
-        """Return the total size, in bytes, of all files below a folder."""
+        """Return the total size of all files below a folder, bytes."""
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
@@ -306,7 +307,7 @@ class Store:
         return None if real == self._real_root or real.startswith(f"{self._real_root}{os.sep}") else real
 
     def _has_link(self, relative: str) -> bool:
-        """Return True if any part of a path below the trace is a link or `..`, ten times faster than resolving it."""
+        """Return True if any part of a path below the trace is a link or `..`; ten times faster than resolving it."""
         path = self.root
         for name in relative.split("/"):
             path = f"{path}/{name}"
@@ -315,7 +316,7 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield name, bytes and whether it is a folder, for each entry of a folder of the trace."""
+        """Yield name, size in bytes and whether it is a folder, for each entry of a folder of the trace."""
         if self.is_local:
             yield from self._local_entries(folder)
             return
@@ -331,7 +332,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield a local folder's entries: a link to a file with its target's size, but no links to folders."""
+        """Yield a local folder's entries. A link to a file has its target's size; links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -360,14 +361,14 @@ class Store:
                 ) from error
             if aside := self.aside():
                 raise TraceNotFound(
-                    f"{self.url}: a process died while replacing the trace here; no data is lost. The next `tim-trace "
-                    f"record` or `import` to this folder restores it, or run: mv "
+                    f"{self.url}: a process died while replacing the trace here, but no data is lost. The next "
+                    f"`tim-trace record` or `import` to this folder restores it, or run: mv "
                     f"{shlex.quote(self.shown(aside[-1]))}/* "
                     f"{shlex.quote(self.url)}"
                 ) from error
             raise TraceNotFound(
-                f"{self.url}: has no {MANIFEST}, so it is not a trace; pass the folder written by `tim-trace record -o` or "
-                "`tim-trace import`"
+                f"{self.url}: has no {MANIFEST}, so it is not a trace; give the folder written by `tim-trace record "
+                "-o` or `tim-trace import`"
             ) from error
         except StorageError:
             raise
@@ -378,9 +379,9 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state; also return one sentence per unreadable state.
+        """Read every writer's state, and return one sentence per unreadable state as well.
 
-        `manifest` is the trace's if already read; `known_state` is `Index.state`, for unchanged states.
+        `manifest` is the trace's, if already read; `known_state` is `Index.state`, for unchanged states.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
@@ -406,7 +407,7 @@ class Store:
         return states, damaged
 
     def writers_named(self, *prefixes: str) -> list[WriterState]:
-        """Read the states of a local trace's writers by name prefix; unreadable ones are skipped.
+        """Read the states of a local trace's writers with these name prefixes; unreadable ones are skipped.
 
         No other file is accessed, since every rank calls this at startup on a shared file system.
         """
@@ -432,7 +433,7 @@ class Store:
         return {paths[path]: bytes(content) for path, content in found.items() if isinstance(content, bytes)}
 
     def _read_local(self, folder: str, names: Collection[str]) -> Iterator[tuple[str, bytes]]:
-        """Read regular files of a local folder, checking it for links once rather than per file."""
+        """Read regular files of a local folder, which is checked for links only once, not per file."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -458,7 +459,7 @@ class Store:
             os.close(directory)
 
     def writer(self, name: str, manifest: Manifest | None = None, content: bytes | None = None) -> WriterState:
-        """Read a writer's state, with `manifest` and `content` if read. Raises DamagedTrace and FileNotFoundError."""
+        """Read a writer's state, from `content` if already read. Raises DamagedTrace and FileNotFoundError."""
         manifest = manifest or self.manifest()
         relative = f"{WRITERS}/{name}.json"
         where = self.shown(relative)
@@ -491,7 +492,7 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """Return a message if `times` the given number of bytes exceeds this machine's memory; else None."""
+    """Return a message if `times` this number of bytes exceeds the machine's memory; else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
 

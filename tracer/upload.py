@@ -1,4 +1,4 @@
-"""Upload a trace to object storage: every file once, then the writers' states that list them, and finally the manifest.
+"""Upload a trace to object storage: each file once, then the writers' states that list them, and finally the manifest.
 
 A recording to a URL is uploaded from the user's cache folder.
 """
@@ -30,7 +30,7 @@ from .worker import Worker
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 _FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
-"""Attempts per file; the file system library also retries."""
+"""Upload attempts per file, on top of the retries of the file system library."""
 
 
 class Upload:
@@ -42,16 +42,16 @@ class Upload:
         protocol = self._store.filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
-        """Path in the trace -> size of the uploaded file, or hash of the uploaded writer's state."""
+        """Path in the trace -> size of an uploaded file, or hash of an uploaded writer's state."""
         self._num_indexed = 0
-        """Number of uploaded files at the last index upload."""
+        """Number of uploaded files when the index was last uploaded."""
         self.num_bytes = 0
         """Total bytes uploaded, including parts of files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
-        """Return True if the URL holds some of a run's `files` and nothing else, as after an interrupted upload.
+        """Return True if the URL holds only files of this run, some of `files`, as after an interrupted upload.
 
-        Raises TraceExists if it holds anything else, and StorageError if it cannot be reached.
+        Raises TraceExists if it holds any other file, and StorageError if it cannot be reached.
         """
         try:
             found = self._store.filesystem.find(self._store.root)
@@ -109,11 +109,11 @@ class Upload:
 
     @property
     def has_grown(self) -> bool:
-        """True if the number of files has grown by a factor since the last index, which bounds the cost of indexes."""
+        """True if the number of files has grown by a constant factor since the last index, to bound indexing costs."""
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all other files of a folder at the URL, left by killed processes."""
+        """Remove all other files in a folder at the URL, left there by killed processes."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
@@ -129,7 +129,7 @@ class Upload:
         target, filesystem = self._store.path(path), self._store.filesystem
         for attempt in range(1, tries + 1):
             try:
-                if not self._has_buckets:  # buckets are not created, since the name may be misspelled
+                if not self._has_buckets:  # a bucket is not created, since its name may be misspelled
                     filesystem.makedirs(target.rpartition("/")[0], exist_ok=True)
                 if content is None:
                     before = self.num_bytes
@@ -139,12 +139,13 @@ class Upload:
                     filesystem.pipe_file(target, content)
                 self.num_bytes += 1  # an empty file is progress too
                 return
-            except Exception as error:  # file system libraries raise arbitrary errors
+            except Exception as error:  # file system libraries raise all kinds of errors
                 if content is None and not (self.folder / path).exists():  # merged or removed since it was listed
                     return
                 if attempt == tries:
                     raise StorageError(
-                        f"{self._store.shown(path)}: cannot be written ({first_line(error.__cause__ or error)}); check your access"
+                        f"{self._store.shown(path)}: cannot be written ({first_line(error.__cause__ or error)}); "
+                        "check your credentials and access"
                     ) from error
 
     def _moved(self, num_bytes: int) -> None:
@@ -152,7 +153,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Return a writer's state for upload without journals, and the partly sealed files omitted with them."""
+    """Return a writer's state without journals, for upload, and the partly sealed files left out with them."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()
@@ -165,11 +166,11 @@ def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
 
 
 _QUIET_S = 5.0
-"""Time that the final upload may take before a message is printed, seconds."""
+"""Duration of the final upload after which a message is printed, seconds."""
 
 
 def cache_folder(url: str) -> Path:
-    """Return the cache folder of a recording to a URL."""
+    """Return the cache folder for a recording to this URL."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "tim-trace" / short_hash(url.encode()) / url.rstrip("/").rpartition("/")[2]
 
@@ -189,8 +190,8 @@ class Sender:
         self.folder = cache_folder(url)
         if self.folder.exists():
             raise TraceExists(
-                f"{url}: an earlier recording was not uploaded completely and is in {self.folder}; upload it with `{self.remedy}`, "
-                "or remove it"
+                f"{url}: an earlier recording in {self.folder} was not uploaded completely; upload it with "
+                f"`{self.remedy}`, or remove it"
             )
         self._upload = Upload(self.folder, url)
         self._upload.has_part_of()
@@ -199,7 +200,7 @@ class Sender:
 
     @property
     def remedy(self) -> str:
-        """Shell command that uploads the files not uploaded yet."""
+        """Shell command that uploads the remaining files."""
         return f"tim-trace compact {self.folder} -o {self.url}"
 
     @contextmanager
@@ -216,7 +217,7 @@ class Sender:
         return Worker(max_bytes=0, patience=Patience("", self._max_wait), **options)
 
     def _end(self, worker: Worker) -> None:
-        """Wait for the upload thread to end, for at most `max_wait` seconds without progress."""
+        """Wait for the upload thread to end, up to `max_wait` seconds without progress."""
         text = f"uploading the rest of the trace to {self.url}; stops after {self._max_wait:.0f} s without progress"
         note = Timer(_QUIET_S, say, [text])
         note.daemon = True
@@ -236,11 +237,11 @@ class Sender:
                 self._upload.send_index()
         except (StorageError, OSError) as error:
             if not self._has_failed:
-                say(f"{error}; recording continues in {self.folder} and is uploaded later")
+                say(f"{error}; recording continues in {self.folder}, and the upload is retried later")
             self._has_failed = True
 
     def finish(self) -> None:
-        """Upload the files not uploaded yet, and remove the cache folder.
+        """Upload the remaining files, and remove the cache folder.
 
         Raises StorageError, and keeps the folder, if the upload fails or makes no progress for `max_wait` seconds.
         """
@@ -255,7 +256,7 @@ class Sender:
             error = StorageError(f"{self.url}: accepted no data for {self._max_wait:.0f} s")
         if isinstance(error, (StorageError, OSError)):
             raise StorageError(
-                f"{error}; the complete trace is in {self.folder}: upload it with `{self.remedy}`"
+                f"{error}; the complete trace is in {self.folder}; upload it with `{self.remedy}`"
             ) from error
         if error is not None:
             raise error

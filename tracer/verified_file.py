@@ -1,4 +1,4 @@
-"""Read a finished file of a trace; every byte is first verified against a checksum."""
+"""Read a trace's finished file; every byte is first verified against a checksum."""
 
 from __future__ import annotations
 
@@ -19,41 +19,39 @@ _KEPT_BYTES = 64 << 20
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests to object storage for exact ranges of a file; later requests read ahead, each twice as much as the
-previous one.
-"""
+"""Number of requests to object storage for exact ranges of a file; later ones read ahead, doubling each time."""
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10
-"""Maximum size of a small read, bytes; small reads of a file run one at a time."""
+"""Maximum size of a small read, bytes; a file's small reads run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
 """Maximum size of a read whose blocks are cached, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileChecksums:
-    """The checksums of a file."""
+    """A file's checksums."""
 
     blocks: bytes | None = None
-    """Checksums of the blocks, DIGEST_BYTES each; None if there are none, so that only the length is verified."""
+    """Checksums of the blocks, DIGEST_BYTES each; if None, only the length is verified."""
     block_bytes: int = BLOCK_BYTES
     tail_bytes: int = 0
     """Number of bytes at the file's end that are not part of a block."""
     tail_hash: str = ""
     """Checksum of the tail."""
     tail: bytes | None = None
-    """Content of the tail, if it was read before."""
+    """Content of the tail, if it has been read."""
 
 
 def unreadable_checksums(where: str, reason: object) -> DamagedTrace:
     """Return the error for a file with unreadable checksums."""
-    return DamagedTrace(f"{where}: its checksums cannot be read ({reason})")
+    return DamagedTrace(f"{where}: its checksums cannot be read ({reason}); restore it from a copy")
 
 
 class VerifiedFile:
     """Reads ranges of a file. Raises DamagedTrace for damaged bytes.
 
-    A block is verified once. `checksums` may be a function that reads the checksums from the file's end when they are needed.
+    Each block is verified once. `checksums` may be a function that reads them from the file's end when they are needed.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class VerifiedFile:
         self._read_checksums = None if isinstance(checksums, FileChecksums) else checksums
         self._num_requests = 0
         self.error: DamagedTrace | QueryFailed | None = None
-        """The error from the first failed read; None if no read has failed."""
+        """Error from the first failed read; None if no read has failed."""
         self._lock, self._alone = threading.Lock(), threading.Lock()
         if isinstance(checksums, FileChecksums):
             self._know(checksums)
@@ -121,7 +119,7 @@ class VerifiedFile:
 
     @property
     def shown_bytes(self) -> int:
-        """Size of the file as FileCursor shows it."""
+        """Size of the file as shown by FileCursor."""
         return self.num_bytes + self._gap
 
     @property
@@ -133,8 +131,8 @@ class VerifiedFile:
     def read_shown(self, start: int, stop: int) -> bytes:
         """Read bytes [start, stop) as FileCursor shows the file: with a gap of zeros before a tail that is in memory.
 
-        Parquet readers do not know the footer's size and read more than the footer, but find columns by their offset from
-        the beginning. With the gap, the extra bytes cost no request.
+        Parquet readers do not know the footer's size, so they read more than the footer, but they find columns by their
+        offset from the start. Thanks to the gap, the extra bytes cost no request.
         """
         if not self._gap or stop <= self._end:
             return self.read(start, stop)
@@ -165,7 +163,7 @@ class VerifiedFile:
         if stop <= start:
             return b""
         if not self.store.is_local:
-            # Small reads are serialised, so that later ones profit from read-ahead.
+            # Small reads run one at a time, so that later ones profit from read-ahead.
             with self._alone if stop - start <= _SMALL_BYTES else nullcontext():
                 return self._read_blocks(start, stop)
         content = self._fetch(start, stop)
@@ -182,7 +180,7 @@ class VerifiedFile:
         return content
 
     def _read_blocks(self, start: int, stop: int) -> bytes:
-        """Read from object storage with at most one request, in whole blocks, using cached ones."""
+        """Read from object storage in whole blocks, with at most one request, using cached blocks."""
         size = self._block_bytes
         wanted = range(start // size, (stop - 1) // size + 1)
         held = {index: _kept.get((self, index)) for index in wanted}
@@ -202,7 +200,7 @@ class VerifiedFile:
         return content[start - wanted[0] * size : stop - wanted[0] * size]
 
     def _ahead_bytes(self) -> int:
-        """Return the minimum size of the next request: a scan of one column reads a little of every row group."""
+        """Return the minimum size of the next request, since a scan of one column reads a little of every row group."""
         self._num_requests += 1
         doublings = min(self._num_requests - _EXACT_REQUESTS, 20)
         return 0 if doublings <= 0 else min(self._block_bytes << doublings, _MAX_AHEAD_BYTES)

@@ -1,4 +1,4 @@
-"""Write files to a trace atomically, and lock its folder where the file system supports locks."""
+"""Write a trace's files atomically, and lock its folder where the file system supports locks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..schemas.errors import StorageError, TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Maximum age of a temporary state file that is kept, seconds; within this time its writer moves it into place."""
+"""Maximum age of a temporary state file that is kept, seconds; its writer moves it into place within this time."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a temporary file and move it into place, so that no reader finds an incomplete one."""
+    """Write a temporary file and move it into place, so that no reader ever finds an incomplete file."""
     with whole_file(path) as temporary:
         temporary.write_bytes(content)
 
@@ -33,14 +33,14 @@ def write_part(folder: Path, relative: str, content: bytes) -> None:
 
 
 def write_once(path: Path, content: bytes) -> bool:
-    """Write `path` unless it exists; return whether this process wrote it."""
+    """Write `path` unless it exists; return True if this process wrote it."""
     temporary = _beside(path)
     temporary.write_bytes(content)
     try:
         os.link(temporary, path)
     except FileExistsError:
         return False
-    except OSError:  # without hard links: if several processes write the same file, the last one wins
+    except OSError:  # no hard links here: if several processes write the same file, the last one wins
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -49,7 +49,7 @@ def write_once(path: Path, content: bytes) -> bool:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which is moved to `path` at the end, or removed on an error."""
+    """Yield a temporary path, which is moved to `path` at the end, or removed after an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _beside(path)
     try:
@@ -62,7 +62,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def trace_file(folder: Path, relative: str) -> Iterator[Path]:
-    """`whole_file` in a trace. Raises FileNotFoundError if its folder was removed, StorageError if it is a link."""
+    """Like `whole_file`, in a trace. Raises FileNotFoundError if its folder was removed, StorageError for a link."""
     check_there(folder)
     check_inside(folder, relative)
     with whole_file(folder / relative) as temporary:
@@ -71,7 +71,7 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
 
 @contextmanager
 def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
-    """Yield a temporary path in a folder of a trace, for a file that the caller names by its content and moves."""
+    """Yield a temporary path in a folder of a trace, for a file that the caller names after its content and moves."""
     check_there(folder)
     check_inside(folder, f"{kind}/unnamed")
     (folder / kind).mkdir(exist_ok=True)
@@ -121,9 +121,9 @@ def sync(path: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove temporary files, but not whole traces, of killed writers; call it only if no writer of the trace is alive.
+    """Remove killed writers' temporary files, but not whole traces; call it only if no writer of the trace is alive.
 
-    A recent state file is kept too, since its writer may be about to move it into place.
+    Recent state files are kept too, since their writers may be about to move them into place.
     """
     for path in sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")):
         is_left = path.parent != folder / WRITERS or _age_s(path) > _MOVED_WITHIN_S
@@ -132,7 +132,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def _age_s(path: Path) -> float:
-    """Return the time since a file was written, in seconds; 0 if the file no longer exists."""
+    """Return the time since a file was written, seconds; 0 if it no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -151,15 +151,15 @@ def _remove(path: Path) -> None:
 
 
 LOCK = f"{BUILT_PREFIX}{'0' * 32}"
-"""Name of the lock file where folders cannot be locked, as on NFS; readers ignore files with this prefix."""
+"""Name of the lock file for folders that cannot be locked, as on NFS; readers ignore files with this prefix."""
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
     """Lock a folder for the block, waiting for other processes; if the file system has no locks, warn and continue.
 
-    Yields whether the folder still exists: the previous holder may have removed it. Raises FileNotFoundError if it is
-    missing at first.
+    Yields True if the folder still exists, since the previous holder may have removed it. Raises FileNotFoundError if
+    it is missing from the start.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     file = None
@@ -187,7 +187,7 @@ def is_held(folder: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # folders cannot be locked here, but perhaps files
+        except OSError:  # folders cannot be locked here, but files perhaps can
             continue
         finally:
             os.close(descriptor)
@@ -196,7 +196,7 @@ def is_held(folder: Path) -> bool:
 
 
 def _locked_file(folder: Path) -> int | None:
-    """Wait for the lock on the folder's lock file, and return its descriptor; warn and return None without locks."""
+    """Wait for the lock on the folder's lock file and return its descriptor; without locks, warn and return None."""
     while True:
         file = None
         try:
@@ -210,7 +210,9 @@ def _locked_file(folder: Path) -> int | None:
                 os.close(file)
             advice = "make sure that no two commands write there at once"
             warnings.warn(
-                f"{folder}: does not support locks ({error.strerror}); {advice}", TimTraceWarning, stacklevel=3
+                f"{folder}: its file system does not support locks ({error.strerror}); {advice}",
+                TimTraceWarning,
+                stacklevel=3,
             )
             return None
         os.close(file)

@@ -20,13 +20,13 @@ Task = Callable[[], Any]
 _Given = TypeVar("_Given")
 
 _TASK_BYTES = 16 << 10
-"""Fixed cost per task, expressed as an equivalent number of bytes."""
+"""Fixed cost of a task, expressed in bytes."""
 _REMEMBERED_S = 0.5
-"""Time constant with which earlier tasks decay in the estimated pace, seconds of work."""
+"""Time constant with which earlier tasks decay in the estimated throughput, seconds of work."""
 _FIRST_PACE = 64 << 20
-"""Pace assumed before any task has finished, bytes per second."""
+"""Throughput assumed before any task has finished, bytes per second."""
 _SHARE = 0.75
-"""Share of the maximum wait for which the queue holds work; the rest is a margin, since tasks differ."""
+"""Share of the maximum wait that queued work may take; the rest is a margin, since tasks vary."""
 _LOOKS_EVERY_S = 0.01
 """Interval at which a waiting caller checks `is_behind`, seconds."""
 
@@ -34,12 +34,12 @@ _LOOKS_EVERY_S = 0.01
 class Worker:
     """Runs tasks in order on a separate thread.
 
-    The queue holds at most `max_bytes` of tasks' data, and no more than can be processed in `max_wait_s` at the recent pace.
-    Callers wait, and the wait is counted, while the queue is full, its first task is older than `max_wait_s`, or `is_behind`
-    returns true. Nothing is dropped. After a task raised, the others are discarded, and `error` holds the exception.
-    `idle` is called after every `idle_s` seconds without a task.
+    The queue holds at most `max_bytes` of task data, and no more than can be processed in `max_wait_s` at the recent
+    pace. Callers wait while the queue is full, while its first task is older than `max_wait_s`, or while `is_behind`
+    returns true; their wait is counted. Nothing is dropped. If a task raises, the remaining tasks are discarded, and
+    `error` holds the exception. `idle` is called after every `idle_s` seconds without a task.
 
-    Methods that wait raise StorageStalled after the time that `patience` allows.
+    Methods that wait raise StorageStalled when `patience` runs out.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Worker:
         _workers.add(self)
 
     def submit(self, task: Task, num_bytes: int, *, ready: Task | None = None) -> None:
-        """Queue a task; wait first while the queue is full. A task larger than the queue is queued alone.
+        """Queue a task, after waiting while the queue is full. A task larger than the queue is queued alone.
 
-        `ready` waits, on the worker's thread, for the device that computes the task's data; this does not count as disk time.
+        `ready` waits, on the worker's thread, for the device that computes the task's data; this wait is not disk time.
         """
         with self._changed:
             if self._full(num_bytes):
@@ -100,21 +100,21 @@ class Worker:
 
     @property
     def signs(self) -> tuple[int, list[str]]:
-        """Values that change as long as the worker's thread makes progress: finished tasks and CPU time."""
+        """Values that change while the worker's thread makes progress: finished tasks and CPU time."""
         task = Path(f"/proc/self/task/{self._thread.native_id}")
-        # schedstat is in nanoseconds, but not every kernel has it.
+        # schedstat is in nanoseconds, but some kernels lack it.
         for name, times in (("schedstat", slice(1)), ("stat", slice(11, 13))):
             with contextlib.suppress(OSError):
                 return self._num_done, (task / name).read_text(errors="replace").rpartition(")")[2].split()[times]
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task has run, and count the wait; with `signs`, as long as they change."""
+        """Wait until every queued task has run, and count the wait; with `signs`, only as long as they change."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
     def result(self, call: Callable[[], _Given]) -> _Given:
-        """Return the result of a call on this worker's thread, waiting as long as it makes progress; raise its exception."""
+        """Run a call on this worker's thread while it makes progress; return its result or raise its error."""
         given: list[_Given] = []
         self.submit(lambda: given.append(call()), 0)
         self.drain(signs=lambda: self.signs)
@@ -132,7 +132,7 @@ class Worker:
             self._thread.join()
 
     def abandon(self, last: Task | None = None) -> None:
-        """Drop queued tasks, and run `last` instead if the current task ever ends."""
+        """Drop queued tasks; run `last` instead if the current task ever ends."""
         with self._changed:
             self._fail(StorageStalled("abandoned"))
             self._closing = self._is_abandoned = True
@@ -192,7 +192,7 @@ class Worker:
                 self._changed.notify_all()
 
     def _await_device(self, ready: Task) -> float:
-        """Wait for a task's device, and return the time at the end."""
+        """Wait for a task's device, and return the time at which the wait ended."""
         try:
             ready()
         finally:
@@ -212,7 +212,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Return the result of a call on its own thread. Raises StorageStalled; a later result is passed to `late`."""
+    """Run a call on its own thread and return the result. Raises StorageStalled; a later result is passed to `late`."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)
@@ -228,7 +228,7 @@ def run_within(
 
 
 class _Pace:
-    """Estimates how long tasks will take from the most recent ones."""
+    """Estimates how long tasks will take, from the most recent ones."""
 
     def __init__(self) -> None:
         self._seconds, self._weight = _TASK_BYTES / _FIRST_PACE, float(_TASK_BYTES)
@@ -240,12 +240,12 @@ class _Pace:
         self._weight = kept * self._weight + num_bytes + _TASK_BYTES
 
     def expected_s(self, num_tasks: int, num_bytes: int) -> float:
-        """Return the expected duration of some tasks."""
+        """Return the expected duration of the given tasks, seconds."""
         return self._seconds / self._weight * (num_bytes + num_tasks * _TASK_BYTES)
 
 
-# A forked child could never release library locks, such as Arrow's, held by a thread of the parent. So forks wait until no
-# task runs.
+# A forked child could never release library locks, such as Arrow's, that a thread of the parent holds. So forks wait
+# until no task is running.
 
 _FORK_WAITS_S = 10.0
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()

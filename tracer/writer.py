@@ -1,4 +1,4 @@
-"""A process's writer: its thread, files and state, and how recording ends after an error."""
+"""A process's writer: its thread, files and state, and the end of recording after an error."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ QUEUE_BYTES = 128 << 20
 QUEUE_S = 1.0
 """Age of queued data above which the training thread waits, seconds."""
 RESERVE_BYTES = 64 << 10
-"""Disk space reserved so that a state that reports a full disk can still be written, bytes."""
+"""Disk space reserved for a state that reports a full disk, bytes."""
 
 
 class Part(StrEnum):
-    """Optional parts of a recording, besides sequences and passes. An error in a part ends only that part."""
+    """Optional parts of a recording, apart from sequences and passes. An error in one part ends only that part."""
 
     METRICS = "metrics"
     OPTIMIZER = "statistics of the optimizer"
@@ -56,9 +56,9 @@ class Part(StrEnum):
 class TraceWriter:
     """Writes to a trace from its own thread, and lists every finished file in its state.
 
-    Disk errors and bugs end the recording, not the training: they are reported on stderr, the writer's state becomes `failed`,
-    and later records are discarded. The same happens if the file system does not respond for `max_wait_s`; the thread is then
-    abandoned.
+    Disk errors and bugs end the recording, not the training: they are reported on stderr, the writer's state becomes
+    `failed`, and later records are discarded. The same happens if the file system does not respond for `max_wait_s`;
+    the thread is then abandoned.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ class TraceWriter:
     ):
         """`attempt` is None outside training.
 
-        Without `journals`, for an import, nothing survives a kill: the folder becomes a trace only at the end. So the state
-        is saved only at the start and the end, it has no versions of libraries, and `check` raises what ended the writing.
+        Without `journals`, for an import, nothing survives a kill: the folder becomes a trace only at the end. The
+        state is then saved only at the start and the end, without library versions, and `check` raises the error that
+        ended writing.
         """
         self.folder = folder
         rank = environment.rank()
@@ -124,7 +125,7 @@ class TraceWriter:
 
     @property
     def is_open(self) -> bool:
-        """True if submitted tasks are still run."""
+        """True if submitted tasks are still executed."""
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
@@ -139,15 +140,14 @@ class TraceWriter:
                 self._worker.submit(lambda: self._run(task), num_bytes, ready=ready)
 
     def raise_invalid(self) -> None:
-        """Raise the InvalidRecord that an earlier task found, once."""
+        """Raise the InvalidRecord from an earlier task, once."""
         if self._invalid is not None:
             error, self._invalid = self._invalid, None
             raise error
 
     def part(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function of one part of the recording; return None once that part has ended. An error ends the part,
-        except InvalidRecord, which is raised.
-        """
+        """Call a function for one part of the recording, or return None if that part has ended. An error ends the part,
+        except InvalidRecord, which is raised."""
         if part in self._ended:
             return None
         try:
@@ -160,16 +160,16 @@ class TraceWriter:
         return None
 
     def end(self, part: Part, error: BaseException) -> None:
-        """End one part of the recording, and report it once."""
+        """End one part of the recording, and report this once."""
         if part in self._ended:
             return
         self._ended.add(part)
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        say(f"not recorded from here on: {part} ({reason}); everything else continues")
+        say(f"no longer recorded: {part} ({reason}); everything else continues")
         self.note(f"{part}, after an error ({reason})")
 
     def note(self, sentence: str) -> None:
-        """Record a note that something is not recorded."""
+        """Add a note about something that is not recorded."""
         self.state.not_recorded += (sentence,)
         self.submit(self.save_state, 0)
 
@@ -179,7 +179,7 @@ class TraceWriter:
         self.segments.append(table, BUILDERS[table].batch(known | dict(columns), rows))
 
     def contract(self, pass_name: str, contract: Contract) -> str:
-        """Record a pass's contract, if it is new, and return the contract's hash."""
+        """Record a pass's contract if it is new, and return its hash."""
         digest = contract_hash(contract)
         if (pass_name, digest) not in self._contracts:
             self._contracts.add((pass_name, digest))
@@ -203,7 +203,7 @@ class TraceWriter:
         self._check_weights()
 
     def save_tokenizer(self, tokenizer: Any) -> None:
-        """Record a transformers tokenizer, unless the trace has one."""
+        """Record a transformers tokenizer, unless the trace already has one."""
         if self.is_open:
             with self._bounded():
                 run_within(self.patience, partial(self._keep_tokenizer, tokenizer))
@@ -221,8 +221,8 @@ class TraceWriter:
     def flush(self, *, sync: bool, weights: bool = True) -> bool:
         """Wait until everything submitted is written; with `sync`, until it is flushed to disk.
 
-        Without `weights`, weight versions may still be queued. Returns False if recording has stopped, which is
-        reported again. Raises InvalidRecord if a task found contradictory values.
+        Without `weights`, weight versions may still be queued. Returns False, and reports again, if recording has
+        stopped. Raises InvalidRecord if a task found contradictory values.
         """
         with self._bounded():
             if weights and self._weights is not None:
@@ -242,9 +242,10 @@ class TraceWriter:
         saves: bool = True,
         sync: bool = False,
     ) -> None:
-        """List files in the state, add a journal that was `begun`, and remove one that `ended` by being sealed into the files.
+        """List files in the state, add a journal that was `begun`, and remove one that `ended` because it was sealed.
 
-        Without `saves` the state is saved with the next journal or segment. With `sync` the files are flushed to disk.
+        Without `saves`, the state is saved with the next journal or segment. With `sync`, the files are flushed to
+        disk.
         """
         with self._saving:
             assert self.state.files is not None
@@ -269,9 +270,9 @@ class TraceWriter:
     def close(self, *, at_exit: bool = False) -> bool:
         """Write queued records, seal them, and mark the writer closed; does nothing in a forked child.
 
-        At interpreter exit distributions stay in the journal, since Zarr can no longer start threads; readers use the journal,
-        and `tim-trace record` seals it. Waits as long as writing makes progress. Returns False if recording has stopped, which
-        is reported again.
+        At interpreter exit, distributions stay in the journal, since Zarr can no longer start threads; readers use the
+        journal, and `tim-trace record` seals it. Waits as long as writing makes progress. Returns False, and reports
+        again, if recording has stopped.
         """
         if self.state.pid != os.getpid():
             return True
@@ -331,7 +332,7 @@ class TraceWriter:
         self._sync_files((MANIFEST, *names, *below), beside=journals)
 
     def _sync_files(self, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        """Flush files, the state, and the folders of these and of files `beside` to disk."""
+        """Flush to disk some files and the state, along with their folders and the folders of the files `beside`."""
         paths = {self.folder / name for name in names} - self._synced
         groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
         files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}
@@ -345,7 +346,7 @@ class TraceWriter:
         self._synced |= paths
 
     def _fail(self, error: BaseException) -> None:
-        """End recording: report it, mark the trace, and discard later records; on the writing thread."""
+        """End recording on the writing thread: report it, mark the trace, and discard later records."""
         if not self.is_open:
             return
         self._failure = error
@@ -356,13 +357,13 @@ class TraceWriter:
         self._say_stopped(error)
         there = self._state_path.parent.exists()
         readable = f"earlier records are readable: tim-trace info {self.folder}"
-        say(readable if there else f"{self.folder} was removed, with all records of this process")
+        say(readable if there else f"{self.folder} was removed, along with all records of this process")
         self.segments.abandon()
         if there:
             self._end()
 
     def _give_up(self, error: StorageStalled) -> None:
-        """End recording from the thread whose wait timed out, abandoning running tasks."""
+        """End recording from the thread whose wait timed out, and abandon running tasks."""
         if self.state.state != FAILED:
             self.has_stalled = True
             self._say_stopped(error)
@@ -416,7 +417,7 @@ class TraceWriter:
         try:
             self.save_state()
         except OSError as error:
-            say(f"the trace could not be marked ({error})")
+            say(f"the trace could not be marked as failed ({error})")
 
     def _give_sign(self) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""PEFT adapters on a rebuilt model: LoRA and its variants, as in training."""
+"""PEFT adapters on a rebuilt model: LoRA and its variants, as used in training."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _NO_MATTER = frozenset({
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "init_lora_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "use_bdlora",
 })  # fmt: skip
-"""Fields for initialisation and storage, which do not affect a forward with loaded weights."""
+"""Fields for initialisation and storage, which do not affect a forward once weights are loaded."""
 
 
 def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
-    """Add the recorded adapters to the rebuilt model, without loading their weights, and return peft's model.
+    """Add the recorded adapters to the rebuilt model, without loading their weights, and return the PEFT model.
 
     `identity` is the recorded description of the model: `adapters` (name -> PEFT config) and `active_adapter`. Only LoRA's
-    own fields are used, so that nothing is imported because a trace names it. Raises CannotReplay.
+    own fields are used, so that a trace cannot make this import anything. Raises CannotReplay.
     """
     try:
         from peft import LoraConfig, get_peft_model
@@ -64,7 +64,7 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
     for name, recorded in identity["adapters"].items():
         config = LoraConfig(**_fields(str(name), recorded, LoraConfig))
         try:
-            with warnings.catch_warnings(action="ignore"):  # PEFT warned about these during training
+            with warnings.catch_warnings(action="ignore"):  # PEFT already warned during training
                 if wrapped is None:
                     wrapped = get_peft_model(model, config, adapter_name=str(name), autocast_adapter_dtype=False)
                 else:
@@ -78,7 +78,7 @@ def put_on(model: Any, identity: Mapping[str, Any]) -> Any:
 
 
 def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
-    """Return the arguments of LoraConfig. Raises CannotReplay if the recorded config has unsupported fields."""
+    """Return the arguments for LoraConfig. Raises CannotReplay if the recorded config has unsupported fields."""
     try:
         known = msgspec.to_builtins(msgspec.convert(recorded, _Lora))
     except msgspec.ValidationError as error:
@@ -92,26 +92,26 @@ def _fields(name: str, recorded: Any, kind: Any) -> dict[str, Any]:
     ]  # fmt: skip
     if others:
         raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}, which cannot be replayed; LoRA "
-            f"and DoRA are supported without it"
+            f"the adapter {ascii(name)[:80]} sets {', '.join(map(ascii, others[:3]))}, which cannot be replayed; only "
+            f"plain LoRA and DoRA are supported"
         )
     del known["peft_type"]
     return {field: value for field, value in known.items() if value is not None}
 
 
 def exported_config(name: str, recorded: Any) -> dict[str, Any]:
-    """Return an adapter's config for a peft folder, with the supported fields. Raises CannotReplay."""
+    """Return an adapter's config for a PEFT folder, with the supported fields. Raises CannotReplay."""
     from peft import LoraConfig
 
     if not re.fullmatch(r"[\w-]{1,80}", name):
         raise CannotReplay(
-            f"the adapter {ascii(name)[:80]} has a name that is not valid as a folder name; is the trace damaged?"
+            f"the adapter name {ascii(name)[:80]} is not valid as a folder name; the trace may be damaged"
         )
     return _fields(name, recorded, LoraConfig) | {"peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True}
 
 
 def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]:
-    """Return the weights of one adapter, under their names in a peft folder."""
+    """Return one adapter's weights, under their names in a PEFT folder."""
     found = {}
     for name, tensor in tensors.items():
         own = re.sub(rf"((?:^|\.)lora_\w+)\.{re.escape(adapter)}(?=\.|$)", r"\1", name)
@@ -122,12 +122,12 @@ def of_adapter(tensors: Mapping[str, Tensor], adapter: str) -> dict[str, Tensor]
 
 
 def without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return recorded tensors under their names in the wrapped model, without PEFT's prefix."""
+    """Return recorded tensors under the wrapped model's names, without PEFT's prefix."""
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
 def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights of the model without adapters, under its own names, as used with adapters off."""
+    """Return the base model's weights under its own names, as used with adapters off."""
     found = {}
     for name, tensor in without_prefix(tensors).items():
         if ".modules_to_save." in name or re.search(r"(^|\.)lora_", name):
@@ -137,10 +137,11 @@ def below(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(wrapped: Any, load: Callable[[Any], None]) -> dict[str, Tensor]:
-    """Return a version's weights with its adapter merged, under the names of the model without adapters.
+    """Return a version's weights with its adapter merged, under the base model's names.
 
-    `wrapped` is the trace's peft model, on the CPU, in the recorded dtypes; `load` loads the version's weights into a model.
-    PEFT's own code merges them, as in trl.generation.vllm_generation before weights are sent to an engine.
+    `wrapped` is the trace's PEFT model, on the CPU, in the recorded dtypes; `load` loads the version's weights into a
+    model. PEFT's own code merges them, as TRL does before it sends weights to an engine
+    (trl.generation.vllm_generation).
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""True double precision: transformers' models otherwise round to float32 in norms and softmax."""
+"""True double precision. Without it, transformers' models round to float32 in norms and softmax."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 class KeepDouble(TorchFunctionMode):  # type: ignore[misc]
     """A context in which casts from float64 to float32 have no effect.
 
-    Other tensors are unaffected: rotary frequencies, which the model defines in float32, stay float32.
+    Other tensors are unaffected; rotary frequencies, which models define in float32, stay float32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

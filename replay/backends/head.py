@@ -1,4 +1,4 @@
-"""From hidden states to log-probabilities, a chunk of tokens at a time.
+"""Log-probabilities from hidden states, computed for a chunk of tokens at a time.
 
 Shapes: N tokens, C tokens per chunk, H hidden width, V vocabulary.
 """
@@ -14,11 +14,11 @@ from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
-"""Maximum size of the logits in memory at a time."""
+"""Maximum size of logits in memory at a time, bytes."""
 
 
 class BatchScorer:
-    """Base class of what turns a forward pass into log-probabilities."""
+    """Base class of scorers, which compute log-probabilities in a forward pass."""
 
     grad_enabled = False
     """True if the recorded pass kept gradients, which affects the kernels in use."""
@@ -29,13 +29,13 @@ class BatchScorer:
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: Any) -> Any:
-        """Return the log-probabilities [N] as in a call; differentiable if gradients are enabled."""
+        """Return the log-probabilities [N], as in a call; differentiable if gradients are enabled."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """The computation of log-probabilities from hidden states.
+    """Computes log-probabilities from hidden states.
 
     Logits are divided by the temperature, restricted to the top k tokens, then to the smallest set with a probability of
     at least top p, and normalised, in the order of vLLM's sampler. Excluded tokens have a log-probability of -inf.
@@ -47,8 +47,7 @@ class Head:
     projection_dtype: Any = None
     """torch dtype of the projection; None for the dtype of the hidden states."""
     logits_dtype: Any = None
-    """torch dtype of the logits and of everything computed from them; None for float32, or for float64 after a float64
-    projection."""
+    """torch dtype of logits and everything computed from them; None for float32, or float64 if projected in it."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
         """Return the log-probabilities [N], nats, of tokens `ids_N` given the hidden states before them."""
@@ -69,13 +68,13 @@ class Head:
             logits_CV = logits_CV / self.temperature if logits_CV.requires_grad else logits_CV.div_(self.temperature)
         logits_CV = cut(logits_CV, self.top_k, self.top_p)
         if logits_CV.dtype in (torch.bfloat16, torch.float16):
-            # Like TRL and verl for 16-bit logits: round once, instead of rounding an already rounded sum again.
+            # Round once, like TRL and verl for 16-bit logits, instead of rounding an already rounded sum again.
             return logits_CV.log_softmax(dim=-1).gather(-1, ids_C[:, None]).squeeze(-1)
         return logits_CV.gather(-1, ids_C[:, None]).squeeze(-1) - torch.logsumexp(logits_CV, dim=-1)
 
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
-    """Return logits with -inf for all but the k most probable tokens, then for all but the smallest set of mass p."""
+    """Set logits to -inf, except for the k most probable tokens, then except for the smallest set with a mass of p."""
     if top_k is not None and top_k < logits_CV.shape[-1]:
         least_C1 = logits_CV.topk(top_k, dim=-1).values[..., -1:]
         logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))

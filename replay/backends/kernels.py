@@ -1,4 +1,4 @@
-"""Forcing and observing attention kernels."""
+"""Force and observe attention kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...tracer.hooks.patches import replaced
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """An attention that an arm can select."""
+    """An attention implementation that an arm can select."""
 
     implementation: str = "sdpa"
     """Name in transformers; `sdpa` is torch's scaled_dot_product_attention."""
@@ -38,7 +38,7 @@ KERNELS = {
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
-    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay if it does not support a call."""
+    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay for calls it does not support."""
     kernel = Kernel() if attention is None else KERNELS[attention]
     if kernel.backend is None:
         yield
@@ -69,7 +69,7 @@ def _heads_repeated() -> AbstractContextManager[None]:
 
 @contextmanager
 def observed(found: set[str]) -> Iterator[None]:
-    """Add to `found` the kernels that torch chooses for the calls of scaled_dot_product_attention."""
+    """Add to `found` the kernels that torch chooses when scaled_dot_product_attention is called."""
     import torch
 
     functional: Any = torch.nn.functional

@@ -1,4 +1,4 @@
-"""The recorded model, rebuilt from its config and a version's weights."""
+"""Rebuild the recorded model from its config and a version's weights."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ...tracer.weights.reader import Tensor
 from . import adapters, packing, trusted
 
 Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Function from the recorded tensors of a policy version to the tensors that the model loads."""
+"""Function that maps a policy version's recorded tensors to the tensors that the model loads."""
 _ROOM = 0.8
-"""Maximum share of a GPU's free memory that weights may take; the rest is left for activations."""
+"""Maximum share of a GPU's free memory for weights; the rest is left for activations."""
 MAX_MODULES = 200_000
-"""Maximum number of modules and tensors in a model. A larger model is refused."""
+"""Maximum number of modules and tensors in a model. Larger models are refused."""
 GROUP = 128
-"""Number of inputs that share a scale in a quantised weight. The last group in a row may be shorter."""
+"""Number of inputs that share a scale in a quantised weight. The last group of a row may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
-"""Largest representable magnitude of each format; fp8 is e4m3."""
+"""Format -> largest representable magnitude; fp8 is e4m3."""
 
 
 def build(
@@ -43,18 +43,18 @@ def build(
 ) -> Any:
     """Build the model without loading weights; adapters in the trace are added.
 
-    `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name; `experts` is
-    transformers' name of a mixture's experts implementation. `factory`, as `module:function`, builds the model instead; it is
-    called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory the class must be one of transformers'
-    own, and no third-party code runs (see trusted), except the attentions in `allow_kernel`, which may come from the hub.
-    Raises CannotReplay.
+    `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name;
+    `experts` is transformers' name of a mixture's experts implementation. `factory`, as `module:function`, builds the
+    model instead. It is called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory, the class
+    must be one of transformers' own and no third-party code runs (see trusted), except attentions in `allow_kernel`,
+    which may come from the hub. Raises CannotReplay.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
     if factory is not None:
         build_model = _function(factory)
         model = build_model(config=dict(identity["config"]), dtype=getattr(torch, dtype), attention=attention)
-        # Buffers keep their dtype: rotary frequencies are float32 in models of any dtype.
+        # Buffers keep their dtype: rotary frequencies are float32 in models of every dtype.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(getattr(torch, dtype))
         return _placed(model, device)
@@ -69,7 +69,7 @@ def build(
             model = adapters.put_on(model, identity).get_base_model()
     except CannotReplay:
         raise
-    except Exception as error:  # If a config does not fit the class, transformers may raise any exception.
+    except Exception as error:  # If a config does not fit the class, transformers may raise anything.
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
             f"recorded in the trace (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
@@ -78,13 +78,13 @@ def build(
 
 
 def _placed(model: Any, device: str) -> Any:
-    """Move the model to the device and return it. A model larger than a GPU is split by layer over all visible GPUs."""
+    """Move the model to the device and return it. A model larger than one GPU is split by layer over all GPUs."""
     num_gpus = torch.cuda.device_count() if device == "cuda" else 0
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
     if num_gpus > 1 and num_bytes > _ROOM * torch.cuda.mem_get_info(0)[0]:
         return divided(model, {index: int(_ROOM * torch.cuda.mem_get_info(index)[0]) for index in range(num_gpus)})
     for parameter in model.parameters() if device == "cuda" else ():
-        # Weights are loaded directly onto the device. The host memory reserved for them was never written.
+        # Weights are loaded directly onto the device, so the host memory reserved for them is never written.
         parameter.data = torch.empty_like(parameter, device=device)
     return model.to(device)
 
@@ -101,16 +101,16 @@ def divided(model: Any, memory: Mapping[int | str, int]) -> Any:
     if "disk" in device_map.values():
         raise CannotReplay(
             f"the model does not fit: its layers need more than the {sum(memory.values()):,} bytes of {len(memory)} devices; replay "
-            f"with more GPUs, on a cluster with {option('gpus_per_arm', 'N')}"
+            f"with more GPUs, or on a cluster with {option('gpus_per_arm', 'N')}"
         )
     return dispatch_model(model, device_map, force_hooks=True)
 
 
 def given_weights(identity: Mapping[str, Any], adapter: str | None, dtype: str) -> Weights:
-    """Return the function from the recorded tensors of a policy version to the tensors that the built model loads.
+    """Return a function that maps a policy version's recorded tensors to the tensors that the built model loads.
 
-    `adapter` is the arm's `merged` or `off`, or None if adapters stay separate; `dtype` is torch's name of the recorded
-    dtype, in which they are merged, on the CPU. Raises CannotReplay.
+    `adapter` is the arm's `merged` or `off`, or None if adapters stay separate. `dtype` is torch's name of the recorded
+    dtype, in which adapters are merged on the CPU. Raises CannotReplay.
     """
     if not identity.get("adapters"):
         return lambda tensors: tensors
@@ -137,7 +137,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
         from transformers.modeling_utils import no_init_weights
 
     packing.register()
-    # Built on the meta device first, to check the size before memory is allocated.
+    # Build on the meta device first, to check the size before memory is allocated.
     with torch.device("meta"), no_init_weights(), _within_memory(device):
         model_class._from_config(model_class.config_class.from_dict(deepcopy(config)), **chosen)
     with no_init_weights():
@@ -148,14 +148,14 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
     ):  # for example if a kernel failed to load
         raise KeyError(f"{chosen['attn_implementation']} could not be fetched or loaded")
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # every weight is loaded later; only buffers are initialised
+        parameter._is_hf_initialized = True  # every weight is loaded later, so only buffers are initialised
     model.init_weights()
     return model
 
 
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
-    """Raise CannotReplay while a model is built if it exceeds MAX_MODULES or the memory of this machine or its GPUs."""
+    """Raise CannotReplay if a model being built exceeds MAX_MODULES, or the memory of this machine or its GPUs."""
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -170,8 +170,8 @@ def _within_memory(device: str) -> Iterator[None]:
             num_bytes += part.numel() * part.element_size()
         if parts > MAX_MODULES or num_bytes > memory:
             raise CannotReplay(
-                f"the model cannot be rebuilt: its config asks for {parts:,} modules and {num_bytes:,} bytes so far, "
-                f"but this machine has {memory:,}; replay on a larger machine, or is the trace damaged?"
+                f"the model cannot be rebuilt: its config needs {parts:,} modules and {num_bytes:,} bytes so far, "
+                f"but this machine has {memory:,}; replay on a larger machine, or check whether the trace is damaged"
             )
 
     with ExitStack() as stack:
@@ -185,7 +185,7 @@ def _within_memory(device: str) -> Iterator[None]:
 
 
 def _function(path: str) -> Any:
-    """Import `module:function`, also from the working directory."""
+    """Import `module:function`; the working directory is searched too."""
     module, _, name = path.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -201,8 +201,7 @@ def _function(path: str) -> Any:
 
 def _set_dtypes(model: Any, dtype: str) -> None:
     """Set the dtypes of tensors that differ from the model's: float32 for those that transformers keeps in float32 in a 16-bit
-    model (such as a router's bias), float64 for weights that a model always creates in float32.
-    """
+    model (such as a router's bias), float64 for weights that a model always creates in float32."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )
@@ -220,20 +219,21 @@ def _set_dtypes(model: Any, dtype: str) -> None:
 
 def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     """Load a version's weights into the model, bit for bit or rounded to `dtype`. Raises CannotReplay."""
-    wanted = model.state_dict(keep_vars=True)  # The tensors themselves are needed, so that their dtype can be changed.
+    wanted = model.state_dict(keep_vars=True)  # the tensors themselves, so that their dtype can be changed
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing or extra:
         raise CannotReplay(
-            f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}), "
-            f"{len(extra)} are unknown to it ({', '.join(extra[:3])}); do they belong to another model? A trace with adapters must "
-            "include their configuration (record it with tim-trace record of this version or later)"
+            f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
+            f"{len(extra)} are unknown to it ({', '.join(extra[:3])}); check that they belong to this model. A trace "
+            "with adapters must include their configuration (record it with this release of tim-trace, or a later one)"
         )
     with torch.no_grad():
         for name, target in wanted.items():
             source = to_torch(tensors[name])
             if source.shape != target.shape:
                 raise CannotReplay(
-                    f"the weights do not fit the model: {name} is {tuple(source.shape)}, not {tuple(target.shape)}"
+                    f"the weights do not fit the model: {name} is {tuple(source.shape)}, but the model expects "
+                    f"{tuple(target.shape)}"
                 )
             if dtype is None and source.dtype != target.dtype:
                 # The run kept this tensor in another dtype.
@@ -243,15 +243,15 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
 
 
 def to_torch(tensor: Tensor) -> Any:
-    """Return a torch tensor that shares the same bits."""
+    """Return a torch tensor with the same bits."""
     bits = tensor.bits
     flat = torch.from_numpy(np.require(bits, requirements=["C", "A"]).reshape(-1).view(np.uint8))
     return flat.view(getattr(torch, tensor.dtype)).reshape(bits.shape)
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round the weights of all experts and of all linear layers except the head to the values of a quantised engine, in
-    their own dtype.
+    """Round the weights of all experts and of all linear layers except the head to the values of a quantised engine,
+    and keep their dtype.
 
     Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
     """
@@ -268,7 +268,7 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """Return a weight rounded to the format `kind`. Each group has one symmetric scale, from its largest magnitude.
+    """Return a weight rounded to the format `kind`, with one symmetric scale per group, set by its largest magnitude.
 
     int8 has 255 values and int4 has 15.
     """

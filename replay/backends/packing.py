@@ -1,4 +1,4 @@
-"""Attention over rows packed end to end in one forward: a row sees only itself and its prefixes.
+"""Attention over rows packed end to end in one forward pass; a row sees only itself and its prefixes.
 
 Shapes: N heads, G key-value heads, W tokens in a forward pass, D head width.
 """
@@ -24,7 +24,7 @@ def register() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Tokens in a forward pass that attend to each other and to a prefix."""
+    """Tokens of a forward pass that attend to each other and to a prefix."""
 
     start: int
     end: int
@@ -34,7 +34,7 @@ class Span:
 
 @dataclass(slots=True)
 class RowSpans:
-    """The rows in a packed forward pass."""
+    """The rows of a packed forward pass."""
 
     spans: Sequence[Span]
     num_attentions: int = 0
@@ -60,7 +60,7 @@ def _attention(
     module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
     packed: RowSpans, scaling: float | None = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Return causal scaled_dot_product_attention, span by span with its prefix; [1, W, N, D]."""
+    """Return [1, W, N, D]: causal scaled_dot_product_attention for each span with its prefix."""
     import torch
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]
@@ -96,4 +96,6 @@ def _attention(
 
 
 def _cannot(why: str) -> CannotReplay:
-    return CannotReplay(f"padding packed: not possible for this model: {why}; use {option('padding', 'left')} or right")
+    return CannotReplay(
+        f"padding packed: not possible with this model: {why}; use {option('padding', 'left')} or right"
+    )

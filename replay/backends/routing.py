@@ -1,6 +1,6 @@
-"""Observing a replayed model's routers, and forcing their recorded choices.
+"""Observe a replayed model's routers, and force their recorded choices.
 
-Shapes: B rows in a forward pass, W padded row length, C tokens per router call (B times a part of W), L routers, S
+Shapes: B rows in a forward pass, W padded row length, C tokens per router call (B times part of W), L routers, S
 experts selected per token, N tokens in all rows.
 """
 
@@ -28,7 +28,7 @@ def followed(
     *,
     keeps_same_sets: bool = False,
 ) -> Iterator[None]:
-    """Append to `into` the routers' choices for each row's tokens in a forward pass; nothing if there are no routers.
+    """Append to `into` the routers' choices for each row's tokens in a forward pass; without routers, append nothing.
 
     With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the
     router's own choice. With `keeps_same_sets`, so does a token for which both choose the same set of experts. Raises
@@ -44,7 +44,7 @@ def followed(
             for index, router in enumerate(known):
                 handle = router.module.register_forward_hook(partial(table.replace, index))
                 stack.callback(handle.remove)
-        stack.enter_context(tap)  # Hooks run in registration order, so the tap sees the choices that the experts get.
+        stack.enter_context(tap)  # Hooks run in registration order, so the tap sees what the experts get.
         yield
     parts = tap.forwards()
     if parts:
@@ -61,15 +61,15 @@ class Table:
     ):
         self._keeps_same_sets = keeps_same_sets
         if any(part.expert_weights is None for part in recorded):
-            raise CannotReplay("routing recorded: the trace has the experts' ids without their weights; record both")
+            raise CannotReplay("routing recorded: the trace has the experts' ids but not their weights; record both")
         ids_NLS = np.concatenate([np.asarray(part.expert_ids) for part in recorded])
         weights_NLS = np.concatenate([np.asarray(part.expert_weights) for part in recorded])
         num_layers, num_slots = ids_NLS.shape[1:]
         wanted = (len(known), known[0].num_slots or num_slots)
         if (num_layers, num_slots) != wanted:
             raise CannotReplay(
-                f"routing recorded: the trace has {num_layers} layers of {num_slots} experts per token, the model has "
-                f"{wanted[0]} of {wanted[1]}; is this the model that was trained?"
+                f"routing recorded: the trace has {num_layers} layers of {num_slots} experts per token, but the model "
+                f"has {wanted[0]} of {wanted[1]}; check that this is the model that was trained"
             )
         cells = batch.tokens_BW
         self.ids_BWLS = np.full((*cells.shape, num_layers, num_slots), NOT_ROUTED, np.int64)
@@ -99,7 +99,7 @@ class Table:
 
 
 def _rows(parts: Sequence[Routing], batch: ForwardBatch) -> list[Routing]:
-    """Yield the observed choices for each row; each router call covers some of the batch's columns."""
+    """Yield each row's observed choices; each router call covers some of the batch's columns."""
     places_N = torch.from_numpy(batch.places_N)
     num_rows = len(batch.tokens_BW)
     lengths = [len(row.prompt_ids) + len(row.response_ids) for row in batch.rows]

@@ -1,4 +1,4 @@
-"""Scoring with our own head: a transformers model in a prefill, packed, or through the KV cache; or a user's own model.
+"""Scoring with our head on a transformers model (prefill, packed, or through the KV cache), or on a user's own model.
 
 Shapes: B rows in a forward pass, W padded row length, N scored tokens, T response tokens in a row, H hidden width, V
 vocabulary.
@@ -24,7 +24,7 @@ from .head import BatchScorer, Head
 
 
 class TransformersScorer(BatchScorer):
-    """Scorer that runs the backbone and projects the hidden states that predict response tokens."""
+    """Runs the backbone, and projects the hidden states that predict response tokens."""
 
     name = "tim_trace.replay.backends.transformers.TransformersScorer"
 
@@ -51,7 +51,7 @@ class TransformersScorer(BatchScorer):
         with KeepDouble() if double else nullcontext():
             with autocast(self._device, self._autocast):
                 hidden_WH, ids_W = self._packed(batch) if isinstance(batch, PackedBatch) else self._padded(batch)
-            # The last layer may be on another device than the first.
+            # The last layer may be on a different device from the first.
             before_N = torch.from_numpy(batch.before_N).to(hidden_WH.device)
             scored_N = torch.from_numpy(batch.scored_N).to(self._device)
             return self._head.logprobs(self._model, hidden_WH[before_N], ids_W[scored_N])
@@ -61,13 +61,13 @@ class TransformersScorer(BatchScorer):
         return next(self._model.parameters()).device
 
     def _padded(self, batch: PaddedBatch) -> tuple[Any, Any]:
-        """Return the hidden states and token ids in the flattened forward pass."""
+        """Return the hidden states and token ids of the flattened forward pass."""
         ids_BW = torch.from_numpy(batch.ids_BW).to(self._device)
         mask_BW = torch.from_numpy(batch.mask_BW).to(self._device)
         if self._cached_tokens is None:
             hidden_BWH = self._backbone(input_ids=ids_BW, attention_mask=mask_BW).last_hidden_state
         else:
-            # The prompt runs in one forward, then the recorded tokens through the cache, as in sampling.
+            # The prompt runs in one forward, then the recorded tokens run through the cache, as in sampling.
             cache, parts = kv_cache(self._model.config, self._kv_dtype), []
             for start, end in pairwise(cached_ends(batch, self._cached_tokens)):
                 output = self._backbone(
@@ -84,7 +84,7 @@ class TransformersScorer(BatchScorer):
         ids_1W = torch.from_numpy(batch.ids_BW).to(self._device)
         inputs = {"input_ids": ids_1W, "position_ids": torch.from_numpy(batch.positions_W).to(self._device)[None]}
         if self._model.config._attn_implementation != packing.NAME:
-            # As in the recorded pass, transformers' own attention finds the rows from positions that restart at 0.
+            # As in the recorded pass, transformers' own attention finds the rows by positions that restart at 0.
             return self._backbone(**inputs).last_hidden_state[0], ids_1W[0]
         rows = packing.RowSpans(batch.spans)
         output = self._backbone(**inputs, packed=rows)
@@ -101,15 +101,15 @@ class TransformersScorer(BatchScorer):
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             raise CannotReplay(
-                f"compile: torch.compile failed on this model and machine: {first_line(error)}"
+                f"compile: torch.compile failed on this model and machine: {first_line(error)}; replay without it"
             ) from error
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
-    """Return transformers' KV cache for a model; with `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
+    """Return a KV cache of transformers for a model; with `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
 
-    vLLM's scales are 1 unless a checkpoint has others (its documentation, "Quantized KV cache"). Attention reads the
-    rounded values for the newest tokens too. Values beyond 448 saturate.
+    vLLM's scales are 1 unless a checkpoint sets others (its documentation, "Quantized KV cache"). Attention reads the
+    rounded values even for the newest tokens. Values beyond 448 saturate.
     """
     from transformers import DynamicCache
 
@@ -135,16 +135,16 @@ def gives_hidden(model: Any) -> bool:
 
 
 class ModuleScorer(BatchScorer):
-    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V] or has them in `.logits`."""
+    """Calls `model(input_ids=[B, W], attention_mask=[B, W])`, which returns logits [B, W, V], alone or as `.logits`."""
 
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 
     def __init__(self, model: Any, head: Head, arm: Arm):
-        """Raise CannotReplay if the arm has changes that a model returning only logits does not support."""
+        """Raise CannotReplay for changes that a model that returns only logits does not support."""
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
-                f"{phrase(name, getattr(arm, name))}: cannot be changed, because the model factory's model returns only logits; give it "
-                "base_model, get_output_embeddings and config, like transformers' models"
+                f"{phrase(name, getattr(arm, name))}: not possible, because the model factory's model returns only "
+                "logits; give it base_model, get_output_embeddings and config, like transformers' models"
             )
         self._model = model.eval()
         self._head = head

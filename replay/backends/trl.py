@@ -19,10 +19,10 @@ from .head import BatchScorer
 
 
 class TrlScorer(BatchScorer):
-    """Calls the trainer's scoring function as the recorded pass did."""
+    """Calls the trainer's scoring function in the same way as the recorded pass."""
 
     def __init__(self, model: Any, contract: Contract, *, autocast_dtype: Any, head_in_fp32: bool):
-        """Give the model TRL's fused head; if `autocast_dtype` is None, autocast is off.
+        """Give the model TRL's fused head; autocast is off if `autocast_dtype` is None.
 
         Raises CannotReplay if the function is not TRL's own or not installed.
         """
@@ -40,7 +40,7 @@ class TrlScorer(BatchScorer):
         self._model = model
         self._trainer = SimpleNamespace(accelerator=SimpleNamespace(autocast=lambda: autocast(device, autocast_dtype)))
         if autocast_dtype is not None:
-            # As in Accelerator.prepare_model under mixed precision, the forward runs in autocast and returns float32.
+            # As in Accelerator.prepare_model with mixed precision, the forward runs in autocast and returns float32.
             from accelerate.utils import convert_outputs_to_fp32
 
             forward = model.forward
@@ -91,7 +91,7 @@ def scores(contract: Contract) -> bool:
 def _function(path: str) -> Any:
     """Import `package.module.Class.method` or `package.module.function` if it is trusted. Raises CannotReplay."""
     if path not in (*trusted.SCORING_FUNCTIONS, *trusted.FUSED_HEADS):
-        raise CannotReplay(f"{path}: is not TRL's own, so it is not called")
+        raise CannotReplay(f"{path}: is not part of TRL, so it is not called; replay a trace of TRL's own trainers")
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         try:

@@ -1,6 +1,6 @@
-"""The code that a replay may run because a trace names it: fixed lists of TRL functions, transformers models and torch names.
+"""The code that a trace may make a replay run: fixed lists of TRL functions, transformers models and torch names.
 
-A trace may come from an untrusted source. Other code runs only if the user passes it with `--model-factory`.
+A trace may come from an untrusted source. Any other code runs only if the user passes it with `--model-factory`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ SCORING_FUNCTIONS = (
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
-"""Functions that score packed rows. A replay runs the model as they do but does not call them."""
+"""Functions that score packed rows. A replay runs the model in the same way, but does not call them."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> transformers' check for the package that it needs; without the package, transformers would fetch a
-kernel from the hub.
-"""
+"""Attention -> transformers' check for its package; without that, transformers would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -36,11 +34,11 @@ KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
 EXPERTS_UNKNOWN = "experts-unknown"
 REFUSED, CONDITIONS, UNEXPLAINED = "refused", "conditions", "unexplained"
 WHY = {
-    KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub, which needs --allow-kernel",
+    KERNEL_NOT_ALLOWED: "the recorded attention {name} is code from the hub; allow it with --allow-kernel",
     NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
     UNKNOWN: "the recorded attention {name} is unknown",
     NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
-    EXPERTS_UNKNOWN: "the recorded implementation of experts {name} is not torch's",
+    EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's",
     REFUSED: "the recording does not run here",
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
@@ -59,7 +57,7 @@ _DROPPED = frozenset({
     "experts_implementation", "_experts_implementation", "_experts_implementation_internal",
     "use_pretrained_backbone", "backbone", "backbone_kwargs", "num_labels", "id2label", "label2id",
 })  # fmt: skip
-"""Config fields for which transformers would fetch or import something, and labels, which language models do not use."""
+"""Config fields that would make transformers fetch or import something, and labels, which no language model uses."""
 _COUNTS = re.compile(r"(^|_)(num|n|depths?)(_|$)|layer|block")
 _MOST = 1_000_000
 """Maximum number of layers, heads or experts in a config."""
@@ -117,7 +115,7 @@ class _EngineArguments(msgspec.Struct):
 
 
 class _Scoring(msgspec.Struct):
-    """The fields of a contract that a replay reads."""
+    """The contract fields that a replay reads."""
 
     torch: _Torch
     model: _Model
@@ -140,7 +138,7 @@ def _factory() -> str:
 
 
 def check_contract(contract: Contract, where: str) -> None:
-    """Raise CannotReplay if fields of a contract that a replay needs are missing or invalid."""
+    """Raise CannotReplay if contract fields that a replay needs are missing or invalid."""
     try:
         read = msgspec.convert(contract, _Scoring)
     except msgspec.ValidationError as error:
@@ -154,23 +152,23 @@ def check_contract(contract: Contract, where: str) -> None:
 
 
 def check_scoring(contract: Contract) -> None:
-    """Raise CannotReplay if a TRL contract names a function that is not TRL's own."""
+    """Raise CannotReplay if a TRL contract names a function that is not part of TRL."""
     for field, allowed in (("scoring_function", (*SCORING_FUNCTIONS, *PACKED_LOSSES)), ("fused_lm_head", FUSED_HEADS)):
         name = contract.get(field)
         if contract.get("engine") == "trl" and contract.get("fused_lm_head") and name not in allowed:
             raise CannotReplay(
-                f"the contract names the {field} {_named(name)}, which is not TRL's own, so it is not called; replay a trace of "
-                f"TRL's own trainers, {_factory()}"
+                f"the contract names the {field} {_named(name)}, which is not part of TRL, so it is not called; "
+                f"replay a trace of TRL's own trainers, {_factory()}"
             )
 
 
 def check_attention(
     name: str, experts: str | None = None, *, allowed: Collection[str] = (), is_own_model: bool = False
 ) -> None:
-    """Raise CannotReplay if transformers would import or fetch the attention and it is not `allowed`, or if experts are not
-    torch's own.
+    """Raise CannotReplay if transformers would import or fetch an attention that is not `allowed`, or if experts are
+    not torch's own.
 
-    A model from the user's factory (`is_own_model`) may use any attention name that is not a hub path.
+    A model from the user's factory (`is_own_model`) may use any attention whose name is not a hub path.
     """
     known = (*ATTENTIONS, *allowed)
     if name not in known and not (is_own_model and re.fullmatch(r"\w+", name)):
@@ -182,11 +180,11 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run for a recorded one, and the code of why it was replaced; None if it was not.
+    """Return the attention to run for a recorded one, and the code for why it was replaced, or None if it was not.
 
     `path` is the model's class, `allowed` the hub kernels that the user allows; `is_half` is true for 16-bit activations.
     """
-    name = name.removeprefix("paged|")  # affects only paged generation: a forward over whole rows is the same
+    name = name.removeprefix("paged|")  # matters only for paged generation, not for a forward over whole rows
     cls = model_class(path)
     code = None
     if name in _FLASH or "/" in name:
@@ -203,7 +201,7 @@ def _flash_here(name: str, of_model: Sequence[str], allowed: Collection[str], de
 
     is_installed = getattr(import_utils, _FLASH.get(name, ""), None)
     if of_model and name not in of_model:
-        name = of_model[0]  # transformers would use this attention whatever is requested
+        name = of_model[0]  # transformers would use this attention regardless of the request
     elif name in _FLASH:
         if device != "cpu" and is_installed is not None and is_installed():
             return name, None
@@ -219,14 +217,15 @@ def check_dtype(name: str) -> None:
     """Raise CannotReplay if this is not the name of a model dtype."""
     if name not in DTYPES:
         raise CannotReplay(
-            f"the contract names the dtype {_named(name)}, which is not one of {', '.join(DTYPES)}; is the trace damaged?"
+            f"the contract names the dtype {_named(name)}, which is not one of {', '.join(DTYPES)}; the trace may be "
+            "damaged"
         )
 
 
 def model_class(path: str) -> Any:
-    """Return transformers' language model class of this full name. Raises CannotReplay.
+    """Return transformers' language model class with this full name. Raises CannotReplay.
 
-    The name is looked up in transformers' own lists, so that no module is imported because a trace names it.
+    The name is looked up in transformers' own lists, so that a trace cannot make this import anything else.
     """
     with collector_paused():
         import transformers
@@ -239,18 +238,19 @@ def model_class(path: str) -> Any:
         for names in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}).values()
         for entry in ((names,) if isinstance(names, str) else names)
     }
-    with collector_paused():  # transformers imports the class when it is first named
+    with collector_paused():  # transformers imports the class on first access
         found = getattr(transformers, name, None) if name in listed else None
     if found is None or module not in ("transformers", found.__module__, found.__module__.rpartition(".")[0]):
         raise CannotReplay(
-            f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is not among the installed transformers' "
-            f"language models, so it is not imported; install the transformers version recorded in the trace (tim-trace info), {_factory()}"
+            f"the model cannot be rebuilt: the trace names the class {_named(path)}, which is not a language model of "
+            "the installed transformers, so it is not imported; install the transformers version recorded in the "
+            f"trace (tim-trace info), {_factory()}"
         )
     return found
 
 
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config without fields, at any depth, for which transformers would fetch, import or run something.
+    """Return a model's config without the fields, at any depth, that make transformers fetch, import or run something.
 
     Raises CannotReplay for impossible sizes. Class, attention, experts and dtype are chosen separately.
     """
@@ -284,7 +284,7 @@ def _safe_value(name: str, value: Any) -> Any:
         return [_safe_value(name, item) for item in value]
     if isinstance(value, int) and (abs(value) >= 1 << 40 or (value > _MOST and _COUNTS.search(name))):
         raise CannotReplay(
-            f"the model's config asks for {_named(name)} {value:,}, which no model has; is the trace damaged?"
+            f"the model's config sets {_named(name)} to {value:,}, which no model has; the trace may be damaged"
         )
     return value
 

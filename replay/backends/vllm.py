@@ -1,4 +1,4 @@
-"""Scoring with vLLM: a prefill of the whole sequence, or a decode with the recorded tokens forced.
+"""Scoring with vLLM: prefill of the whole sequence, or decode with the recorded tokens forced.
 
 Shapes: T response tokens in a row, V vocabulary.
 """
@@ -34,18 +34,18 @@ from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
-"""Name of the request's extra argument that holds the tokens to force."""
+"""Name of the request's extra argument with the tokens to force."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
 """Ways to make vLLM score given tokens."""
 
 
 class VllmEngine:
-    """A vLLM engine of a recorded model, which loads weights version by version.
+    """A vLLM engine for a recorded model, which loads weights version by version.
 
-    A new version goes through vLLM's own reload, which also updates everything derived from weights; afterwards all weights
-    in the engine are compared with the given ones. The engine is restarted for each version if vLLM has no reload, if some
+    vLLM's own reload loads a new version and updates everything derived from weights. Afterwards, all weights in the
+    engine are compared with the given ones. The engine is restarted for each version if vLLM has no reload, if some
     weights cannot be compared (packed for a kernel, quantised, split over processes), or if some kept their old values.
-    On a CPU, linear layers stay unpacked, since vLLM's packed ones cannot be reloaded.
+    On a CPU, linear layers stay unpacked, since vLLM cannot reload packed ones.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -57,8 +57,7 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Names of tensors whose values in the engine could not be verified; `all` if the engine has several
-        processes."""
+        """Names of tensors whose values in the engine could not be verified; `all` with several processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
         self._model_folder = Path(self._folder.name) / "model"
 
@@ -74,10 +73,9 @@ class VllmEngine:
         self.llm.reset_prefix_cache()
 
     def _reloaded(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Reload weights in the running engine; return False if some did not arrive, or if their arrival cannot be
-        verified."""
+        """Reload weights in the running engine; return False unless all of them verifiably arrived."""
         reload = getattr(model_runner(self.llm), "reload_weights", None)
-        # On a CPU vLLM keeps the packing of the first version's experts.
+        # On a CPU, vLLM keeps the packing of the first version's experts.
         packs = self.device == "cpu" and has_experts(self.config)
         if self.not_compared or packs or reload is None or "weights_iterator" not in signature(reload).parameters:
             return False
@@ -100,10 +98,10 @@ class VllmEngine:
         top_k: int | None,
         top_p: float | None,
     ) -> list[np.ndarray]:
-        """Return the response logprobs [T] float32 of each row.
+        """Return each row's response logprobs [T] float32.
 
-        These are the engine's raw logprobs, or those after temperature, top-k and top-p, applied in this order. Raises
-        CannotReplay.
+        These are the engine's raw logprobs, or the logprobs after temperature, top-k and top-p, applied in this order.
+        Raises CannotReplay.
         """
         processed = temperature != 1.0 or top_k is not None or top_p is not None
         asked = [row for row in rows if len(row.response_ids)]
@@ -116,7 +114,7 @@ class VllmEngine:
             params = [self._params(row, prefill, -1 if processed else 0) for row in asked]
             outputs = self.llm.generate(prompts, params, use_tqdm=False)
         except (ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: does not run this model here: {first_line(error)}") from error
+            raise CannotReplay(f"engine vllm: cannot run this model here: {first_line(error)}") from error
         found: dict[str, np.ndarray] = {}
         for row, output in zip(asked, outputs, strict=True):
             entries = output.prompt_logprobs[-len(row.response_ids) :] if prefill else output.outputs[0].logprobs
@@ -182,12 +180,12 @@ class VllmEngine:
         try:
             self.llm = self._launched(LLM)
         except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-            raise CannotReplay(f"engine vllm: refuses this configuration: {first_line(error)}") from error
+            raise CannotReplay(f"engine vllm: rejects this configuration: {first_line(error)}") from error
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
-                f"attention-backend {wanted}: this vLLM uses {', '.join(used)} for this model and device instead; use that "
-                "name, or omit the option"
+                f"attention-backend {wanted}: for this model and device, this vLLM uses {', '.join(used)} instead; "
+                "use that name, or omit the option"
             )
 
     def _launched(self, llm: Any) -> Any:
@@ -195,7 +193,7 @@ class VllmEngine:
         if self.way == LOGITS_PROCESSOR:
             more["logits_processors"] = [_forced_tokens()]
         if self.device == "cuda" and not self._has_workers:
-            # The free share minus a reserve, at most vLLM's default.
+            # The free share minus a reserve, but at most vLLM's default.
             free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
             more["gpu_memory_utilization"] = max(0.01, min(0.9, round(free / total - 0.03, 2)))
         text = self.config.get("text_config") or self.config
@@ -203,7 +201,7 @@ class VllmEngine:
         try:
             return llm(model=str(self._model_folder), **(more | self.arguments))
         except (TypeError, ValueError) as error:
-            # Only vLLM 0.31 or later has the option, and only with its second model runner.
+            # Only vLLM 0.31 and later have this option, and only with the second model runner.
             if self.way != TRACE_REPLAY or "trace" not in str(error):
                 raise
             self.way = LOGITS_PROCESSOR
@@ -211,14 +209,13 @@ class VllmEngine:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors keyed by the first of their names, without the other names of tied tensors."""
+    """Return tensors keyed by the first of their names; the other names of tied tensors are dropped."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the names of tensors in the engine that differ from the given ones rounded to its dtype, or cannot be
-    read."""
+    """Yield the engine's tensors that cannot be read, or differ from the given ones rounded to its dtype."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)
@@ -233,7 +230,7 @@ def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float | None) -> Any:
-    """Return logprobs [T, V] after temperature, top-k and top-p, from vLLM's raw ones."""
+    """Return logprobs [T, V] after temperature, top-k and top-p, computed from vLLM's raw logprobs."""
     raw = engine_call.distribution(entries, Capture(level=LOGITS))
     assert raw is not None
     logits_TV = torch.from_numpy(raw[LOGPROBS]).nan_to_num(nan=float("-inf"), neginf=float("-inf"))
@@ -241,8 +238,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. The raw logprobs that vLLM reports are taken before
-    it."""
+    """Return a logits processor that allows only the forced token. vLLM reports the raw logprobs from before it."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

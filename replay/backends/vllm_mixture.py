@@ -1,7 +1,6 @@
-"""A mixture of experts in vLLM: router and experts under transformers' names, and unpacked weights.
+"""A mixture of experts in vLLM, seen as in transformers: router and experts by name, and unpacked weights.
 
-vLLM computes a mixture in one module, with a router object that is not a module and one tensor for the weights of all
-experts.
+vLLM computes a mixture in one module, whose router is not a module, with all experts' weights in one tensor.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """
@@ -16,18 +15,18 @@ import torch
 from ...schemas.errors import CannotReplay, option
 
 MODELS = ("Qwen3MoeForCausalLM",)
-"""Models whose vLLM modules have transformers' names, and whose MLP consists of experts only."""
+"""Models whose modules have the same names in vLLM as in transformers, and whose MLPs consist of experts only."""
 _DIGIT = 256
-"""Base for numbering weights: integers below it are exact in every dtype of weights."""
+"""Base for numbering weights: integers below it are exact in every weight dtype."""
 _DIGITS = 4
 
 
 def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
-    """Raise CannotReplay for an unsupported mixture in vLLM; `identity` is the recorded description of the model."""
+    """Raise CannotReplay if this mixture is unsupported in vLLM; `identity` is the model's recorded description."""
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
-            f"arm {arm}: the supported mixtures of experts in vLLM are {', '.join(MODELS)}, and this model is "
+            f"arm {arm}: in vLLM, only the mixtures of experts {', '.join(MODELS)} are supported, and this model is "
             f"{name or 'unnamed'}; compare arms of {option('engine', 'hf')}"
         )
 
@@ -43,28 +42,28 @@ def mixtures(model: Any) -> dict[str, Any]:
 
 
 def names_of(name: str, module: Any) -> list[str]:
-    """Return transformers' names of a vLLM mixture's router and experts. Raises CannotReplay."""
+    """Return transformers' names for a vLLM mixture's router and experts. Raises CannotReplay."""
     if module.routed_experts.quant_method.is_monolithic:
         raise CannotReplay(
-            f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) chooses experts itself, so its "
-            f"router cannot be observed; compare arms of {option('engine', 'hf')}"
+            f"engine vllm: the kernel of {name} ({type(module.routed_experts.quant_method).__name__}) selects experts "
+            f"itself, so its router cannot be observed; compare arms of {option('engine', 'hf')}"
         )
     if module.shared_experts is not None:
         raise CannotReplay(
-            f"engine vllm: {name} adds shared experts to the chosen ones, and the two cannot be separated; compare arms of "
-            f"{option('engine', 'hf')}"
+            f"engine vllm: {name} adds shared experts to the selected ones, and the two cannot be separated; compare "
+            f"arms of {option('engine', 'hf')}"
         )
     return [f"{name.rpartition('.')[0]}.gate", name]
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
-    """Return weights and experts (int64) in descending order of weight, as transformers' routers do."""
+    """Return weights and experts (int64) in descending order of weight, like transformers' routers."""
     sorted_WJ, order_WJ = weights_WJ.sort(dim=-1, descending=True, stable=True)
     return sorted_WJ, experts_WJ.long().gather(-1, order_WJ)
 
 
 def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
-    """Yield transformers' name and weights of all experts, [E, 2 I, H] and [E, H, I]; nothing if their packing is unknown."""
+    """Yield transformers' names and weights of all experts, [E, 2 I, H] and [E, H, I], if the packing is known."""
     experts = module.routed_experts
     inner = int(experts.moe_config.intermediate_size_per_partition)
     first, second = (_unpacked(getattr(experts, weight), experts) for weight in ("w13_weight", "w2_weight"))
@@ -76,9 +75,9 @@ def held_by(name: str, module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unpacked(weight: Any, experts: Any) -> Any:
-    """Return weights in their original order, undoing the packing for vLLM's CPU kernel; None if that fails.
+    """Return weights in their original order by undoing the packing for vLLM's CPU kernel; None if that fails.
 
-    The permutation is found by packing each element's index, one base-256 digit at a time, in the weights' dtype.
+    To find the permutation, each element's index is packed, one base-256 digit at a time, in the weights' dtype.
     """
     value = weight.detach()
     if value.device.type != "cpu":

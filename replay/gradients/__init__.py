@@ -1,1 +1,1 @@
-"""Gradients of recorded steps, as recorded and with changes."""
+"""Recompute the gradients of recorded steps, as recorded and with changes."""

@@ -1,6 +1,4 @@
-"""Arms of a gradient: changes to forward and backward, to the logprobs that the loss compares with, and to the
-correction.
-"""
+"""Arms of a gradient: changes to forward and backward, to the logprobs in the loss's ratios, and to the correction."""
 
 from __future__ import annotations
 
@@ -13,14 +11,12 @@ from ..arm_option import GRADIENT, HF, arm_option
 from ..arms import OPTIONS, Arm, names_for, parse_arm
 
 EXACT = ("exact", "token_exact", "sequence_exact")
-"""Untruncated importance weights train / rollout, at the level of the loss's correction or ratio (`exact`), per token,
-or per sequence.
-"""
+"""Untruncated importance weights train / rollout: at the loss's own level (`exact`), per token or per sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
-    """Changes to a gradient relative to the recording: to forward and backward, and to the loss; none by default."""
+    """Changes to a recorded gradient: to forward and backward, and to the loss; none by default."""
 
     logprobs: str | None = arm_option(
         "Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train, "
@@ -29,21 +25,22 @@ class GradientArm(Arm):
     )  # fmt: skip
     correction: str | None = arm_option(
         "none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, "
-        "sequence_mask:C, where C is the largest ratio, or LOW_HIGH.",
+        "sequence_mask:C, where C is the largest allowed ratio, or LOW_HIGH.",
         users=(HF, GRADIENT), metavar="RULE",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
         if self.engine != HF:
             raise InvalidOption(
-                f"arm engine={self.engine}: has no backward; run tim-trace replay RUN --engine {self.engine} first, then "
-                f"use its logprobs: --arm logprobs=replay/{self._replayed}"
+                f"arm engine={self.engine}: has no backward; first run tim-trace replay RUN --engine {self.engine}, "
+                f"then use its logprobs: --arm logprobs=replay/{self._replayed}"
             )
         Arm.__post_init__(self)  # dataclass(slots=True) creates a new class, which breaks zero-argument super()
         for name in self.lacking(GRADIENT):
             raise InvalidOption(
-                f"arm {name.replace('_', '-')}: not supported by gradient, which takes {', '.join(names_for(GRADIENT))}, logprobs and "
-                f"correction; or replay this arm and use its logprobs: --arm logprobs=replay/{self._replayed}"
+                f"arm {name.replace('_', '-')}: not supported by gradient, which supports "
+                f"{', '.join(names_for(GRADIENT))}, logprobs and correction; or replay this arm and use its logprobs: "
+                f"--arm logprobs=replay/{self._replayed}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
             raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
@@ -51,7 +48,7 @@ class GradientArm(Arm):
 
     @property
     def _replayed(self) -> str:
-        """Name of the arm of a replay with these changes to the forward."""
+        """Name of the `replay` arm with the same changes to the forward."""
         return Arm(**{name: value for name, value in self.changes.items() if name in OPTIONS}).name
 
 
@@ -65,13 +62,15 @@ def parse_gradient_arm(text: str) -> GradientArm:
     """
     arm = parse_arm(text, GradientArm)
     if arm.is_identity:
-        raise InvalidOption(f"{text!r} changes nothing; the gradient as recorded is always computed", option="arm")
+        raise InvalidOption(
+            f"{text!r} changes nothing; the recorded gradient is always computed, so leave it out", option="arm"
+        )
     assert isinstance(arm, GradientArm)
     return arm
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with an arm's correction instead of the recorded one. Raises InvalidOption."""
+    """Return the loss with the arm's correction in place of the recorded one. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")

@@ -1,4 +1,4 @@
-"""The recorded loss for the rows of a forward pass, computed in torch.
+"""The recorded loss of the rows in a forward pass, computed in torch.
 
 Shapes: B rows, T their padded response width, N response tokens row by row, B1 one value per row.
 """
@@ -29,16 +29,16 @@ from .arm import GradientArm, corrected
 from .update import LossRow, Update
 
 Divisors = dict[str, tuple[float, float]]
-"""Row key -> two divisors of the row's loss, applied one after the other, as a trainer divides a micro-batch mean by
-the number of micro-batches."""
+"""Row key -> two divisors of the row's loss, applied one after the other, as a trainer divides the mean of a
+micro-batch by the number of micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLoss:
-    """The loss of an optimizer step under an arm."""
+    """Loss of an optimizer step under an arm."""
 
     loss: Loss
-    """The recorded loss, with the arm's correction instead of the recorded one."""
+    """The recorded loss, with the arm's correction in place of the recorded one."""
     below: str
     """Name of the pass in the denominator of the importance ratio."""
     above: str
@@ -46,7 +46,7 @@ class StepLoss:
     divisors: Divisors
 
     def __call__(self, rows: Sequence[LossRow], current_N: Any) -> Any:
-        """Return the rows' share of the loss. The shares of all rows add up to the loss of the optimizer step."""
+        """Return these rows' share of the loss. The shares of all rows add up to the loss of the optimizer step."""
         cells = _Cells.of(rows, current_N)
         terms, is_of_rows = self._terms(cells), self.loss.aggregation == "sequence"
         if is_of_rows and terms.shape[1] == 1:
@@ -66,7 +66,7 @@ class StepLoss:
         """
         loss, current_BT, advantage = self.loss, cells.current_BT, cells.advantage
         below_BT = cells.logprobs(self.below)
-        # A token without a logprob in the denominator has a ratio of 1.
+        # A token without a logprob in the denominator has ratio 1.
         below_BT = torch.where(below_BT.isnan(), current_BT.detach(), below_BT)
         ratio = torch.exp(_log_ratio(loss.kl_level or loss.level, current_BT, below_BT, cells.mask_BT))
         divergence = None
@@ -96,8 +96,7 @@ class StepLoss:
         return term if divergence is None else term + loss.kl_coefficient * divergence
 
     def _phi(self, cells: _Cells, below_BT: Any) -> Any:
-        """Return the VESPO weight, from each sequence's ratio and correction: [B, 1], or [B, T] if advantages are per
-        token."""
+        """Return the VESPO weight from each sequence's ratio and correction: [B, 1], or [B, T] for token advantages."""
         loss, (low, high) = self.loss, VESPO_LOG_RATIO
         log_ratio_BT = torch.clamp(cells.current_BT.detach() - below_BT, -high, high)
         log_ratio_B1 = torch.sum(log_ratio_BT * cells.mask_BT, dim=-1, keepdim=True)
@@ -112,7 +111,7 @@ class StepLoss:
         return phi.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _weights(self, cells: _Cells) -> Any:
-        """Return the weights of the correction, [B, T] or [B, 1]; a token without a rollout logprob has a ratio of 1."""
+        """Return the correction's weights, [B, T] or [B, 1]; a token without a rollout logprob has ratio 1."""
         loss = self.loss
         d = (cells.logprobs(self.above) - cells.logprobs(ROLLOUT)) * cells.mask_BT
         d = torch.where(d.isnan(), torch.zeros_like(d), d)
@@ -138,7 +137,7 @@ class _Cells:
     advantage: Any
     """[B, 1] or [B, T]: one advantage per row, or one per token."""
     place: Callable[[Sequence[np.ndarray], float], Any]
-    """Function that pads each row's values to [B, T]; its second argument is the value of the padding."""
+    """Function that pads each row's values to [B, T] with its second argument."""
 
     @classmethod
     def of(cls, rows: Sequence[LossRow], current_N: Any) -> _Cells:
@@ -166,7 +165,7 @@ class _Cells:
         )
 
     def logprobs(self, name: str) -> Any:
-        """Return a pass's logprobs [B, T], detached from the graph; NaN for tokens without a logprob."""
+        """Return a pass's logprobs [B, T], detached from the graph; NaN where a token has none."""
         if name == CURRENT:
             return self.current_BT.detach()
         return self.place([entry.passes[name] for entry in self.rows], 0.0)
@@ -182,7 +181,7 @@ def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
 
 
 def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
-    """Return the names of the recorded passes whose logprobs a loss uses under an arm."""
+    """Return the recorded passes whose logprobs a loss uses under an arm."""
     under = corrected(loss, arm.correction)
     found = {arm.logprobs or loss.denominator}
     if under.correction != "none":
@@ -193,8 +192,7 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Return the divisors of each row's loss. Raises CannotReplay if the loss needs max_tokens, which was not
-    recorded."""
+    """Return the divisors of each row's loss. Raises CannotReplay if it needs max_tokens but none was recorded."""
     places, num_rows = update.places, len(update.rows)
     alike = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}
@@ -211,7 +209,8 @@ def divisors(loss: Loss, update: Update) -> Divisors:
         elif loss.aggregation == "constant":
             if loss.max_tokens is None:
                 raise CannotReplay(
-                    f"loss: aggregation constant has no max_tokens; set it with {option('loss', 'max_tokens=N')}"
+                    "loss: aggregation constant needs max_tokens, which was not recorded; set it with "
+                    f"{option('loss', 'max_tokens=N')}"
                 )
             pair = (sequences[0] * loss.max_tokens, sequences[1])
         else:

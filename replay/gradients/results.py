@@ -12,9 +12,9 @@ from ...schemas.results import Result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGradient:
-    """An arm's gradient a compared with the reference r, the gradient as recorded, for the whole model or a kind of module.
+    """An arm's gradient a compared with the recorded gradient r, for the whole model or one kind of module.
 
-    a and r are sums of the shares a_i and r_i of n micro-batches; n a_i is the estimate of a from micro-batch i alone.
+    a and r are sums of the shares a_i and r_i of n micro-batches; n a_i estimates a from micro-batch i alone.
     """
 
     module: str
@@ -46,13 +46,13 @@ class GradientStep:
     grad_norm: float
     """Norm as computed by torch's clip_grad_norm_."""
     logged_norm: float | None
-    """Norm logged by the trainer; None if not logged, or if it cannot be assigned to this update."""
+    """Norm logged by the trainer; None if none was logged, or if it cannot be assigned to this update."""
     reproduced: bool | None
-    """For the gradient as recorded: true if the norm equals the logged one to its last digit. None if no norm was logged."""
+    """For the recorded gradient: true if the norm equals the logged one to its last digit; None if none was logged."""
     forward_held: bool
-    """For the gradient as recorded: true if its forward reproduced the recorded logprobs bit for bit."""
+    """For the recorded gradient: true if its forward reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
-    """Number of micro-batches used for bias and variance; 0 if there are none."""
+    """Number of micro-batches that bias and variance are computed from; 0 if none."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
     notes: tuple[str, ...] = ()
@@ -69,7 +69,7 @@ class GradientReport(Result):
     loss: Loss
     steps: tuple[GradientStep, ...]
     notes: tuple[str, ...] = ()
-    """Remarks on the whole run: steps without a result, with the reason."""
+    """Remarks on the whole run: each step without a result, with the reason."""
 
 
 def same_digits(found: float, logged: float) -> bool:

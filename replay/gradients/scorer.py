@@ -16,17 +16,17 @@ from ..settings import settings
 from .update import LossRow
 
 Losses = Callable[[Sequence[LossRow], Any], Any]
-"""Function from rows and their current logprobs [N] to their loss."""
+"""Function that maps rows and their current logprobs [N] to their loss."""
 
 
 class GradientScorer(HfScorer):
-    """Computes gradients of losses, on a model in the recorded mode (train or eval)."""
+    """Computes gradients of losses on a model in its recorded mode (train or eval)."""
 
     keeps_recorded_rows = False
     pass_of_rows = "per forward and backward"
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Score with this model, with train mode and gradient checkpointing as recorded."""
+        """Score with this model, in train mode and with gradient checkpointing as recorded."""
         scorer = super().attach(model, shared)
         self._routers = []
         model.train(self.trains)
@@ -37,17 +37,17 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """None: adapters stay separate, since gradients are taken with respect to them."""
+        """None, since adapters stay separate: gradients are taken with respect to them."""
         return
 
     @property
     def trains(self) -> bool:
-        """True if the recorded model was in train mode."""
+        """True if the model was in train mode when it was recorded."""
         return bool(self.contract.get("training_mode", False))
 
     @property
     def has_dropout(self) -> bool:
-        """True if the forward uses dropout, so that it differs between runs."""
+        """True if the forward uses dropout, so that its results differ between runs."""
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
@@ -56,13 +56,14 @@ class GradientScorer(HfScorer):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Trainable parameters: name -> parameter; a tied parameter appears under its first name."""
+        """Trainable parameters, name -> parameter; a tied parameter appears under its first name."""
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient of the rows' loss: one tensor per parameter, or None; `seen` is called with each forward's logprobs.
+        """Return the gradient of the rows' loss: a tensor or None per parameter. `seen` is called with each forward's
+        logprobs.
 
-        If memory runs out, the rows per forward are halved from then on. Raises CannotReplay.
+        If memory runs out, later forwards have half as many rows. Raises CannotReplay.
         """
         return self._within_memory([entry.row for entry in rows], partial(self._gradient, rows, loss, seen))
 

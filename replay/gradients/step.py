@@ -1,4 +1,4 @@
-"""One optimizer step under each arm in turn. Each arm's gradient is compared with that of the first arm, the reference.
+"""One optimizer step under each arm. Each arm's gradient is compared with the first arm's, which is the reference.
 
 Shapes: n micro-batches, M kinds of modules.
 """
@@ -24,7 +24,7 @@ from .update import Update
 
 ALL = "all"
 LEAST_MICRO_BATCHES = 4
-"""Minimum number of micro-batches for the variance."""
+"""Minimum number of micro-batches for which a variance is computed."""
 _PIECE = 1 << 24
 """Number of tensor elements processed at a time."""
 
@@ -33,15 +33,15 @@ Gradient = Sequence[Any]
 
 
 class Sums:
-    """Computation of squared norms and inner products for one model's gradients."""
+    """Computes squared norms and inner products of one model's gradients."""
 
     def __init__(self, names: Sequence[str], sizes: Sequence[int]):
         self._kinds = [KINDS.index(kind_of(name)) for name in names]
         self.num_parameters = np.bincount(self._kinds, sizes, len(KINDS)).astype(np.int64)
-        """[M] number of parameters by kind of module."""
+        """[M] number of parameters per kind of module."""
 
     def squares(self, gradient: Gradient) -> np.ndarray:
-        """Return the squared norms [M] of a gradient, by kind of module."""
+        """Return the squared norms [M] of a gradient, per kind of module."""
         squares = np.zeros(len(KINDS))
         for kind, values in zip(self._kinds, gradient, strict=True):
             if values is not None:
@@ -49,7 +49,7 @@ class Sums:
         return squares
 
     def products(self, arm: Gradient, reference: Gradient) -> np.ndarray:
-        """Return aa, ar, rr and (a - r)^2, [4, M], of an arm's gradient a and the reference r, summed in float64."""
+        """Return aa, ar, rr and (a - r)^2, [4, M], for an arm's gradient a and the reference r, summed in float64."""
         sums = np.zeros((4, len(KINDS)))
         for kind, a, r in zip(self._kinds, arm, reference, strict=True):
             if a is not None or r is not None:
@@ -58,8 +58,7 @@ class Sums:
 
 
 class StepPasses:
-    """Computation of one optimizer step's gradient under several arms. The first arm's gradient is the reference for
-    the others."""
+    """Computes one optimizer step's gradient under several arms. The first arm's gradient is the reference."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class StepPasses:
         total, squares = self._gradient(self._sums, scorer, loss, seen)
         self._reference = self._reference or total
         whole, *kinds = modules(self._sums, self._sums.products(total, self._reference), squares)
-        # The norm that clip_grad_norm_ computes, bit for bit.
+        # The same norm as in clip_grad_norm_, bit for bit.
         norm = float(torch.nn.utils.get_total_norm([values for values in total if values is not None]))
         is_recording = arm.is_identity
         reproduced = same_digits(norm, self._logged) if is_recording and self._logged is not None else None
@@ -105,9 +104,7 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Return the gradient, and the squared norms [M] of each micro-batch's share if there are enough micro-batches
-        for statistics.
-        """
+        """Return the gradient and, if there are enough micro-batches, the squared norms [M] of each one's share."""
         total: list[Any] | None = None
         squares = []
         places = self.update.places.values()
@@ -126,7 +123,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("its grad norm cannot be distinguished from those of the step's other updates")
+            notes.append("its grad norm cannot be told apart from those of the step's other updates")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
@@ -139,10 +136,10 @@ class StepPasses:
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
         if not update.composition_known:
-            why.append("the rows of each micro-batch were not recorded")
+            why.append("the trace does not record which rows formed each micro-batch")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
-            why.append(f"{writers} processes computed it, and the summation order differs here")
+            why.append(f"{writers} processes computed it, so the summation order differs here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
                 f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer step "
@@ -154,7 +151,7 @@ class StepPasses:
         if config.get("output_router_logits") or config.get("router_aux_loss_coef"):
             why.append("the routers' auxiliary loss, if the trainer added it, is not included")
         if scorer.rows_left:
-            why.append(f"memory ran out; forwards had {scorer.rows_left} rows")
+            why.append(f"memory ran out, so forwards had only {scorer.rows_left} rows")
         why += list(differences(scorer.contract, scorer.made_by()))
         why.append(
             "the forward reproduced the recorded logprobs bit for bit"
@@ -165,7 +162,7 @@ class StepPasses:
 
 
 class _Seen:
-    """Comparison between the logprobs of the forward passes and the recorded logprobs."""
+    """Compares the logprobs of the forward passes with the recorded ones."""
 
     def __init__(self) -> None:
         self.held = True
@@ -182,8 +179,7 @@ class _Seen:
 
 
 def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
-    """Return the comparison with the reference gradient for the whole model, then for each kind of module in the
-    model."""
+    """Compare with the reference gradient, for the whole model and then for each kind of module in it."""
     n, variances_M = len(squares), None
     if n > 1:  # the sum of |n a_i - a|^2 / (n (n - 1)) over micro-batches
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)
@@ -207,7 +203,7 @@ def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> 
 
 
 def _add(total: list[Any] | None, gradient: list[Any]) -> list[Any]:
-    """Add a gradient to the total in place, in the way torch accumulates gradients, and return the total."""
+    """Add a gradient to the total in place, in the same way as torch, and return the total."""
     if total is None:
         return gradient
     both = [(one, other) for one, other in zip(total, gradient, strict=True) if one is not None and other is not None]

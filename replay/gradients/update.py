@@ -22,7 +22,7 @@ GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
 """Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
-"""Identity of a recorded forward pass: its writer, and its index among the forward passes recorded by that writer."""
+"""Identity of a recorded forward pass: its writer, and its index among that writer's forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class LossRow:
     """One sequence that contributes to the loss."""
 
     row: RecordedRow
-    """Recorded row of this sequence in the pass that the loss's own forward pass computed."""
+    """The sequence's recorded row in the pass that the loss's own forward pass computed."""
     mask: np.ndarray
     """[T] bool: true for tokens that count in the loss."""
     advantage: np.ndarray
@@ -67,10 +67,9 @@ class Update:
     step_places: int
     """Number of forward passes in one iteration of the loss over the whole step."""
     own_ratio: bool
-    """True if the trainer took its old logprobs from the loss's own forward pass, so that every importance ratio was
-    1."""
+    """True if the trainer took its old logprobs from the loss's own forward pass, so all importance ratios were 1."""
     metric_step: int | None
-    """Step at which the grad norm of this optimizer step was logged; None if unknown."""
+    """Step at which this optimizer step's grad norm was logged; None if unknown."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,7 +79,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Micro-batch -> its rows. If micro-batches were not recorded, a single one contains all rows."""
+        """Micro-batch -> its rows. If micro-batches were not recorded, one contains all rows."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -100,7 +99,7 @@ def loss_steps(run: RecordedRun) -> list[int]:
 
 
 def hyperparameters(run: RecordedRun) -> dict[str, Any]:
-    """Return hyperparameter name -> value for a run."""
+    """Return a run's hyperparameters, name -> value."""
     rows = run.records(METRICS, ds.field("name") >= HYPERPARAMETER, ["name", "value", "text"])
     return {
         name.removeprefix(HYPERPARAMETER): text if value is None else value
@@ -120,9 +119,9 @@ def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
 
 
 def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[int, float]) -> list[Update]:
-    """Return the optimizer steps taken on a step's sequences, with the logprobs from `passes`.
+    """Return the optimizer steps taken on a step's sequences, with the logprobs of `passes`.
 
-    Raises CannotReplay if the trace has no advantages or does not have a pass.
+    Raises CannotReplay if the trace lacks advantages or one of the passes.
     """
     loss_pass = CURRENT if step in run.steps(CURRENT) else TRAIN
     scored, notes = _one_iteration_a_version(run.step(step, loss_pass))
@@ -142,7 +141,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
         digests = {entry.row.contract for entry in own}
         if len(digests) != 1:
             raise CannotReplay(
-                f"{run.store.url}: step {step}, weights {version}: scored under {len(digests)} contracts; a "
+                f"{run.store.url}: step {step}, weights {version}: scored under {len(digests)} contracts, but a "
                 "gradient needs exactly one"
             )
         found.append(
@@ -165,7 +164,7 @@ def updates(run: RecordedRun, step: int, passes: Iterable[str], norms: Mapping[i
 def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow], list[str]]:
     """Drop rows that were scored again under the same policy version with different logprobs.
 
-    Return the remaining rows, and a note about the dropped ones.
+    Return the remaining rows, with a note about the dropped ones.
     """
     first: dict[tuple[str, int], RecordedRow] = {}
     kept, dropped = [], 0
@@ -176,8 +175,8 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
         else:
             dropped += 1
     notes = [
-        f"{dropped} rows were scored again with different weights under the same policy version; their optimizer steps "
-        f"cannot be distinguished, so only the first is used (record versions with "
+        f"{dropped} rows were scored again with other weights under the same policy version; their optimizer steps "
+        f"cannot be told apart, so only the first one is used (record versions with "
         f"Recorder.add_scores(policy_version=...))"
     ]
     kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
@@ -212,12 +211,12 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
 
 
 def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
-    """Return sequence -> the first logprobs that a pass has for it. Raises CannotReplay if the pass has no logprobs."""
+    """Return sequence -> the first logprobs that a pass has for it. Raises CannotReplay if the pass has none."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
     columns = (table["seq_id"].to_pylist(), table["iteration"].to_pylist(), table["logprobs"])
     rows = sorted(zip(*columns, strict=True), key=lambda row: row[1])
-    found = {  # in reverse, so that the first iteration is the one that stays
+    found = {  # in reverse, so that the first iteration's values are kept
         seq_id: np.asarray(values.values.fill_null(float("nan")))
         for seq_id, _, values in reversed(rows)
         if values.is_valid
@@ -228,7 +227,7 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
             f"{option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
-            f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm compares with; {how}"
+            f"{run.store.url}: step {step} has no logprobs of pass {pass_name!r}, which the loss or an arm needs; {how}"
         )
     return found
 

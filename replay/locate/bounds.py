@@ -1,10 +1,10 @@
-"""Bounds of an operator's rounding error, computed from its inputs.
+"""Bounds on an operator's rounding error, computed from its inputs.
 
-u is the unit roundoff of a dtype (half the distance from 1 to the next number). A sum of n products in precision u
-differs from the exact sum by at most g(n) u sum|a||b|, in any order of addition: with certainty for g(n) = n (Higham,
+u is a dtype's unit roundoff (half the distance from 1 to the next number). A sum of n products in precision u
+differs from the exact sum by at most g(n) u sum|a||b|, whatever the order of addition: always for g(n) = n (Higham,
 Accuracy and Stability of Numerical Algorithms, 2002, section 3.1), and for independent rounding errors of mean zero
 with a probability of at least 1 - 2 n exp(-32) for g(n) = 8 sqrt(n) (Higham and Mary, SIAM J. Sci. Comput. 41, 2019,
-theorem 3.1). The smaller one is used. sum|a||b| is bounded by the product of the two vectors' norms (Cauchy and
+theorem 3.1). The smaller bound is used. sum|a||b| is at most the product of the two vectors' norms (Cauchy and
 Schwarz).
 
 Shapes: T tokens, N heads, G key-value heads, D head width, V vocabulary, K inputs to a product.
@@ -23,14 +23,14 @@ from .taps import are_experts, is_adapted
 
 _UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 _SAFETY = 8.0
-"""Parameter lambda of the probabilistic bound, in the notation of Higham and Mary."""
+"""The parameter lambda of the probabilistic bound, in Higham and Mary's notation."""
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and therefore round only once."""
 _STEPS_OF_CODE = 4.0
 """Additional error allowed for code other than the recorded model's, in unit roundoffs of a token's largest element,
-for example because sums are split."""
+for example because it splits sums."""
 _ROWS = 64
-"""Number of queries whose attention scores are held in memory at a time."""
+"""Number of queries whose attention scores are in memory at a time."""
 
 
 def unit(dtype: Any) -> float:
@@ -39,7 +39,7 @@ def unit(dtype: Any) -> float:
 
 
 def tiny(dtype: Any) -> float:
-    """Return the largest rounding error of a value below the normal range of a torch dtype."""
+    """Return the largest rounding error of a value below a torch dtype's normal range."""
     return float(torch.finfo(dtype).smallest_normal * unit(dtype))
 
 
@@ -59,9 +59,9 @@ class Rounding:
     weight: Any = None
     """torch dtype of the operator's weight; None if the operator has no weight."""
     recorded: Any = None
-    """torch dtype of the recorded weight. The operator's weight may have been rounded from it."""
+    """torch dtype of the recorded weight, which the operator's weight may have been rounded from."""
     adds: bool = False
-    """True if the operator computes its input by adding two tensors, and may use the unrounded sum."""
+    """True if the operator adds two tensors to get its input, and may use the unrounded sum."""
 
     @property
     def out(self) -> float:
@@ -69,14 +69,12 @@ class Rounding:
 
     @property
     def sums(self) -> float:
-        """Unit roundoff in which sums are accumulated. For dtypes narrower than float32 it is that of float32, as in
-        every matrix product in torch and vLLM."""
+        """Unit roundoff of accumulated sums: float32's for narrower dtypes, as in torch's and vLLM's products."""
         return min(max(self.out, 2.0**-53), 2.0**-24)
 
     @property
     def casts(self) -> float:
-        """Unit roundoff that applies where inputs and weights are rounded to a narrower dtype before they are
-        multiplied."""
+        """Unit roundoff if inputs and weights are rounded to a narrower dtype before they are multiplied."""
         found = 0.0
         if self.weight is not None and self.recorded is not None:
             found += max(unit(self.weight) - unit(self.recorded), 0.0)
@@ -87,7 +85,7 @@ class Rounding:
 
     @property
     def least(self) -> float:
-        """Rounding error of a value below the normal range of the narrower dtype to which it is rounded."""
+        """Rounding error of a value below the normal range of the narrower dtype that it is rounded to."""
         narrower = [self.given] if unit(self.taken) < self.out else []
         if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
             narrower.append(self.weight)
@@ -97,10 +95,10 @@ class Rounding:
 def of_module(
     module: Any, takes: tuple[Any, ...], exact: Any, slot: int, rounding: Rounding, *, is_other_code: bool = False
 ) -> Any:
-    """Return a bound on the error of each element of a module's output, in the shape of `exact` or broadcastable to it.
+    """Return a bound on the error of each element of a module's output, in a shape that broadcasts to `exact`.
 
-    `takes` are the module's inputs in float64, `exact` is the float64 module's output for these inputs. With
-    `is_other_code`, each step of the module's code may round.
+    `takes` are the module's inputs in float64; `exact` is the float64 module's output for them. With `is_other_code`,
+    each step of the module's code may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -119,7 +117,7 @@ def _of_module(
     if are_experts(module):
         return _experts(module, takes, exact, rounding) + floor
     if "Norm" in kind:
-        # Normalised values may also be below the dtype's normal range before they are multiplied by a weight.
+        # Normalised values may also fall below the dtype's normal range before they are multiplied by a weight.
         return _norm(module, takes[0], exact, rounding, is_fused=is_fused) + 4.0 * floor
     if "Rotary" in kind:
         # Tables may be multiplied by a factor above 1, before or after rounding.
@@ -145,27 +143,23 @@ def _of_module(
 
 
 def of_rotary(exact: Any, last_position: int, rounding: Rounding) -> Any:
-    """Return the bound [T, N, D] on the error of rotating pairs of elements, with tables of float32 angles.
+    """Return a bound [T, N, D] on the error of rotating pairs of elements with tables of float32 angles.
 
-    The bound holds whichever elements form a pair.
-
-    A rotation preserves a pair's norm, which is at most sqrt(2) times its largest element.
+    The bound holds for any pairing of elements. A rotation preserves a pair's norm, which is at most sqrt(2) times the
+    pair's largest element.
     """
     size = math.sqrt(2.0) * exact.abs().amax(-1, keepdim=True)
     return ((6.0 * rounding.out + 4.0 * (last_position + 2) * 2.0**-24) * size + tiny(rounding.given)).expand_as(exact)
 
 
 def of_sum(exact: Any, rounding: Rounding, steps: float = 3.0) -> Any:
-    """Return a bound on the error of one elementwise addition or product, with a factor before or after the
-    operation."""
+    """Return a bound on the error of one elementwise sum or product, with a factor applied before or after."""
     return steps * rounding.out * exact.abs() + tiny(rounding.given)
 
 
 def of_branch(exact: Any, rounding: Rounding) -> Any:
-    """Return the bound [T, H] on the error of an MLP or attention whose operators were not observed.
-
-    The bound is relative to the largest element of each token.
-    """
+    """Return a bound [T, H] on the error of an MLP or attention whose operators were not observed, relative to each
+    token's largest element."""
     return 4.0 * _whole(4 * exact.shape[-1], exact, rounding)
 
 
@@ -192,7 +186,7 @@ def of_attention(
     cut: float = 0.0,
     off: Sequence[Any] = (),
 ) -> Any:
-    """Return the bound [T, N, D] on the error of an attention core, to first order in the errors of the scores.
+    """Return a bound [T, N, D] on the error of an attention core, to first order in the errors of the scores.
 
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is
     True if scores and softmax are rounded to the dtype of the output, as in unfused attention. `cut` is the error of
@@ -230,11 +224,11 @@ def of_attention(
 def of_logprobs(
     hidden: Any, weight: Any, logits: Any, ids: Any, sums: float, out: float, temperature: float, casts: float = 0.0
 ) -> Any:
-    """Return the bound [T] on the error of a projection followed by a log-softmax.
+    """Return a bound [T] on the error of a projection followed by a log-softmax.
 
-    Without a weight there is no projection. `logits` [T, V] are exact and already divided by the temperature.
+    Without `weight` there is no projection. `logits` [T, V] are exact, and already divided by the temperature.
 
-    `casts` is as in `Rounding.casts`, for the projection.
+    `casts` is `Rounding.casts` for the projection.
     """
     total = logits.logsumexp(-1, keepdim=True)
     per_logit = logits.abs().mul_(4.0 * out)
@@ -248,7 +242,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Return a bound on the error of a linear layer, or to first order of a router's scores (`slot` above 0)."""
+    """Return a bound on the error of a linear layer or, to first order, of a router's scores (`slot` above 0)."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -266,7 +260,7 @@ def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> 
 def _adapted(module: Any, x: Any, exact: Any, rounding: Rounding) -> Any:
     """Return a bound on the error of a projection with a LoRA or DoRA adapter, separate or merged.
 
-    It computes W x + s B A x; in DoRA the rows are rescaled.
+    The projection computes W x + s B A x; DoRA also rescales the rows.
     """
     base = module.base_layer
     weight = base.weight.double()
@@ -304,23 +298,23 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised values are rounded to the input's dtype before they are multiplied by a wider weight.
     out = max(rounding.out, unit(rounding.taken))
-    # If the sum was not rounded, each value is off by one rounding, and so is their norm.
+    # If the sum was not rounded, each value is off by one rounding, and so is the norm.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
-    # Code may round the mean, the centred value, its square and the mean of squares (these two count half, because a
-    # root follows), the root, a quotient, a factor and a sum.
+    # Code may round the mean, the centred value, its square and the mean of squares (the latter two count half, because
+    # of the root), the root, a quotient, a factor and a sum.
     rounds = 7.0 * out + of_sum
     if not centred:
         length = x.square().mean(-1, keepdim=True).sqrt().clamp_min(1e-150)
         weight = getattr(module, "weight", None)
-        # A weight that is added to 1 is rounded while it is small, and the sum may be close to 0.
+        # A weight that is added to 1 is rounded while it is still small, and the sum may be close to 0.
         off = 0.0 if weight is None else rounding.casts * weight.double().abs() * (x.abs() / length)
         return (per_sum + (3.0 * out + of_sum if is_fused else rounds)) * exact.abs() + off
     spread = x.var(-1, keepdim=True, unbiased=False).sqrt().clamp_min(1e-12)
     normed = ((x - x.mean(-1, keepdim=True)) / spread).abs()
     added = x.new_zeros(()) if bias is None else bias.double()
-    # The factor of each channel: the weight, or 1 + the weight.
+    # Factor per channel: the weight, or 1 + the weight.
     dims = tuple(range(x.dim() - 1))
     scale = (exact - added).abs().sum(dims) / normed.sum(dims).clamp_min(1e-150)
     size = scale * (x.abs() + x.abs().mean(-1, keepdim=True)) / spread
@@ -329,8 +323,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Return the bound [T, H] on the error of the sum over the experts selected for each token. Each expert is a gated
-    layer."""
+    """Return a bound [T, H] on the error of the sum over each token's selected experts, all of them gated layers."""
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()
@@ -362,8 +355,7 @@ def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding
 
 
 def _gated(module: Any, both: Any) -> tuple[Any, Any]:
-    """Return the magnitudes of an expert's gated product and of its derivatives, computed from its first product [T, 2
-    I]."""
+    """Return the magnitudes of an expert's gated product and of its derivatives, from its first product [T, 2 I]."""
     with torch.enable_grad():
         both = both.detach().clone().requires_grad_(True)
         if hasattr(module, "_apply_gate"):
@@ -376,13 +368,12 @@ def _gated(module: Any, both: Any) -> tuple[Any, Any]:
 
 
 def _pairs(module: Any, both: Any) -> Any:
-    """Return [2, T, I]: the gate values and up values in an expert."""
+    """Return [2, T, I]: an expert's gate values and up values."""
     if getattr(module, "is_concatenated", True):
         return torch.stack(both.chunk(2, -1))
     return torch.stack([both[..., ::2], both[..., 1::2]])
 
 
 def _whole(length: int, exact: Any, rounding: Rounding) -> Any:
-    """Return a bound on the error of an operator whose internals are unknown, relative to each token's largest
-    element."""
+    """Return a bound on the error of an operator with unknown internals, relative to each token's largest element."""
     return (growth(length) * rounding.sums + 16.0 * rounding.out) * exact.abs().amax(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Compares the core of an attention layer with float64: the queries, keys and values that reach it, and its output.
+"""Compare the core of an attention layer with float64: the queries, keys and values that reach it, and its output.
 
 Shapes: T tokens, N heads, G key-value heads, D head width.
 """
@@ -19,29 +19,28 @@ from .names import ATTENTION, kind_of, layer_of
 from .taps import like
 
 ROTARY = "rotary"
-"""Kind of operator: the rotation of queries and keys."""
+"""Kind of operator that rotates queries and keys."""
 STATES = "queries", "keys", "values"
-"""Kinds of the three inputs of an attention core. They are reported if no rotary precedes the core, or if only the keys
+"""Kinds of an attention core's three inputs. They are reported if no rotary precedes the core, or if only the keys
 are wrong, since a cache lies between the rotary and the core."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Relative difference between the execution's queries or keys and float64's. If it is exceeded, their dimensions may be
-in another order, which is then searched for."""
+"""Relative difference between the execution's queries or keys and float64's that starts a search for another order."""
 
 
 class Cores:
-    """Judge of the attention cores in one row's forward pass."""
+    """Judges the attention cores in one row's forward pass."""
 
     def __init__(self, heard: Heard, operators: Collection[str]):
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers whose norm was observed: one set each for norms of queries, keys and values."""
+        """Layers whose norm was observed: one set each for the norms of queries, keys and values."""
 
     def note_norm(self, name: str) -> None:
-        """Note that a module was observed, if it is a norm of queries, keys or values."""
+        """Note that a module was observed if it is a norm of queries, keys or values."""
         for layers, norm in zip(self._normed, _NORMS, strict=True):
             if norm.search(name):
                 layers.add(layer_of(name))
@@ -49,7 +48,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values, [1, N, T, D]; return the execution's output."""
+        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return its own output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -74,7 +73,7 @@ class Cores:
         return (like(found, given[0]), *given[1:])
 
     def _judged_states(self, name: str, states: tuple[Any, ...], takes: Sequence[Any]) -> list[Any]:
-        """Judge the inputs of an attention core, and return them in the shape of the float64 model's."""
+        """Judge an attention core's inputs, and return them in the shape of the float64 model's."""
         heard, layer = self._heard, layer_of(name)
         new, takes = list(states), list(takes)
         order_D = _order_of_dimensions(states[:2], takes[:2])
@@ -90,11 +89,12 @@ class Cores:
             bound = bounds.of_rotary(exact, last, rounding) if turns else bounds.of_sum(exact, rounding)
             _, fused = heard.unheard.get((layer, _QKV[slot]), (None, None))
             if fused is not None and layer not in self._normed[slot]:
-                # A rotation can move an error between the two elements of a pair.
+                # A rotation can move an error from one element of a pair to the other.
                 bound = bound + math.sqrt(2.0) * fused(taken.dtype).reshape(exact.shape).amax(-1, keepdim=True)
             kind = STATES[slot]
             if turns:
-                # The same tables rotate both: if only the keys are wrong, they were changed after the rotary.
+                # The same tables rotate queries and keys, so if only the keys are wrong, they were changed after the
+                # rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
                 # A rotation, or its absence, preserves the norm of each head's vector.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
@@ -106,9 +106,9 @@ class Cores:
         return new
 
     def _wrong_state(self, core: str, slot: int, kind: str, found: Any, exact: Any) -> tuple[str, str]:
-        """Return the operator that would cause wrong queries, keys or values [T, N, D], and its kind.
+        """Return the operator that would cause these wrong queries, keys or values [T, N, D], and its kind.
 
-        A rotation preserves the norm of each head's vector: if the norms differ and the preceding norm layer was not
+        A rotation preserves the norm of each head's vector. So if the norms differ and the preceding norm layer was not
         observed, that layer is wrong.
         """
         norms = [
@@ -124,10 +124,10 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: the index of each dimension in the execution's queries and keys, if both share an order other than
+    """Return [D]: the index of each dimension in the execution's queries and keys, if both share an order that is not
     float64's.
 
-    Attention scores do not depend on the order of dimensions: some code rotates neighbouring pairs and leaves them in
+    Attention scores do not depend on the order of dimensions. Some code rotates neighbouring pairs and leaves them in
     place.
     """
     if any(taken is None for taken in takes):

@@ -1,4 +1,4 @@
-"""`tim-trace locate`: where two executions of recorded sequences diverge, and which operators account for the mismatch."""
+"""`tim-trace locate`: find where two executions diverge, and which operators cause the mismatch."""
 
 from __future__ import annotations
 
@@ -36,16 +36,14 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference between the float64 log-probabilities of two implementations, in nats, up to which they count as
-computing the same function."""
+"""Maximum difference between the float64 log-probabilities of two codes that compute the same function, nats."""
 _SHARE_OF_MEMORY = 0.25
 """Maximum share of the free memory for recorded operator values."""
 _TASKS = 4
 """Number of progress units per sequence: one for running both executions, one for judging each of the two, and one for
-carrying errors to the logprobs."""
+propagating errors to the logprobs."""
 _NEAR_VERSIONS = 8
-"""Number of recorded policy versions, before and after the step's own, that are searched for a tensor that differs from
-the recorded one."""
+"""Number of policy versions, before and after the step's own, that are searched for a tensor that differs."""
 
 
 def locate(
@@ -69,9 +67,8 @@ def locate(
     """Find where two executions of recorded sequences diverge: `analysis.locate` without shares and intervals.
 
     Additional options: `prepare` and `prepare_against` modify a model built by transformers after its weights are
-    loaded; such a side counts as user code, as with `model_factory`. `tapped_bytes` is the memory for recorded operator
-    values, by default a quarter of the free memory; if the layers do not fit together they are processed in windows.
-
+    loaded; that side then counts as user code, as with `model_factory`. `tapped_bytes` is the memory for recorded
+    operator values, a quarter of the free memory by default. Layers that do not fit together are processed in windows.
     Nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
@@ -89,7 +86,7 @@ def locate(
     }
     asked = parse_steps(steps, run.steps(run.replayed_pass))
     if len(asked) != 1:
-        raise InvalidOption(f"{steps!r} selects {len(asked)} steps; give one", option="steps")
+        raise InvalidOption(f"{steps!r} selects {len(asked)} steps; select one", option="steps")
     rows = run.step(asked[0])
     check_tokens(rows, run.model["config"])
     chosen = choose(run, asked[0], rows, sequences)
@@ -141,7 +138,7 @@ class _Location:
         is_asked: Callable[[str], bool],
         progress: Progress,
     ):
-        """Prepare both executions. `wanted` selects the operators to observe, `is_asked` those to judge and patch."""
+        """`wanted` selects the operators to observe, `is_asked` those to judge and patch."""
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
@@ -150,7 +147,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Side whose code differs from the recorded model's -> an execution of the side's code in float64."""
+        """Side whose code differs from the recorded model's -> an execution of that code in float64."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -161,7 +158,7 @@ class _Location:
         model = plain.build()
         _check_form(model)
         plain.put(model, self._tensors)
-        # A trace of a model with adapters has the parameter names of PEFT, which the rebuilt model does not use.
+        # A trace of a model with adapters has PEFT's parameter names, which the rebuilt model does not use.
         dtypes = {name.removeprefix(PREFIX): getattr(torch, each.dtype) for name, each in self._tensors.items()}
         self._reference = Reference(model, dtypes)
         self._free = free_bytes(self._device)  # before both executions allocate theirs
@@ -192,14 +189,15 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """Return the result. `only` describes the layers and operators to which the search is limited, `tapped_bytes`
-        the memory for operator values.
-        """
+        """Return the result. `only` describes the layers and operators that the search is limited to; `tapped_bytes` is
+        the memory for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
             kinds = ", ".join(sorted(pooled.kinds))
-            raise InvalidOption(f"no operator in these layers matches; kinds: {kinds}", option="operators")
+            raise InvalidOption(
+                f"no operator in these layers matches; use one of these kinds: {kinds}", option="operators"
+            )
         operators, weights = tuple(pooled.operators()), tuple(self._foreign_weights())
         first = first_divergence(operators, weights, pooled)
         d = {name: pooled.logprobs[B][name] - pooled.logprobs[A][name] for name in pooled.logprobs[A]}
@@ -262,15 +260,13 @@ class _Location:
         return pooled
 
     def _taps(self, row: RecordedRow, window: Window) -> dict[str, RowTaps]:
-        """Return the values of a row's operators in a window of layers, on both sides."""
+        """Return a row's operator values in a window of layers, on both sides."""
         return {side: self._listen(side, [row], window)[1][row.seq_id] for side in (A, B)}
 
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return the log-probabilities of the given rows in an execution, and the inputs and outputs of its
-        operators.
-        """
+        """Return the given rows' log-probabilities in an execution, and the inputs and outputs of its operators."""
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -278,12 +274,12 @@ class _Location:
             if isinstance(error, TimTraceError) or not execution.is_other_code:
                 raise
             raise CannotReplay(
-                f"{side} ({execution.arm.name}): the code of this side raised {type(error).__name__}: {first_line(error)}; "
-                "run it on its own with these batches, or change the batches (padding=packed, batch-size=1)"
+                f"{side} ({execution.arm.name}): the user code raised {type(error).__name__}: {first_line(error)}; "
+                "check that it runs on its own with these batches, or change the batches (padding=packed, batch-size=1)"
             ) from error
 
     def _judge_in_double(self, side: str, part: list[RecordedRow], pooled: Pooled) -> None:
-        """Run the code of one side in float64 and judge its operators."""
+        """Run one side's code in float64 and judge its operators."""
         execution, reference = self._doubles[side], self._reference
         try:
             values, heard = execution.listen(part, self._rows, self._wanted)
@@ -303,7 +299,7 @@ class _Location:
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
-        """Yield the weights of either side that differ from the recorded weights."""
+        """Yield each side's weights that differ from the recorded ones."""
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self._executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):
@@ -324,8 +320,7 @@ class _Location:
                     )
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """Return the recorded policy version that contains this tensor and is nearest to the step's; None if no version
-        does."""
+        """Return the recorded policy version nearest to the step's that contains this tensor; None if there is none."""
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
         for version in versions[: 2 * _NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)
@@ -339,11 +334,11 @@ def _check_form(model: Any) -> None:
     needs = ("base_model", "get_input_embeddings", "get_output_embeddings")
     missing = [name for name in needs if not hasattr(model, name)]
     if not missing and model.get_output_embeddings() is None:
-        missing = ["a module that computes logits"]
+        missing = ["module that computes logits"]
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        missing.append("a config of transformers")
+        missing.append("transformers config")
     if missing:
         raise CannotReplay(
-            f"{type(model).__name__} is not structured like a transformers model: it has no {', no '.join(missing)}; its operators cannot be "
-            "observed. Derive it from transformers' PreTrainedModel"
+            f"{type(model).__name__} is not structured like a transformers model: it has no {', no '.join(missing)}, "
+            "so its operators cannot be observed; derive it from transformers' PreTrainedModel"
         )

@@ -31,9 +31,9 @@ from .reference import Reference
 from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 
 Prepare = Callable[[Any], None]
-"""Modifies a model after its weights are loaded."""
+"""Function that modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Observes one forward; takes the forward, and row index -> where to record the row's values."""
+"""Function that observes one forward pass; it takes the batch, and row index -> where to record the row's values."""
 
 
 class Execution:
@@ -41,11 +41,11 @@ class Execution:
 
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """Part of the weighted values that the engine's attention cuts off, as a share of the largest."""
+    """Part of each weighted value that the engine's attention cuts off, as a share of the largest one."""
     _keeps_double = True
     """True if torch has to keep every value of a float64 model in float64."""
     reference: Reference | None = None
-    """The recorded model, whose operators are observed here, whatever modules compute them."""
+    """The recorded model, whose operators are observed here, whichever modules compute them."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Execution:
 
     @property
     def rounds_scores(self) -> bool:
-        """True if attention may round scores and softmax to the dtype; without a set kernel, torch chooses one."""
+        """True if attention may round scores and softmax to the dtype; torch chooses the kernel unless one is set."""
         return self.arm.attention is None or KERNELS[self.arm.attention].rounds_scores
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -108,14 +108,12 @@ class Execution:
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter -> torch's dtype."""
+        """Parameter -> torch dtype."""
         return {name: parameter.dtype for name, parameter in self.held()}
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype of the weights, which is also the coarsest to which values are rounded; None if there is no
-        such limit.
-        """
+        """Coarsest dtype of the weights, and so of all rounding; None if there is no such limit."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -124,7 +122,7 @@ class Execution:
         )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and value of the weights used in the computation."""
+        """Yield the name and value of the weights used in the computation."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach()
 
@@ -135,8 +133,7 @@ class Execution:
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
         """Return sequence -> [T] float64 log-probabilities of `rows`, scored in the batches of the rows `of`; each
-        batch runs within the context `around`.
-        """
+        batch runs in the context `around`."""
 
         @contextmanager
         def both(batch: ForwardBatch) -> Iterator[None]:
@@ -159,7 +156,7 @@ class Execution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Score as in `score`; also return the inputs and outputs of the operators selected by `wanted`."""
+        """Score as `score` does, and also return the inputs and outputs of the operators selected by `wanted`."""
         heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
@@ -185,7 +182,7 @@ class Execution:
 class ExactExecution(Execution):
     """An arm of the exact engine with the weights of a step: its own operators, under transformers' names.
 
-    The engine stores values of its own dtype in float64 tensors. Its operators are observed in the engine's dtype.
+    The engine stores values of its dtype in float64 tensors. Its operators are observed in that dtype.
     """
 
     scorer_of = ExactArmScorer
@@ -202,7 +199,7 @@ class ExactExecution(Execution):
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """Part of the weighted values that the engine's attention cuts off, as a share of the largest."""
+        """Part of each weighted value that the engine's attention cuts off, as a share of the largest one."""
         slices = self.built.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 
@@ -214,7 +211,7 @@ class ExactExecution(Execution):
 def _heard_exactly(
     model: ExactModel, wanted: Callable[[str], bool], batch: ForwardBatch, chosen: Mapping[int, RowTaps]
 ) -> Iterator[None]:
-    """Record the inputs and outputs of the exact engine's operators in one forward, for some of its rows."""
+    """Record the inputs and outputs of the exact engine's operators in one forward pass, for some of its rows."""
     shape, dtype = batch.tokens_BW.shape, model.precision.dtype
     where = places(batch, chosen, model.device)
 
@@ -244,7 +241,7 @@ def _heard_exactly(
 def check_heard(arm: Arm) -> None:
     """Raise CannotReplay for an arm whose operators cannot be observed."""
     for name in arm.unheard:
-        why = "comparing operators requires one forward per row that runs all operators"
+        why = "comparing operators requires one forward per row that runs every operator"
         if name == "compile":
             why = "operators inside a compiled model cannot be observed"
         elif name == "mode" and arm.engine == EXACT:

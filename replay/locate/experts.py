@@ -1,8 +1,7 @@
-"""Compares mixtures of experts with float64: the router's choice, the weights used by the experts, and their sum.
+"""Compare mixtures of experts with float64: the router's choice, the weights that the experts use, and their sum.
 
-Logits alone do not determine how a router chooses experts (by the highest logits, or by groups, with a bias, from
-scaled scores). So the router is run again, and its logits are replaced by the execution's as soon as it has computed
-them.
+Logits alone do not determine how a router selects experts (by the highest logits, or by groups, with a bias, or from
+scaled scores). So the router runs again, and the execution's logits replace its own as soon as it has computed them.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -22,17 +21,16 @@ from .names import kind_of, layer_of
 from .taps import Call, tokens_first
 
 EXPERTS, ROUTER = "experts", "router"
-"""Kinds of operators: all experts in a mixture together with their sum, and the choice of experts. The second kind is
-used only if the router's module was not observed."""
+"""Kinds of operators: all experts of a mixture with their sum, and the choice of experts, which is used only if the
+router's module was not observed."""
 _MOST_FLIPPED = 0.25
 """Maximum share of tokens whose experts may differ from float64's because of rounding, if the router was not observed.
-If more tokens differ, the choice itself is judged as wrong."""
+If more tokens differ, the choice itself counts as wrong."""
 _STEPS = 4.0
-"""Allowed rounding error of an expert's value, in unit roundoffs: between the logits and the choice, and in the logits
-themselves."""
+"""Allowed rounding error of an expert's value, in unit roundoffs, in the logits and from them to the choice."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
 """Shifts of the chosen experts' values and of the other experts' values, in units of the allowed rounding error. A
-choice that follows from the logits under one of these shifts is accepted."""
+choice is accepted if it follows from the logits under one of these shifts."""
 
 
 def judge_router(
@@ -44,13 +42,13 @@ def judge_router(
     call: Call,
     again: Callable[[], list[Any]],
 ) -> None:
-    """Judge a router: its logits, whether its choice follows from them, and the scores of its choice.
+    """Judge a router: its logits, whether its choice follows from them, and the scores of the choice.
 
     If the code run by `again` computes no logits that could be replaced, a choice is accepted if its logits are within
     both bounds.
     """
     kind, layer = kind_of(name), layer_of(name)
-    # Logits are wider than the choices, which some routers return first.
+    # Some routers return choices first; logits are wider.
     widths = [value.shape[-1] * value.is_floating_point() for value in outputs]
     num_chosen = max(value.shape[-1] for value in outputs if not value.is_floating_point())
     of_all = widths.index(max(widths)) if max(widths) > num_chosen else 0
@@ -61,7 +59,7 @@ def judge_router(
         if given.numel() != value.numel():
             if value.is_floating_point():
                 continue
-            differs = torch.ones(len(given), dtype=torch.bool)  # a different number of experts
+            differs = torch.ones(len(given), dtype=torch.bool)  # the number of experts differs
             heard.judgement.add_differing(name, kind, layer, differs, given.numel())
             return
         exact = value.reshape(given.shape)
@@ -69,7 +67,7 @@ def judge_router(
             chosen = given, exact, slot
         elif slot == of_all:
             bound = heard.bound(name, module, 0, value, takes, call, given)
-            # The error of the logits enters the forward pass through the scores computed from the logits.
+            # The logits' error enters the forward pass through the scores computed from them.
             heard.judgement.add(name, kind, layer, given, exact, bound)
             logits = exact, bound, given
     if chosen is None:
@@ -90,7 +88,7 @@ def judge_router(
         is_score = slot != of_all and score is not None and value.is_floating_point()
         if not is_score or score.numel() != value.numel() or not bool(same_T.any()):
             continue
-        # Scores may have more precision than the logits they are computed from.
+        # Scores may have a higher precision than the logits that they are computed from.
         made_of = [each for each in (call.gives[of_all], score) if each is not None and each.is_floating_point()]
         coarser = max(made_of, key=lambda each: bounds.unit(each.dtype))
         bound = heard.bound(name, module, slot or 1, value, takes, call, score, made_in=coarser.dtype)
@@ -106,7 +104,7 @@ def judge_router(
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
     """Judge the weights [T, S] used by experts if they are not the router's output, for example if it was not observed.
 
-    Tokens with a different choice of experts are skipped, unless their share is larger than rounding can explain.
+    Tokens with other experts are skipped, unless there are more of them than rounding can explain.
     """
     if len(takes) != len(found):
         return
@@ -133,7 +131,7 @@ def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[
 
 
 def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
-    """Return True if a mixture's output is not the sum of its experts; the output is then judged as wrong."""
+    """Return True if a mixture's output is not the sum of its experts; in that case, the output is judged as wrong."""
     layer, exact = layer_of(name), tokens_first(output, found)
     bound = heard.stream_bound(exact, heard.rounding(found.dtype))
     if (missed := heard.missed(layer, EXPERTS, exact, found.dtype)) is not None:
@@ -145,7 +143,7 @@ def is_wrong_sum(heard: Heard, name: str, output: Any, found: Any) -> bool:
 
 
 class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
-    """A context that replaces the first result equal to `made` with `given`, and shifts all later expert values."""
+    """A context that replaces the first result equal to `made` with `given`, and shifts all expert values after it."""
 
     def __init__(self, made: Any, given: Any, moved_TE: Any):
         super().__init__()
@@ -169,13 +167,13 @@ class _GoingOn(TorchFunctionMode):  # type: ignore[misc]
 def follows(
     again: Callable[[], Sequence[Any]], made_TE: Any, given_TE: Any, ids_TS: Any, ids_slot: int, unit: float
 ) -> Any:
-    """Return [T] bool: True if a router's code makes the choices `ids_TS` from the logits `given_TE`.
+    """Return [T] bool: True where a router's code makes the choices `ids_TS` from the logits `given_TE`.
 
-    The choice may follow in float64, in the dtype of the logits, or within the rounding error.
+    The choice may follow in float64, in the logits' dtype, or within rounding error.
 
-    `again` runs the router and returns its tensors; the one at `ids_slot` has the choices. `made_TE` are the logits
-    that it computes itself, `given_TE` those of the execution with its choice `ids_TS`, `unit` the roundoff of its
-    scores. Return None if the code does not compute the logits `made_TE` before it chooses.
+    `again` runs the router and returns its tensors; the one at `ids_slot` contains the choices. `made_TE` are the
+    logits that it computes itself, `given_TE` the execution's logits, from which it chose `ids_TS`; `unit` is the
+    roundoff of its scores. Return None if the code does not compute the logits `made_TE` before it chooses.
     """
     sorted_TS = ids_TS.sort(-1).values
     is_chosen_TE = torch.zeros(given_TE.shape, dtype=torch.bool, device=given_TE.device).scatter(

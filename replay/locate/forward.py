@@ -1,4 +1,4 @@
-"""One row's forward in float64, with an execution's values substituted before and after each operator.
+"""One row's forward pass in float64, with an execution's values substituted before and after each operator.
 
 Computations between modules (additions to the residual stream, rotations, products) are judged at the input of the next
 operator.
@@ -37,8 +37,7 @@ from .taps import (
 
 RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "embedding"
 """Kinds of computations between operators: additions to the residual stream, the product of gate and up, anything else,
-and changes to embeddings before the first layer.
-"""
+and changes to embeddings before the first layer."""
 INPUT = "input"
 """Suffix for an operator's input that should equal its layer's input but does not."""
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
@@ -47,10 +46,10 @@ _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_p
 
 
 class Forward:
-    """Judges one row's forward while the float64 model runs it."""
+    """Judges one row's forward pass while the float64 model runs it."""
 
     def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
-        """`operators` are the float64 model's, `names` its module names by id."""
+        """`operators` are those of the float64 model, `names` its module names by id."""
         self._heard, self._operators, self._names = heard, operators, names
         self._judgement = heard.judgement
         self._cores = Cores(heard, operators)
@@ -71,7 +70,7 @@ class Forward:
             yield
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a hook so that an operator it cannot handle is noted, and the others are judged without it."""
+        """Wrap a hook so that an operator it cannot handle is noted, and the others are still judged."""
 
         def called(name: str, *args: Any) -> Any:
             try:
@@ -120,7 +119,7 @@ class Forward:
         return with_outputs(given, [value if own is None else like(own, value) for value, own in pairs])
 
     def _judge_output(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> None:
-        """Judge an operator's output against float64's on the same inputs."""
+        """Compare an operator's output with float64's output on the same inputs."""
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
@@ -142,12 +141,12 @@ class Forward:
             judge_choice(self._heard, name, found, call.takes)
         own, recorded = _num_floating(call.takes), _num_floating(found)
         if name.rpartition(".")[2] != "rotary_emb" and own > recorded:
-            self._judgement.unjudged[name] = f"takes {own} tensors, but the recorded model's takes {recorded}"
+            self._judgement.unjudged[name] = f"takes {own} tensors, but in the recorded model it takes {recorded}"
             return None
         return with_tensors(args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)])
 
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
-        """Return the execution's input in place of float64's, after judging the computation before it."""
+        """Judge the computation before an operator's input, and return the execution's input in place of float64's."""
         taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
         if taken is None:
             return value
@@ -158,19 +157,19 @@ class Forward:
                 self._judgement.add_differing(f"{name}.positions", ROTARY, layer, differs, taken.numel())
             return new
         if slot and are_experts(self._operators[name]):
-            return new  # the weights of a choice, which are judged with it
+            return new  # weights of a choice, which are judged with the choice
         if last == "rotary_emb":
-            # the rotary reads only the dtype of the hidden states; a layer's input judges the computation before them
+            # The rotary uses only the hidden states' dtype; the computation before them is judged at the layer's input.
             return value
         exact, point = tokens_first(value, taken), (self._heard.called(name), TAKES, slot)
         if value is self._heard.entered.get(layer) and self._differs_from_layer(name, layer, taken, exact, point):
             return new
         self._between(name, layer, taken, exact, point)
-        # In place if possible, since the same values are added to the residual stream later.
+        # In place if possible, since the same values are later added to the residual stream.
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
-        """Judge the input of a layer's first operator against the layer's own input, and return True, if they differ."""
+        """Compare the input of a layer's first operator with the layer's own input; return True if they differ."""
         heard = self._heard
         if layer is None or layer in self._judgement.attended:
             return False
@@ -208,7 +207,9 @@ class Forward:
             bound = bounds.of_sum(exact, rounding, 4.0) + heard.missed_mlp(name, layer, exact, taken.dtype)
             for first in FIRST_OF_MLP if kind_of(name) not in ENDS_OF_MLP else ():
                 missed = heard.missed(layer, first, exact, taken.dtype)
-                if missed is not None and bool((missed[0] == exact).all()):  # the activation uses its output unchanged
+                if missed is not None and bool(
+                    (missed[0] == exact).all()
+                ):  # the activation's input is its unchanged output
                     where, kind = f"{name.rpartition('.')[0]}.{first}", first
         else:
             bound = bounds.of_sum(exact, rounding, 8.0)
@@ -220,7 +221,7 @@ class Forward:
         self._judgement.add(where, kind, of, taken, exact, bound, point)
 
     def _kind_between(self, name: str, layer: int | None) -> tuple[str, int | None]:
-        """Return the kind of computation before an operator, and the layer it belongs to."""
+        """Return the kind of the computation before an operator, and the layer that it belongs to."""
         last = name.rpartition(".")[2]
         if last in ENDS_OF_MLP or (last in ENDS_OF_ATTENTION and ".mlp" in name) or last.startswith("act"):
             return ACTIVATION, layer

@@ -1,7 +1,7 @@
-"""Computes operators of one execution (the taker) with another's code (the giver), on the taker's own inputs.
+"""Compute operators of one execution (the taker) with another's code (the giver), on the taker's own inputs.
 
-The operator is replaced, not its result: substituting a tensor of the other execution would include everything that
-differs before it, so that the last operator would seem to account for the whole mismatch.
+The operator is replaced, not its result. Substituting a tensor of the other execution would include everything that
+differs before it, so that the last operator would seem to cause the whole mismatch.
 """
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ from .vllm_execution import AnyExecution, VllmExecution, names
 
 
 class Graft:
-    """Replaces operators in a taker's running model with a giver's."""
+    """Replaces operators in the taker's running model with the giver's."""
 
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
         self.theirs: Mapping[str, Any] = operators(giver.model)
-        """The giver's operators, with the call signatures of transformers' modules."""
+        """The giver's operators, called like transformers' modules."""
         self._ours = operators(taker.model)
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the replaceable operators: those present in both executions, and attention in padded forwards, which
-        have a mask.
-        """
+        """Return the replaceable operators: those that both executions have, and attention in padded forwards."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
@@ -58,14 +56,12 @@ class Graft:
     def score(
         self, names: Collection[str], rows: Sequence[RecordedRow], of: list[RecordedRow]
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> the taker's [T] float64 logprobs for `rows`, scored in the batches of the rows `of` with
-        the giver's operators.
-        """
+        """Return sequence -> the taker's [T] float64 logprobs with the giver's operators, in the batches of `of`."""
         return self.taker.score(rows, of, lambda batch: self.put(names, batch))
 
     @contextmanager
     def put(self, names: Collection[str], batch: ForwardBatch) -> Iterator[None]:
-        """Make a forward of the taker compute these operators with the giver's code, in this context."""
+        """Make the taker's forward compute these operators with the giver's code, within the block."""
         masks = self._masks_of(batch) if any(name.endswith(f".{ATTENTION}") for name in names) else {}
         ours = {id(module): name for name, module in self.taker.model.named_modules()}
 
@@ -96,7 +92,7 @@ class Graft:
 
     @property
     def _first(self) -> Any:
-        """A parameter of the giver, from which device and dtype are taken."""
+        """A parameter of the giver, which has its device and dtype."""
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
@@ -109,7 +105,7 @@ class Graft:
 
     @contextmanager
     def _as_giver(self) -> Iterator[None]:
-        """Use the giver's own settings, since a float64 taker keeps values in float64 that the giver narrows."""
+        """Use the giver's settings; otherwise a float64 taker would keep values in float64 that the giver narrows."""
         is_double = self._first.dtype == torch.float64
         with (
             KeepDouble() if is_double else torch._C.DisableTorchFunction(),
@@ -119,7 +115,7 @@ class Graft:
             yield
 
     def _masks_of(self, batch: ForwardBatch) -> dict[str, Any]:
-        """Return the giver's attention functions and masks for a forward of the taker, from one run of the giver."""
+        """Run the giver once, and return its attention functions and masks for a forward of the taker."""
         key = tuple(hash(row.seq_id) for row in batch.rows)
         if key not in self._masks:
             found: dict[str, Any] = {}
@@ -158,7 +154,7 @@ def as_given(new: Any, given: Any) -> Any:
 
 
 class VllmGiver(Graft):
-    """Replacement of projections, norms and the embedding in a transformers model by those of vLLM.
+    """Replaces projections, norms and the embedding in a transformers model with vLLM's.
 
     vLLM's other operators need its KV cache.
     """
@@ -191,7 +187,7 @@ class VllmGiver(Graft):
 
 
 def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
-    """Return a function that runs a vLLM module, or one of the projections that the module fuses."""
+    """Return a function that runs a vLLM module, or one of the projections fused in it."""
 
     def computed(taken: Any) -> Any:
         flat = cast(taken, next(module.parameters()).dtype)
@@ -203,8 +199,7 @@ def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
 
 
 def _gate(gate: Any, module: Any) -> Callable[..., Any]:
-    """Return a function that runs a vLLM mixture's router, with the outputs that transformers has: logits, weights and
-    experts."""
+    """Return a function that runs a vLLM mixture's router and returns logits, weights and experts."""
 
     def computed(taken: Any) -> Any:
         hidden = cast(taken, gate.weight.dtype).reshape(-1, taken.shape[-1])
@@ -216,7 +211,7 @@ def _gate(gate: Any, module: Any) -> Callable[..., Any]:
 
 
 def _experts(module: Any) -> Callable[..., Any]:
-    """Return a function that runs the experts in a vLLM mixture."""
+    """Return a function that runs the experts of a vLLM mixture."""
     experts = module.routed_experts
 
     def computed(taken: Any, ids: Any, weights: Any) -> Any:
@@ -228,7 +223,7 @@ def _experts(module: Any) -> Callable[..., Any]:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
-    """Return the graft that puts a giver's operators into a transformers model; None if that is not possible."""
+    """Return the graft that puts the giver's operators into a transformers model; None if that is impossible."""
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

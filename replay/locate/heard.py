@@ -1,7 +1,7 @@
-"""An execution's recorded values in one row's forward pass, and the bounds by which they are judged.
+"""An execution's recorded values in one row's forward pass, and the bounds that they are compared with.
 
 If an execution computes an operator without calling it separately (because its code fuses several), the operator is not
-observed, and its possible error is added to the bound of the next observed one.
+observed, and its possible error is added to the bound of the next observed operator.
 
 Shapes: T tokens, H hidden width.
 """
@@ -21,7 +21,7 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum derivative among common activations, which is that of GELU."""
+"""Maximum derivative of the common activations, which is GELU's."""
 
 
 class Arithmetic(Protocol):
@@ -29,7 +29,7 @@ class Arithmetic(Protocol):
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter name -> torch dtype of the parameter."""
+        """Parameter name -> torch dtype."""
 
     @property
     def rounds_scores(self) -> bool:
@@ -41,12 +41,11 @@ class Arithmetic(Protocol):
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype to which operators may round, whatever the dtype of their outputs; None if there is no such
-        limit."""
+        """Coarsest dtype that operators may round to, whatever their output dtypes; None if there is no such limit."""
 
 
 class Heard:
-    """Operators of an execution in one row's forward pass: those that were observed, and those that were not."""
+    """An execution's operators in one row's forward pass, observed and unobserved."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Heard:
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
         self.entered: dict[int | None, Any] = {}
-        """Layer index -> input of the layer, in float64."""
+        """Layer index -> the layer's input, in float64."""
         self.branches: list[Any] = []
         """Outputs of attention and MLP since the last addition to the residual stream."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
@@ -72,13 +71,11 @@ class Heard:
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that is starting; None if the call was not observed."""
+        """Return the recorded call of an operator that is starting; None if it was not observed."""
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that is finishing, and release its values unless they are needed for
-        the head.
-        """
+        """Return the recorded call of an operator that is finishing; release its values unless the head needs them."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -94,7 +91,7 @@ class Heard:
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
         """Return the rounding for values of the given dtypes.
 
-        A dtype coarser than the execution's coarsest dtype is replaced by the coarsest dtype.
+        A dtype coarser than the execution's coarsest one is replaced by that one.
         """
         coarsest = self._coarsest
 
@@ -114,8 +111,7 @@ class Heard:
         given: Any,
         made_in: Any = None,
     ) -> Any:
-        """Return the bound of an operator's output, in the shape of `given`; `made_in` is the dtype in which it is
-        computed, if that differs."""
+        """Return a bound on an operator's output, in the shape of `given`; `made_in` is its dtype if that differs."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -124,8 +120,7 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Return the bound on the error of an attention core's output [T, N, D]; with `turns`, rounding in the rotary
-        is included."""
+        """Return a bound on the error of an attention core's output [T, N, D]; with `turns`, including the rotary."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -136,10 +131,10 @@ class Heard:
         )  # fmt: skip
 
     def stream_bound(self, exact: Any, rounding: Rounding) -> Any:
-        """Return the bound on the error of the residual stream.
+        """Return a bound on the error of the residual stream.
 
-        A branch may be multiplied before it is added, and with several branches (parallel attention and MLP, routed and
-        shared experts) a partial sum may be rounded, too.
+        A branch may be multiplied before it is added. With several branches (parallel attention and MLP, routed and
+        shared experts), a partial sum may be rounded too.
         """
         size = exact.abs()
         for branch in self.branches:
@@ -151,9 +146,9 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return the dtypes of an operator's weight: the dtype in use, and the recorded dtype.
+        """Return the dtypes of an operator's weight: the one in use, and the recorded one.
 
-        If the execution has no weight of that name, the dtype in use is the coarsest dtype of all its weights.
+        If the execution has no weight of that name, the dtype in use is the coarsest of all its weights.
         """
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
@@ -165,7 +160,7 @@ class Heard:
     # --- operators that were not observed -----------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
-        """Note an operator that was not observed: its exact output, and a function from dtype to its bound."""
+        """Note an operator that was not observed: its exact output, and a function that maps a dtype to its bound."""
         layer = layer_of(name)
         if any(
             other != layer for other, _ in self.unheard
@@ -183,7 +178,7 @@ class Heard:
         self.miss(name, value, bound)
 
     def missed(self, layer: int | None, kind: str, exact: Any, dtype: Any) -> tuple[Any, Any] | None:
-        """Return the output of an unobserved operator and the bound on its error, in the shape of `exact`.
+        """Return an unobserved operator's output and the bound on its error, in the shape of `exact`.
 
         Return None if the operator was observed, or if its output has another size.
         """
@@ -193,12 +188,10 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return the contribution of unobserved projections to the bound for the input of an activation or of the last
-        projection.
-        """
+        """Return what unobserved projections add to the bound on an activation's or the last projection's input."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
-        if kind_of(name) not in ENDS_OF_MLP:  # This is the input of the activation.
+        if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation
             return 0.0 if gate is None or not bool((gate[0] == exact).all()) else gate[1]
         up = self.missed(layer, "up_proj", exact, dtype)
         both, of_both = self.unheard.get((layer, "gate_up_proj"), (None, None))

@@ -1,6 +1,6 @@
-"""Results of operators compared with float64, in units of the rounding bound.
+"""Operators compared with float64, with errors in units of the rounding bound.
 
-Shapes: T tokens; X all axes of a tensor after the first, flattened.
+Shapes: T tokens, X all other axes of a tensor, flattened.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from .windows import Window
 
 Point = tuple[str, str, int]
-"""An operator's call; TAKES or GIVES; index of the tensor."""
+"""Call of an operator, TAKES or GIVES, and index of the tensor."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that user code may raise for unsupported dtypes, batches or environments."""
@@ -26,7 +26,7 @@ class Judged:
     """One operator in one row's forward, compared with float64."""
 
     operator: str
-    """Name of the operator's module; names such as `layers.7.residual` for computations between modules."""
+    """Name of the operator's module, or a name such as `layers.7.residual` for a computation between modules."""
     kind: str
     layer: int | None
     order: int
@@ -36,18 +36,18 @@ class Judged:
     largest: float
     """Error of the token with the largest error, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound; inf if only one of the two values is finite, or a choice differs."""
+    """Largest introduced error divided by its bound; inf if only one of the values is finite, or a choice differs."""
     token: int
     """Index in the row (prompt and response) of the token with the largest error."""
     dtype: str
-    """torch's name of the output's dtype."""
+    """Output dtype, as torch names it."""
     point: Point | None = None
     """Tensor at which the operator's own error enters the forward pass; None for expert choices and for the head."""
 
 
 @dataclass(slots=True)
 class Judgement:
-    """One row's forward, compared with float64, within a window of its layers."""
+    """One row's forward pass within a window of layers, compared with float64."""
 
     window: Window
     operators: list[Judged] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Judgement:
     unjudged: dict[str, str] = field(default_factory=dict)
     """Operator -> reason why it could not be judged."""
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run; after the first one, operators outside the layers come after all layers."""
+    """Layers whose attention has run. After the first one, operators outside the layers come after all layers."""
 
     def add(
         self,
@@ -69,7 +69,7 @@ class Judgement:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        """Compare values [T, ...] with exact ones, given the bound of each; the error at `point`, if given, is kept."""
+        """Compare values [T, ...] with exact ones, given the bound of each; keep the error at `point`, if given."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -78,7 +78,7 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Add integers that have to be equal, such as positions and choices; `differs` [T, ...] marks unequal ones."""
+        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks the unequal ones."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
@@ -111,7 +111,7 @@ def ratio(found: Any, exact: Any, bound: Any) -> float:
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the fields of `Judged` that follow from values; `off` is found minus exact, in float64, and is overwritten."""
+    """Return the fields of `Judged` that depend on values; `off`, found minus exact in float64, is overwritten."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

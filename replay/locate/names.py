@@ -1,4 +1,4 @@
-"""Names of modules: an operator's kind, and its layer."""
+"""Operators' names, kinds and layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 ATTENTION = "attention"
-"""Suffix of an attention layer's name for its core: scores, mask, softmax and values, after the rotary."""
+"""Suffix for the core of an attention layer: scores, mask, softmax and values, after the rotary."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)(?:\.|$)")
 _LAYER_ITSELF = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.\d+$")
 
@@ -24,7 +24,7 @@ def kind_of(name: str) -> str:
 
 
 def layer_modules(model: Any) -> dict[str, Any]:
-    """Return name -> module of each layer of a model."""
+    """Return name -> module for each layer of a model."""
     return {name: module for name, module in model.named_modules() if _LAYER_ITSELF.search(name)}
 
 
@@ -40,7 +40,7 @@ class CallNames:
         self._count: Counter[str] = Counter()
 
     def next(self, name: str) -> str:
-        """Return a name for the operator's next call."""
+        """Return the name of the operator's next call."""
         self._count[name] += 1
         return self.present(name)
 

@@ -1,5 +1,4 @@
-"""Measures the mismatch that remains when one execution computes operators with the other's code, or takes its expert
-choices.
+"""Measure the mismatch that remains if one execution uses the other's code for operators, or its expert choices.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
@@ -29,7 +28,7 @@ from .pooled import Pooled
 from .vllm_execution import AnyExecution, VllmExecution
 
 Names = Callable[[str], bool]
-"""Selects operators by name."""
+"""Function that selects operators by name."""
 
 
 def patched(
@@ -41,9 +40,7 @@ def patched(
     is_asked: Names,
     progress: Progress,
 ) -> Iterator[Patch]:
-    """Patch each execution in turn for `rows`, scored in the batches of the rows `of`; `wanted` selects routers,
-    `is_asked` operators.
-    """
+    """Patch each execution in turn, in the batches of `of`; `wanted` selects routers, `is_asked` operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
@@ -90,9 +87,8 @@ def _choices(
 ) -> dict[str, Routing]:
     """Return sequence -> expert ids and weights, [T, L, S] each, chosen by an execution's routers for `rows`.
 
-    The rows run in the batches of the step's rows `of`.
-
-    `wanted` selects routers by name; the ids for other routers are NOT_ROUTED.
+    The rows run in the batches of the step's rows `of`. `wanted` selects routers by name; other routers have the ids
+    NOT_ROUTED.
     """
     found: dict[str, Routing] = {}
     if isinstance(giver, VllmExecution):
@@ -135,7 +131,7 @@ def _score_with(
 ) -> dict[str, np.ndarray]:
     """Return sequence -> the taker's [T] float64 log-probabilities, with `chosen` wherever it would use other experts.
 
-    A token with the same set of experts keeps the taker's own weights and order, so that no earlier difference is
+    A token with the same set of experts keeps the taker's own weights and order, so that earlier differences are not
     included. Other rows in a forward pass keep the taker's own choices.
     """
     known = routers(taker.model)

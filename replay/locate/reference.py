@@ -1,7 +1,8 @@
-"""The recorded model in float64, which judges each operator of an execution on its own inputs.
+"""The recorded model in float64, which checks each operator of an execution on the execution's own inputs.
 
-It runs a row with the execution's values substituted before and after each operator (module `forward`), so that each operator,
-and each computation between two operators, starts from the execution's own values, and no earlier error counts.
+It runs a row with the execution's values substituted before and after each operator (module `forward`). So each
+operator, and each computation between two operators, starts from the execution's own values, and no earlier error
+counts.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Reference:
     """Float64 model that judges the operators of executions."""
 
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has the recorded weights in float64, and unfused attention; `recorded_dtypes` are the weights' own dtypes."""
+        """`model` has the recorded weights in float64, and unfused attention; `recorded_dtypes` are their own
+        dtypes."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -56,7 +58,7 @@ class Reference:
         first_position: int,
         window: Window = EVERY_LAYER,
     ) -> Judgement:
-        """Judge the operators of a row's forward; afterwards only the head's values are left in `taps`.
+        """Judge the operators of a row's forward pass; afterwards, `taps` contains only the head's values.
 
         `first_position` is the position of the row's first token.
         """
@@ -84,7 +86,7 @@ class Reference:
         """Return each error's contribution to sum(weights_T * logprobs) of a row's response, to first order: error
         times gradient.
 
-        This takes one forward and backward of the float64 model. `errors_of` returns the errors of some executions in a
+        This takes one forward and backward of the float64 model. `errors_of` returns some executions' errors in a
         window of layers; it is called from the last window to the first, and only one window's errors are kept. Each
         gradient is multiplied as soon as it exists, and the error is released. The values inside a layer exist for one
         layer at a time, since layers are recomputed in the backward.
@@ -108,7 +110,7 @@ class Reference:
 
     @contextmanager
     def _run_again(self) -> Iterator[None]:
-        """Make layers keep only their inputs, and recompute the rest when the backward needs it, in this context."""
+        """Within the block, layers keep only their inputs, and recompute the rest when the backward needs it."""
         with ExitStack() as stack:
             for module in self.layers.values():
                 again = partial(
@@ -120,7 +122,7 @@ class Reference:
 
     @contextmanager
     def _running(self, window: Window) -> Iterator[None]:
-        """Make layers that a window does not need return their input, in this context."""
+        """Within the block, layers that a window does not need return their input."""
         with ExitStack() as stack:
             for name, module in self.layers.items():
                 layer = layer_of(name)
@@ -152,7 +154,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies errors with the gradients at their points, as the backward reaches them."""
+    """Multiplies errors by the gradients at their points, as the backward reaches them."""
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class _Products:
         self._has_attended = False
         self._entered: Any = None
         self.is_over = False
-        """True during the backward, where layers that are recomputed are not observed again."""
+        """True during the backward, when recomputed layers are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered = hidden_of(args, kwargs)
@@ -214,7 +216,7 @@ class _Products:
 
 
 def _product(gradient: Any, error: Any) -> float:
-    """Return the dot product of two tensors; non-finite products add nothing."""
+    """Return the dot product of two tensors; non-finite products count as 0."""
     if is_heads_first(gradient, error):
         gradient = gradient.transpose(1, 2)
     found = float(gradient.reshape(-1).dot(error.reshape(-1).to(gradient.dtype)))

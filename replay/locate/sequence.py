@@ -1,5 +1,5 @@
-"""Choose sequences, run each through both executions, judge each operator, and compute how much its error contributes
-to the mismatch.
+"""Choose sequences, run each through both executions, judge the operators, and compute how much each one's error
+contributes to the mismatch.
 
 Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 """
@@ -33,11 +33,11 @@ from .vllm_execution import AnyExecution
 from .windows import Window
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""Kinds of operators after the head; with user code `logits`: a scale or cap of the head's result."""
+"""Kinds of operators after the head; `logits` is, in user code, a scale or cap applied to the head's result."""
 Head = list[tuple[Judged, np.ndarray]]
-"""Operators after the last hidden states, each with the contribution of its own error to the log-probabilities, [T] nats."""
+"""Operators after the last hidden states, each with its own error's contribution to the log-probabilities, [T] nats."""
 _LAST = 1 << 40
-"""Position of the head in the order of operators: a number larger than that of any operator in a layer."""
+"""Position of the head in the order of operators, after any operator in a layer."""
 RANDOM = "random"
 _SEED = 20260000
 CARRIED = "operators' shares of the mismatch"
@@ -45,19 +45,18 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Chosen sequences of a step, at least one; all have the same policy version as the first."""
+    """The sequences chosen from a step, at least one, all with the same policy version."""
 
     rows: tuple[RecordedRow, ...]
     how: str
-    """`worst` for the largest mismatch between trainer and engine, `random`, or `named`."""
+    """How they were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Sequence -> group of its prompt, or the sequence's own id if it has no group."""
+    """Sequence -> its prompt group, or its own id without a group."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
-    """Return the sequences selected by a text such as `8`, `random:8`, or ids. Raises InvalidOption, and CannotReplay
-    without any.
-    """
+    """Return the sequences selected by text such as `8`, `random:8`, or ids. Raises InvalidOption, and CannotReplay if
+    the step has no scored sequence."""
     usable = [row for row in rows if row.scored.any()]
     if not usable:
         raise CannotReplay(f"{run.store.url}: no sequence of step {step} has a scored token")
@@ -88,7 +87,7 @@ def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) 
 
 
 def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict[str, float]:
-    """Return sequence -> mean |train - rollout|, nats, if the engine's logprobs were recorded."""
+    """Return sequence -> mean |train - rollout|, nats; empty unless the engine's logprobs were recorded."""
     table = run.table(SCORES, (ds.field("step") == step) & (ds.field("pass") == ROLLOUT), ["seq_id", "logprobs"])
     found = {}
     for seq_id, logprobs in zip(table["seq_id"].to_pylist(), table["logprobs"], strict=True):
@@ -103,7 +102,7 @@ def _mismatch(run: RecordedRun, step: int, rows: dict[str, RecordedRow]) -> dict
 
 
 class SequenceJudge:
-    """Judge of the operators in one sequence, one window of layers after another."""
+    """Judges the operators on one sequence, one window of layers after another."""
 
     def __init__(
         self,
@@ -115,18 +114,17 @@ class SequenceJudge:
         heard: dict[str, RowTaps],
         pooled: Pooled,
     ):
-        """`heard` has the values of both executions in the last window, `pooled` their log-probabilities; `listen` runs
-        the row in any window."""
+        """`heard` has both executions' values in the last window, `pooled` their logprobs; `listen` runs any window."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """Operator -> difference between both executions in the operator's inputs, and in its outputs."""
+        """Operator -> difference between both executions in its inputs, and in its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
-        """Add the findings of the sequence to `pooled`, with the errors of operators selected by `is_asked`."""
+        """Add the sequence's findings to `pooled`, with the errors of operators selected by `is_asked`."""
         row, pooled = self._row, self._pooled
         d_T = np.where(row.scored, pooled.logprobs[B][row.seq_id] - pooled.logprobs[A][row.seq_id], 0.0)
         for position in sorted(set(self._positions.values())):
@@ -138,7 +136,7 @@ class SequenceJudge:
                     products = self._reference.carried(
                         row, d_T, temperature, position, self._windows, partial(self._errors, sides)
                     )
-                except OF_CODE as error:  # for example, code through which autograd cannot differentiate
+                except OF_CODE as error:  # for example, code that autograd cannot differentiate through
                     pooled.unjudged[CARRIED] = f"{type(error).__name__}: {first_line(error)}"
             for window in reversed(self._windows):
                 if left := [side for side in sides if (side, window) not in self._judgements]:
@@ -154,8 +152,7 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """Yield a side's operators in order, the head last, each with the contribution of its error to sum(d *
-        logprobs)."""
+        """Yield a side's operators in order, the head last, each with its error's contribution to sum(d * logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)
@@ -163,7 +160,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge the operators of the given sides in a window of layers; return the errors introduced on each side."""
+        """Judge the given sides' operators in a window of layers; return the errors that each side introduced."""
         taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
@@ -182,8 +179,7 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note by how much both executions differ at each operator's inputs and outputs, and where they choose
-        different experts."""
+        """Note how much both executions differ at each operator's inputs and outputs, and in chosen experts."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:
@@ -204,7 +200,7 @@ def _apart(a: Sequence[Any], b: Sequence[Any]) -> Apart:
 
 
 def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[Router]:
-    """Yield the number of tokens for which the two executions choose different experts, if this is a router."""
+    """If this is a router, yield the number of tokens for which the two executions choose different experts."""
     for a, b in zip(ours, theirs, strict=False):
         if a is not None and b is not None and not a.is_floating_point() and a.shape == b.shape and a.dim() == 2:
             flipped_T = (a.sort(-1).values != b.sort(-1).values).any(-1)
@@ -218,9 +214,7 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin among tokens whose experts differ, i.e. the lowest chosen score minus the highest score
-    not chosen.
-    """
+    """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest other score."""
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None
@@ -233,7 +227,7 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states, as one operator if the projection is not called separately."""
+    """Judge the operators after the last hidden states, or all as one if the projection is not called separately."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

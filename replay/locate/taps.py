@@ -1,4 +1,4 @@
-"""Recording of the inputs and outputs of operators in a forward pass, for some of its rows.
+"""Record the inputs and outputs of operators in a forward pass, for some of its rows.
 
 Shapes: B rows in a forward pass, W padded row length, T tokens in a row (prompt and response), N heads, G key-value
 heads, D head width.
@@ -22,21 +22,19 @@ from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""Number of most recently recorded tensors that are compared with a new one, so that no tensor is recorded twice."""
+"""Number of most recently recorded tensors that a new one is compared with, so that none is recorded twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: its input and output tensors [T, ...], with None for those without a token
-    axis."""
+    """One call of an operator for one row: input and output tensors [T, ...]; None for those without token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` then has their rounded sum, while the operator may use the
-    unrounded sum."""
+    """True if the operator first adds two inputs; `takes` has their rounded sum, but it may use the unrounded one."""
     is_other_code: bool = False
-    """True if the operator is computed by code other than the recorded model's, which may round at each step."""
+    """True if code other than the recorded model's computes the operator; such code may round at each step."""
 
 
 @dataclass(slots=True)
@@ -46,13 +44,13 @@ class RowTaps:
     calls: dict[str, Call] = field(default_factory=dict)
     """Operator -> its call, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
-    """Layer index -> input of the layer, [T, H]; missing if the layer is not a module that is called."""
+    """Layer index -> the layer's input [T, H]; absent if the layer is not a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
-    """Name of a mixture of experts -> output of the mixture, [T, H]."""
+    """Name of a mixture of experts -> its output [T, H]."""
 
     @property
     def first_position(self) -> int:
-        """Position id of the row's first token; left padding can make it larger than 0."""
+        """Position id of the row's first token; above 0 if left padding shifts it."""
         for name, call in self.calls.items():
             if name.rpartition(".")[2] in ("rotary_emb", "wpe"):
                 for value in call.takes:
@@ -62,16 +60,16 @@ class RowTaps:
 
 
 def places(batch: ForwardBatch, chosen: Iterable[int], device: Any) -> dict[int, Any]:
-    """Return row index -> [T] the indices of a row's prompt and response tokens in the concatenated rows of a forward."""
+    """Return row index -> [T] indices of the row's prompt and response tokens in a forward's concatenated rows."""
     return {index: torch.from_numpy(batch.places_B[index]).to(device) for index in chosen}
 
 
 def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return name -> module of a model's operators: modules that compute and contain no other module.
 
-    The experts in a mixture count as one operator, and so does a projection with its adapters.
-    Each module named in `also` is an operator, too, whatever it contains. These are operators of another model, which
-    this model may compute in several modules, or not at all.
+    A mixture's experts count as one operator, and so does a projection with its adapters. Each module named in `also`
+    is an operator too, whatever it contains: these are operators of another model, which this model may compute in
+    several modules or not at all.
     """
     found: dict[str, Any] = {}
     whole: tuple[str, ...] = ()
@@ -88,25 +86,24 @@ def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
 
 
 def are_experts(module: Any) -> bool:
-    """Return True if a module holds the weights of all experts in a layer, as in transformers' mixtures."""
+    """Return True if a module contains the weights of all experts in a layer, as in transformers' mixtures."""
     own = dict(module.named_parameters(recurse=False))
     return {"gate_up_proj", "down_proj"} <= set(own) and own["down_proj"].dim() == 3
 
 
 def _is_router(module: Any) -> bool:
-    """Return True if a module computes a logit per expert with its own weight, and selects experts by these logits."""
+    """Return True if a module computes one logit per expert with its own weight, and selects experts by the logits."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return name -> module for each mixture of experts: the module that sums all its experts, including a shared
-    one."""
+    """Return name -> module for each mixture of experts: the module that sums all experts, including a shared one."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
 def is_adapted(module: Any) -> bool:
-    """Return True if a module is a projection of the model with PEFT adapters."""
+    """Return True if a module is a projection with PEFT adapters."""
     return hasattr(module, "base_layer") and hasattr(module, "lora_A")
 
 
@@ -134,7 +131,7 @@ def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first:
 
 
 def is_heads_first(template: Any, value_T: Any) -> bool:
-    """Return True if a tensor in a single-row forward pass is [1, N, T, D] while the row's tensor is [T, N, D]."""
+    """Return True if a tensor in a single-row forward pass is [1, N, T, D] and the row's tensor is [T, N, D]."""
     return (
         template.dim() == 4 and value_T.dim() == 3 and template.shape[0] == 1
         and tuple(template.shape[1:3]) == (value_T.shape[1], value_T.shape[0]) != tuple(value_T.shape[:2])
@@ -149,8 +146,7 @@ def tokens_first(template: Any, value_T: Any) -> Any:
 
 
 def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's tensor [T, ...] in the shape and dtype of `template`, a tensor from a forward pass over that row
-    alone."""
+    """Return a row's tensor [T, ...] in the shape and dtype of `template`, from a forward pass over that row alone."""
     if heads_first or is_heads_first(template, value_T):
         value_T = value_T.transpose(0, 1)
     shaped = value_T.reshape(template.shape)
@@ -158,20 +154,18 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the execution's tensor that replaces `value` in the float64 model; None if no tensor of that size was
-    found."""
+    """Return the execution's tensor that replaces `value` in the float64 model; None if no tensor has that size."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors among a call's arguments, including nested ones. Keyword arguments come last, sorted by
-    name."""
+    """Return the tensors among a call's arguments, even nested ones. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """Return the tensors in a result, in order. They may be nested in tuples, lists, dicts and dataclasses."""
+    """Return the tensors in a result, in order, even if nested in tuples, lists, dicts or dataclasses."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [tensor for part in _parts(value) for tensor in outputs_of(part)]
@@ -224,7 +218,7 @@ Around = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], An
 
 @contextmanager
 def attention_around(around: Around) -> Iterator[None]:
-    """Call every attention function of transformers through `around`, in this context."""
+    """Call every attention function of transformers through `around`, within the block."""
     from transformers.modeling_utils import AttentionInterface
 
     original = AttentionInterface.get_interface
@@ -247,11 +241,10 @@ def hooked(
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
-    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around these modules'
+    """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around the modules'
     calls.
 
-    The value returned by `before` replaces the arguments and that returned by `after` the result, as with torch's
-    hooks.
+    The value returned by `before` replaces the arguments, and that of `after` the result, as with torch's hooks.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -268,7 +261,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class Taps:
-    """Recorder for the inputs and outputs of a model's operators, for some rows in the observed forward passes."""
+    """Records the inputs and outputs of a model's operators, for some rows of the observed forward passes."""
 
     def __init__(
         self,
@@ -286,7 +279,7 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators that this model computes by other code than the recorded one."""
+        """Operators that this model computes by other code than the recorded model."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip
@@ -295,14 +288,13 @@ class Taps:
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Observe one forward pass. `chosen` is row index -> where the values of that row are recorded."""
+        """Observe one forward pass. `chosen` maps a row's index to where its values are recorded."""
         self._chosen, self._shape = chosen, batch.tokens_BW.shape
         self._places = places(batch, chosen, self._device)
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Running operator -> row -> inputs of the operator for that row, recorded before the operator can change them
-        in place."""
+        """Running operator -> row -> the operator's inputs, recorded before the operator can change them in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),
@@ -312,8 +304,7 @@ class Taps:
             yield
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's part of a tensor. A tensor that one operator returns and others take as input is copied only
-        once."""
+        """Return a row's part of a tensor. A tensor that one operator returns and others take is copied only once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:

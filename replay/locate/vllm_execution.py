@@ -1,8 +1,7 @@
 """vLLM as one of the two executions: its own model, observed under transformers' names.
 
 vLLM packs the tokens of several sequences into one forward, without padding. A sequence's tokens arrive in one forward,
-in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split into transformers'
-projections.
+in chunks, or one by one; here they are joined in order. Projections that vLLM fuses are split as in transformers.
 
 Shapes: W tokens in a forward pass, T tokens in a sequence (prompt and response), N heads, G key-value heads, D head
 width.
@@ -37,19 +36,17 @@ from .taps import Call, RowTaps, hidden_of, hooked
 _HEAD = ("lm_head", "logits_processor")
 """Modules that vLLM runs after the forward pass, and only for response tokens."""
 _FUSED = ("act_fn",)
-"""Modules in which vLLM fuses a transformers module with other code. Their outputs are observed as the inputs of the
-next operator."""
+"""Modules that vLLM fuses with other code. Their outputs are observed as the next operator's inputs."""
 _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""Place of a sequence's tokens in a forward pass: the sequence, the slice of its tokens in the forward pass, and the
-index of the slice's first token in the sequence."""
+"""Location of a sequence's tokens in a forward pass: the sequence, the slice of its tokens in the forward pass, and the
+index in the sequence of the slice's first token."""
 
 
 class VllmExecution:
-    """A vLLM engine with the weights of a step, in eager mode: not compiled, without CUDA graphs and without a prefix
-    cache."""
+    """A vLLM engine with the weights of a step, in eager mode: without compilation, CUDA graphs and prefix cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -70,7 +67,7 @@ class VllmExecution:
         """Raise CannotReplay for an arm whose operators cannot be observed."""
         check_heard(arm)
         if run.model_factory is not None:
-            raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; leave the factory of this side out")
+            raise CannotReplay(f"arm {arm.name}: vLLM builds its own model; omit the model factory of this side")
         if has_experts(run.model["config"]):
             check_mixture(run.model, arm.name)
         self.arm, self.run = arm, run
@@ -96,7 +93,7 @@ class VllmExecution:
 
     @property
     def weight_dtypes(self) -> dict[str, Any]:
-        """Parameter name in transformers -> torch dtype; the experts in a mixture are left out."""
+        """Parameter name in transformers -> torch dtype; the experts of a mixture are left out."""
         return {name: tensor.dtype for name, tensor in self.held(with_experts=False)}
 
     def held(self, *, with_experts: bool = True) -> Iterator[tuple[str, Any]]:
@@ -132,7 +129,7 @@ class VllmExecution:
         def before(_module: Any, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             taps.spans = batch.spans(kwargs["positions"])
 
-        # In a decode, the last token is sampled but never run through the model, so one more token is added.
+        # A decode samples the last token but never runs it through the model, so one more token is added.
         asked = list(rows)
         if self._scorer.decodes:
             asked = [replace(row, response_ids=np.append(row.response_ids, row.response_ids[-1:])) for row in rows]
@@ -167,18 +164,18 @@ class _EagerScorer(VllmScorer):
 
 
 class _Batch:
-    """Search for the tokens of each sequence in vLLM's next forward pass."""
+    """Finds each sequence's tokens in vLLM's next forward pass."""
 
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Token ids -> sequences with exactly these tokens whose request vLLM has not started yet."""
+        """Token ids -> sequences with exactly these tokens whose requests vLLM has not started yet."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
 
     def spans(self, positions_W: Any) -> list[Span]:
-        """Return the spans of the sequences in a forward pass."""
+        """Return the sequences' spans in a forward pass."""
         from vllm.forward_context import get_forward_context
 
         metadata = get_forward_context().attn_metadata
@@ -206,7 +203,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Return vLLM module -> the operators that transformers has in place of the module.
+    """Return vLLM module -> the operators that transformers has in its place.
 
     Raises CannotReplay for a module that corresponds to no operator.
     """
@@ -240,20 +237,19 @@ def names(model: Any) -> dict[str, list[str]]:
 
 
 class _EngineTaps:
-    """Recorder for the inputs and outputs of vLLM's operators, by sequence and in token order."""
+    """Records the inputs and outputs of vLLM's operators, by sequence and in token order."""
 
     def __init__(self, model: Any, wanted: Callable[[str], bool]):
         self._modules, self._wanted = dict(model.named_modules()), wanted
         self._names = names(model)
         self.spans: list[Span] = []
-        """Sequences in the next forward pass."""
+        """The sequences' spans in the next forward pass."""
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Sequence -> operator -> calls of the operator, each with the index in the sequence of the first token it
-        covers."""
+        """Sequence -> operator -> its calls, each with the index in the sequence of the first token that it covers."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Observe the forwards in this context."""
+        """Observe the forward passes within the block."""
         hooks = {"attn": self._attention, _ROTARY: self._rotary}
         with ExitStack() as stack:
             for name, module in self._modules.items():
@@ -313,7 +309,7 @@ class _EngineTaps:
         is_kept = not self.spans or any(
             first == place for seq_id, _, first in self.spans for place, _ in self._pieces[seq_id][rotary]
         )
-        if not is_kept:  # vLLM has one rotary module for all layers
+        if not is_kept:  # vLLM has a single rotary module for all layers
             self._keep(rotary, [None, args[0] if args else kwargs["positions"]], [None, None])
 
     def _operator(self, name: str, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any) -> None:
@@ -322,14 +318,14 @@ class _EngineTaps:
         outputs = [part for part in (given if isinstance(given, tuple) else (given,)) if part is not None]
         adds = len(args) + len(kwargs) > 1 and len(outputs) > 1
         if adds:
-            taken = outputs[1]  # A norm that first adds its input to the residual stream also returns the sum.
+            taken = outputs[1]  # a norm that first adds its input to the residual stream also returns the sum
         parts = outputs[0].split(module.output_partition_sizes, dim=-1) if len(theirs) > 1 else [outputs[0]]
         for each, part in zip(theirs, parts, strict=True):
             self._keep(each, [taken], [part], adds=adds)
 
 
 def _joined(pieces: Sequence[tuple[int, Call]]) -> Call:
-    """Join the calls for successive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
+    """Join the calls for consecutive parts of a sequence. Tokens that vLLM dropped and computed again count once."""
 
     def whole(values: list[tuple[int, Any]]) -> Any:
         kept: list[Any] = []

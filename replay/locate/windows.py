@@ -1,4 +1,4 @@
-"""Splits sequences and layers into parts whose recorded operator values fit into memory."""
+"""Split sequences and layers into parts whose recorded operator values fit into memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNKNOWN_FREE = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A range of layers whose operator values are held in memory together."""
+    """A range of layers whose operator values are in memory together."""
 
     first: int | None = None
     """Index of the first layer in the window; None if the window contains all layers."""
@@ -41,7 +41,7 @@ class Window:
     def needs(self, name: str) -> bool:
         """Return True if the window needs an operator's values.
 
-        The norms in the layer after the window are needed, too, since they take the output of the window's last layer.
+        The norms in the layer after the window are needed too, since they take the output of the window's last layer.
         """
         layer = layer_of(name)
         if layer is None:
@@ -49,7 +49,7 @@ class Window:
         return self.has(layer) or (self._is_next(layer) and bool(_NORM_OF_LAYER.search(name)))
 
     def runs(self, layer: int) -> bool:
-        """Return True if the float64 model has to run a layer."""
+        """Return True if the float64 model must run this layer."""
         return self.has(layer) or self._is_next(layer)
 
     def _is_next(self, layer: int) -> bool:
@@ -64,9 +64,8 @@ def parts(
 ) -> Iterator[tuple[list[RecordedRow], list[Window]]]:
     """Yield groups of sequences that fit into memory together, each with the windows of layers to process in turn.
 
-    Sequences that share a forward pass stay together where possible.
-
-    `num_bytes` is the memory needed per token. There is one window unless a single sequence's values do not fit.
+    Sequences that share a forward pass stay together where possible. `num_bytes` is the memory needed per token. There
+    is one window, unless a single sequence's values do not fit.
     """
     layers = sorted({layer for name in operators if (layer := layer_of(name)) is not None})
 
@@ -87,7 +86,7 @@ def parts(
 
 
 def bytes_per_token(model: Any) -> int:
-    """Return the approximate memory, in bytes per token, for the inputs and outputs of a model's operators."""
+    """Return the approximate memory for the inputs and outputs of a model's operators, bytes per token."""
     text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -96,7 +95,7 @@ def bytes_per_token(model: Any) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free memory on a device, in bytes; _UNKNOWN_FREE if the system does not report it."""
+    """Return the free memory on a device, bytes; _UNKNOWN_FREE if the system does not report it."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:

@@ -267,7 +267,7 @@ def test_files_of_the_first_format_are_checked_as_far_as_they_go(trace_v1):
     assert "has columns of other types: step" in sentence
     pq.write_table(pa.table({"a": [1]}), file)
     (sentence,) = info(str(trace_v1)).damaged
-    assert "lacks the columns pass, step" in sentence
+    assert "missing columns: pass, step" in sentence
 
 
 def test_no_trace_is_told_apart_from_nothing(tmp_path):

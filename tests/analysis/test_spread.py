@@ -204,4 +204,4 @@ def test_the_command_line_takes_an_address(trace):
     assert "put RUN before --ray, which takes the next word as its value" in told.stderr
     told = tim_trace("triangulate", trace, "--gpus-per-arm", "1")
     assert told.code == 2
-    assert "--gpus-per-arm: applies to a cluster only; add --ray auto" in told.stderr
+    assert "--gpus-per-arm: applies only to a cluster; add --ray auto" in told.stderr

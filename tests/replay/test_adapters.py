@@ -160,7 +160,7 @@ def test_an_adapter_that_is_not_known_is_refused_by_name(config, message, tmp_pa
 def test_a_model_without_adapters_has_none_to_take_off(tmp_path):
     shutil.copytree(train(capture="logprobs").trace, tmp_path / "run")
     for engine in ("hf", "exact"):
-        with pytest.raises(CannotReplay, match="has a model without adapters"):
+        with pytest.raises(CannotReplay, match="has no adapters"):
             replay(tmp_path / "run", arm=[Arm(adapter="off", engine=engine)])
 
 

@@ -356,7 +356,7 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         pq.write_table(table.filter([step != 2 for step in table["step"].to_pylist()]), path)
     first, second, third = gradient(trace).steps
     assert first.logged_norm is second.logged_norm is None
-    assert any("cannot be distinguished from those" in note for note in first.notes)
+    assert any("cannot be told apart from those" in note for note in first.notes)
     assert third.reproduced
 
 
@@ -370,7 +370,7 @@ def test_a_loop_that_logs_one_norm_for_several_updates_is_not_guessed_at(loop, t
         ({"arm": ["correction=token_truncate"]}, InvalidOption, "with a bound"),
         ({"arm": ["correction=token_mask:much"]}, InvalidOption, "'much' is not a bound"),
         ({"arm": ["logprobs=engine"]}, InvalidOption, "train, rollout, current or replay"),
-        ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "the name of two arms"),
+        ({"arm": ["dtype=bf16", "dtype=bf16"]}, InvalidOption, "two arms are named"),
         ({"arm": ["name=nothing"]}, InvalidOption, "changes nothing"),
         ({"arm": ["logprobs=replay/bf16"], "steps": "1"}, CannotReplay, "tim-trace replay RUN --steps 1"),
         ({"loss": "clip=2"}, InvalidOption, "clip_low"),

@@ -593,7 +593,7 @@ def test_operators_are_chosen_by_words_of_their_names_and_keep_their_figures(tra
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; kinds: .*q_proj.*"),
+        ({"operators": "q_prj"}, InvalidOption, r"in these layers matches; use one of these kinds: .*q_proj.*"),
         ({"operators": "proj"}, InvalidOption, "in these layers matches"),
         ({"operators": "q_proj,"}, InvalidOption, "give comma-separated parts of names"),
         ({"against": "mode=decode"}, CannotReplay, "omit mode decode"),

@@ -147,7 +147,7 @@ def test_an_operator_that_takes_more_than_the_recorded_one_is_named_and_passed_o
     found = located(trace, takes_a_list)
     assert found.first is None
     assert found.unjudged == {
-        f"b model.layers.{layer}.mlp.down_proj": "takes 2 tensors, but the recorded model's takes 1" for layer in range(3)
+        f"b model.layers.{layer}.mlp.down_proj": "takes 2 tensors, but in the recorded model it takes 1" for layer in range(3)
     }  # fmt: skip
 
 
@@ -171,7 +171,7 @@ def test_what_code_of_the_user_ends_with_is_said_with_its_side(trace):
         swapped(model.model.layers[1].mlp.up_proj, lambda self, x: {}["states"])
 
     with pytest.raises(
-        CannotReplay, match=r"b \(fp32\): the code of this side raised KeyError: 'states'; run it on its own"
+        CannotReplay, match=r"b \(fp32\): the user code raised KeyError: 'states'; check that it runs on its own"
     ):
         located(trace, fails)
 
@@ -194,15 +194,15 @@ def test_a_patch_of_another_form_is_left_out_by_name(trace):
 @pytest.mark.parametrize(
     ("model", "missing"),
     [
-        (torch.nn.Linear(2, 2), "base_model, no get_input_embeddings, no get_output_embeddings, no a config of transformers"),
+        (torch.nn.Linear(2, 2), "base_model, no get_input_embeddings, no get_output_embeddings, no transformers config"),
         (
             SimpleNamespace(base_model=1, get_input_embeddings=1, get_output_embeddings=lambda: None, config=None),
-            "a module that computes logits, no a config of transformers",
+            "module that computes logits, no transformers config",
         ),
     ],
 )  # fmt: skip
 def test_a_model_of_another_form_is_refused_with_what_it_lacks(model, missing):
-    with pytest.raises(CannotReplay, match=rf"it has no {missing}; .* Derive it from"):
+    with pytest.raises(CannotReplay, match=rf"it has no {missing}, so .* derive it from"):
         _check_form(model)
 
 

@@ -349,7 +349,7 @@ def test_a_model_factory_builds_what_transformers_does_not_know(table):
         (("--model-factory", "factory:missing"), "model factory 'factory:missing': cannot be imported"),
         (
             ("--model-factory", "factory:build", "--mode", "decode"),
-            "mode decode: cannot be changed, because the model factory's model returns only logits",
+            "mode decode: not possible, because the model factory's model returns only logits",
         ),
     ],
 )
@@ -492,7 +492,7 @@ def test_a_name_that_stands_for_other_changes_is_refused(trace):
     replay(trace, steps="1", dtype="bf16", name="mine")
     with pytest.raises(InvalidOption, match="replay/mine already exists with other changes"):
         replay(trace, steps="2", dtype="fp16", name="mine")
-    with pytest.raises(InvalidOption, match="the name of two arms"):
+    with pytest.raises(InvalidOption, match="two arms are named"):
         replay(trace, arm=["dtype=fp16", "dtype=fp16"])
 
 
@@ -656,7 +656,7 @@ def test_what_an_engine_does_not_take_is_refused(trace, changes, error, message)
 def test_an_attention_backend_that_vllm_does_not_take_is_refused(trace):
     done = tim_trace("replay", trace, "--steps", "1", "--engine", "vllm", "--attention-backend", "FLASH_ATTN")
     assert done.code == 2
-    assert "attention-backend FLASH_ATTN: this vLLM uses CPU_ATTN for this model and device instead" in done.stderr
+    assert "attention-backend FLASH_ATTN: for this model and device, this vLLM uses CPU_ATTN instead" in done.stderr
     assert rows(trace, "SELECT count(*) FROM scores WHERE pass LIKE 'replay/vllm%'") == [(0,)]
 
 

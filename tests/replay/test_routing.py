@@ -168,7 +168,7 @@ def test_which_tokens_were_sent_elsewhere_can_be_asked(arms):
 def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
     with pytest.raises(InvalidOption, match="routing: vLLM does not support this option"):
         Arm(engine="vllm", routing="recorded")
-    with pytest.raises(InvalidOption, match=r"compile: .*routers inside a compiled backbone cannot be forced"):
+    with pytest.raises(InvalidOption, match=r"compile: .*router choices cannot be forced inside a compiled backbone"):
         Arm(compile=True, routing="recorded")
     with pytest.raises(InvalidOption, match=r"routing: got 'rollout'; use recorded"):
         Arm(routing="rollout")
@@ -184,10 +184,10 @@ def test_routing_is_refused_where_it_cannot_be(trace, tmp_path):
 def test_without_routing_one_notice_says_how_to_record_it(tmp_path):
     run = train("--moe", capture="logprobs")
     assert run.done.stderr.count("router choices are not recorded") == 1
-    assert "record with --routing, about 48 bytes per token, to keep them" in run.done.stderr
+    assert "record with --routing (about 48 bytes per token)" in run.done.stderr
     done = tim_trace("replay", copy(run, tmp_path), "--routing", "recorded")
     assert done.code == 2
-    assert "has no router choices of pass 'train'; record them with tim-trace record --routing" in done.stderr
+    assert "has no router choices for pass 'train'; record them with tim-trace record --routing" in done.stderr
 
 
 @pytest.mark.slow

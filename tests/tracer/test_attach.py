@@ -266,7 +266,7 @@ def test_recorded_weights_are_not_replaced(tmp_path, model):
         batch = recorder.add_sequences(step=1, prompt_ids=[[1]], response_ids=[[2]], policy_version=0)
         recorder.add_scores("train", batch, logprobs=[[-1.0]])
         recorder.add_weights(0, model.state_dict())
-    with pytest.raises(InvalidOption, match="that were recorded and cannot be replaced"):
+    with pytest.raises(InvalidOption, match="which cannot be replaced"):
         attach(tmp_path / "run", 0, tmp_path / "model", force=True)
 
 
@@ -286,7 +286,9 @@ def test_a_loop_that_recorded_no_weights_takes_them_and_only_of_its_model(tmp_pa
 
 def test_a_model_of_another_vocabulary_is_refused(dumped, tmp_path):
     save(make_model(vocab_size=32), tmp_path / "small")
-    with pytest.raises(InvalidOption, match=r"a vocabulary of 32 tokens, but .* contains token \d\d; is it the model"):
+    with pytest.raises(
+        InvalidOption, match=r"a vocabulary of 32 tokens, but .* contains token \d\d; check that it is the model"
+    ):
         attach(dumped, 0, tmp_path / "small")
 
 
@@ -332,7 +334,7 @@ def _of(**changes):
         (_of(architectures=["Mine"], auto_map={"AutoModelForCausalLM": "mine.Mine"}), "names the architecture Mine"),
         (
             _of(num_hidden_layers=3, layer_types=["full_attention"] * 3),
-            r"lacks model\.layers\.2\..* and \d+ more; is it a complete Qwen3ForCausalLM",
+            r"has no model\.layers\.2\..* and \d+ more; check that it is a complete Qwen3ForCausalLM",
         ),
         (_of(intermediate_size=40), "has another shape of|cannot be loaded"),
         (_of(model_type="moon"), "config.json: cannot be read"),
@@ -348,7 +350,7 @@ def test_a_folder_that_cannot_be_taken_is_refused_and_nothing_is_written(dumped,
 
 def test_a_tokenizer_of_its_own_folder_is_taken_and_what_is_none_refused(dumped, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InvalidOption, match=r"tokenizer: .*no tokenizer can be loaded from it"):
+    with pytest.raises(InvalidOption, match=r"tokenizer: .*contains no tokenizer that can be loaded"):
         attach(dumped, 0, tmp_path / "model", tokenizer=tmp_path / "empty")
     (tmp_path / "words").mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -362,7 +364,7 @@ def test_info_check_and_replay_name_the_command(dumped):
     assert f"tim-trace weights {dumped} --attach VERSION DIR" in missing
     with pytest.raises(
         CannotReplay,
-        match="was imported from a dump and has no model; attach the weights that scored it: tim-trace weights",
+        match="was imported from a dump and has no model; attach the weights that scored it with: tim-trace weights",
     ):
         replay(dumped)
     with pytest.raises(WeightsMissing, match="attach a folder"):

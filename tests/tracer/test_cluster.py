@@ -98,7 +98,7 @@ def test_another_release_of_ray_is_named(address, monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "__version__", "1.0.0")
-    told = r"has different versions from this process \(.*Ray: 1\.0\.0.*; install the same"
+    told = r"and this process have different versions \(.*Ray: 1\.0\.0.*; install the cluster's"
     with pytest.raises(InvalidOption, match=told), connected(address):
         pass
 
@@ -116,9 +116,7 @@ def test_nodes_with_another_release_of_tim_trace_are_named(tmp_path, monkeypatch
     changed = text.replace(f'__version__ = "{tim_trace.__version__}"', '__version__ = "0.0.9"')
     assert changed != text
     (package / "__init__.py").write_text(changed)
-    told = (
-        f"node .* has tim-trace 0.0.9, and this process {tim_trace.__version__}; install the same version on every node"
-    )
+    told = f"node .* has tim-trace 0.0.9, but this process has {tim_trace.__version__}; install the same version on every node"
     with two_nodes(env_vars={"PYTHONPATH": str(package.parent)}) as (made, _), pytest.raises(ClusterFailed, match=told):
         list(run_units(made.address, None, [1], num_cpus=1, num_gpus=0))
 
@@ -155,7 +153,7 @@ def test_a_disk_that_cannot_be_written_is_told_in_a_sentence(tmp_path, address):
 @pytest.mark.slow
 def test_no_room_for_an_actor_is_told_with_what_there_is(address, monkeypatch):
     monkeypatch.setattr(cluster, "LOOK_S", 0.2)
-    told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(the largest: 1 CPUs, 0 GPUs\); add a node, or request less with gpus_per_arm="
+    told = r"no node of the cluster has 1 CPUs and 2 GPUs for an actor \(largest node: 1 CPUs, 0 GPUs\); add a larger node, or request less with gpus_per_arm="
     with pytest.raises(ClusterFailed, match=told):
         list(run_units(address, None, [1], num_cpus=1, num_gpus=2))
 
@@ -176,7 +174,7 @@ def test_two_drivers_share_a_cluster_and_the_one_that_waits_says_what_for(tmp_pa
 
         timer = threading.Timer(10.0, let_go)
         timer.start()
-        with pytest.warns(TimTraceWarning, match=r"no actor has started for 3 s: 0 CPUs of the cluster are free"):
+        with pytest.warns(TimTraceWarning, match=r"no actor has started for 3 s: the cluster has 0 free CPUs"):
             done = list(
                 run_units(address, Writer(str(tmp_path / "last")), [str(tmp_path / "unit")], num_cpus=1, num_gpus=0)
             )

@@ -414,4 +414,4 @@ def test_an_error_ends_the_account_and_not_the_recording(session, capsys):
     account.hold(Trainer(torch.nn.LayerNorm(4)))
     assert not account.is_on
     assert session.is_recording
-    assert "not recorded from here on: the engine's weights (AttributeError" in capsys.readouterr().err
+    assert "no longer recorded: the engine's weights (AttributeError" in capsys.readouterr().err

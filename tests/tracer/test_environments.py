@@ -68,7 +68,7 @@ def test_a_virtual_environment_without_tim_trace_says_how_to_install_it_there(tm
     command = f'. {tmp_path / "venv" / "bin" / "activate"}; PYTHONPATH="${{PYTHONPATH%%:*}}" python -c "print(1 + 1)"'
     done, sequences = recorded(tmp_path, "sh", "-c", command)
     assert (done.code, done.stdout, sequences) == (0, "2\n", 0)
-    assert f"{python} is not recorded: it cannot import tim_trace" in done.stderr
+    assert f"{python} is not recorded, because it cannot import tim_trace" in done.stderr
     assert f"{python} -m pip install tim-trace" in done.stderr
 
 

@@ -97,7 +97,7 @@ def test_text_that_is_no_text_is_named(tmp_path):
     table = pa.Table.from_pylist([{name: value for name, value in rows_of()[0].items() if name != "finish_reason"}])
     bytes_as_text = pa.StringArray.from_buffers(1, pa.py_buffer(np.int32([0, 1]).tobytes()), pa.py_buffer(b"\xe4"))
     pq.write_table(table.append_column("finish_reason", bytes_as_text), tmp_path / "dump.parquet")
-    with pytest.raises(ImportFailed, match=r"column 'finish_reason' holds bytes that are not valid UTF-8"):
+    with pytest.raises(ImportFailed, match=r"column 'finish_reason' contains bytes that are not valid UTF-8"):
         import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
 
 
@@ -106,7 +106,7 @@ def test_text_that_is_no_text_is_named(tmp_path):
     [
         ("[1]", "row 1: is not an object; each is one sequence"),
         ('[{"step": 1}', r"dump\.json: not JSON .*; a \.json file that begins with \[ is one array of objects"),
-        ("[]", "lacks the columns"),
+        ("[]", "missing columns"),
         ('{\n "step": 1}', r"line 1: not JSON .*; each line is one object, or a \.json file is one array"),
     ],
 )
@@ -143,7 +143,7 @@ def test_other_people_s_names_are_mapped(tmp_path):
 
 def test_a_mapped_column_is_named_by_both_names_where_it_is_wrong(tmp_path):
     path = write_jsonl(tmp_path / "dump.jsonl", [row | {"score": "high"} for row in rows_of()])
-    with pytest.raises(ImportFailed, match=r"column 'score' \(mapped to 'top_p'\) holds string"):
+    with pytest.raises(ImportFailed, match=r"column 'score' \(mapped to 'top_p'\) contains string"):
         import_parquet(path, output=tmp_path / "run", map={"score": "top_p"})
 
 
@@ -160,14 +160,15 @@ def test_a_column_that_is_mapped_to_nothing_makes_room_and_is_named(tmp_path):
         (["scores=reward"], r"map: .*dump\.jsonl has no column 'scores'; it has step, seq_id, prompt_ids, .*, score"),
         (
             ["score=prize"],
-            "map: 'score' cannot become 'prize'; the columns of a trace are step, seq_id, .*response_ids, .*finish_reason",
+            "map: 'score' cannot be mapped to 'prize'; the columns of a trace are step, seq_id, .*response_ids, "
+            ".*finish_reason",
         ),
-        (["score=reward"], r"the columns reward and score both become 'reward'; leave one out with reward="),
-        (["score=top_p", "uid=top_p"], "the columns score and uid both become 'top_p'; leave one out with score="),
+        (["score=reward"], r"the columns reward and score both map to 'reward'; leave one out with reward="),
+        (["score=top_p", "uid=top_p"], "the columns score and uid both map to 'top_p'; leave one out with score="),
         (["score"], "map: got 'score'; give theirs=ours, for example completion_ids=response_ids"),
         (["=reward"], "map: got '=reward'; give theirs=ours"),
         (["score=top_p", "score=top_k"], "map: 'score' is mapped to both 'top_p' and 'top_k'; map it once"),
-        (["step="], "lacks the columns step .*for example theirs=step"),
+        (["step="], "missing columns: step .*for example theirs=step"),
     ],
 )
 def test_a_map_that_cannot_be_is_one_line(tmp_path, texts, message):

@@ -116,7 +116,7 @@ def test_rewards_and_advantages_may_be_missing_in_some_rows(tmp_path):
 def test_rewards_that_are_no_record_of_numbers_are_refused(tmp_path, value):
     write_json(tmp_path / "a.jsonl", [ROW, ROW | {"seq_id": "b", "rewards": value}])
     with pytest.raises(
-        ImportFailed, match=r"a.jsonl: column 'rewards' holds .*; each row needs a record of numbers.* \(line 2"
+        ImportFailed, match=r"a.jsonl: column 'rewards' contains .*; each row needs a record of numbers.* \(line 2"
     ):
         import_parquet(tmp_path / "a.jsonl", output=tmp_path / "run")
 
@@ -304,7 +304,7 @@ def test_a_value_that_a_column_cannot_hold_is_named_with_its_row_and_nothing_is_
     with pytest.raises(ImportFailed) as caught:
         import_parquet(tmp_path / name, output=tmp_path / "run")
     told = str(caught.value)
-    assert told.startswith(f"{tmp_path / name}: column {column!r} holds ")
+    assert told.startswith(f"{tmp_path / name}: column {column!r} contains ")
     assert f"; each row needs {needed} (" in told
     assert told.endswith(f"{shown})")
     assert "\n" not in told
@@ -316,10 +316,10 @@ def test_a_row_is_named_by_its_number_and_a_line_by_its_own(tmp_path):
     rows[1000]["reward"] = float("inf")
     rows[1100]["step"] = -7
     write_parquet(tmp_path / "dump.parquet", rows)
-    with pytest.raises(ImportFailed, match=r"'step' holds int64; .* \(row 1101: -7\)"):
+    with pytest.raises(ImportFailed, match=r"'step' contains int64; .* \(row 1101: -7\)"):
         import_parquet(tmp_path / "dump.parquet", output=tmp_path / "run")
     (tmp_path / "dump.jsonl").write_text("\n\n" + "\n".join(json.dumps(row) for row in rows))
-    with pytest.raises(ImportFailed, match=r"'step' holds int64; .* \(line 1103: -7\)"):
+    with pytest.raises(ImportFailed, match=r"'step' contains int64; .* \(line 1103: -7\)"):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 
 
@@ -328,11 +328,11 @@ def test_a_row_is_named_by_its_number_and_a_line_by_its_own(tmp_path):
     [
         (
             {"train_logprobs": [-1.0]},
-            "step 3, sequence 'a': 1 values of logprobs of pass 'train' for 3 response tokens",
+            "step 3, sequence 'a': got 1 values of logprobs of pass 'train' for 3 response tokens",
         ),
-        ({"response_mask": [1]}, "'a': 1 values of response_mask for 3 response tokens"),
-        ({"entropy": [1.0]}, "'a': 1 values of entropy of pass 'train' for 3 response tokens"),
-        ({"advantage": [1.0]}, "'a': 1 values of advantages for 3 response tokens"),
+        ({"response_mask": [1]}, "'a': got 1 values of response_mask for 3 response tokens"),
+        ({"entropy": [1.0]}, "'a': got 1 values of entropy of pass 'train' for 3 response tokens"),
+        ({"advantage": [1.0]}, "'a': got 1 values of advantages for 3 response tokens"),
     ],
 )
 @pytest.mark.parametrize("name", ["dump.parquet", "dump.jsonl"])
@@ -349,7 +349,7 @@ def test_a_wrong_value_ends_the_command_with_2_in_one_line(tmp_path):
     done = tim_trace("import", "parquet", tmp_path / "dump.parquet", "-o", tmp_path / "run")
     assert (done.code, done.stdout) == (2, "")
     assert done.stderr == (
-        f"Error: {tmp_path}/dump.parquet: column 'reward' holds string; each row needs a number (row 1: 'high')\n"
+        f"Error: {tmp_path}/dump.parquet: column 'reward' contains string; each row needs a number (row 1: 'high')\n"
     )
     assert not (tmp_path / "run").exists()
 
@@ -458,7 +458,7 @@ def test_null_cells_are_not_recorded_row_by_row(tmp_path):
 
 def test_advantages_are_numbers_or_lists_and_not_both(tmp_path):
     write_json(tmp_path / "dump.jsonl", [ROW, ROW | {"seq_id": "b", "advantage": [0.5, 0.25, -1.0]}])
-    message = "'advantage' holds mixed values; each row needs a number, or each a list of numbers"
+    message = "'advantage' contains mixed values; each row needs a number, or each a list of numbers"
     with pytest.raises(ImportFailed, match=message):
         import_parquet(tmp_path / "dump.jsonl", output=tmp_path / "run")
 
@@ -517,20 +517,20 @@ def test_a_name_that_comes_twice_in_two_files_is_an_error_of_the_second(tmp_path
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "lacks the columns step, prompt_ids, response_ids"),
-        ('{"step": 1}\n', "lacks the columns prompt_ids, response_ids .*found: step"),
+        ("", "missing columns: step, prompt_ids, response_ids"),
+        ('{"step": 1}\n', "missing columns: prompt_ids, response_ids .*found: step"),
         ('{"step": 1, "prompt_ids": [], "response_ids": []}\n', "has no logprobs .*rollout_logprobs or train_logprobs"),
         ("{\n", "dump.jsonl, line 1: not JSON"),
         ("[1]\n", "dump.jsonl, line 1: is not an object"),
-        (json.dumps(ROW) + '\n{"": 1}\n', r"'step' holds int64; .* \(line 2: NULL\)"),
+        (json.dumps(ROW) + '\n{"": 1}\n', r"'step' contains int64; .* \(line 2: NULL\)"),
         ("[" * 100_000 + "\n", "dump.jsonl, line 1: not JSON"),
         (b"\xff\xfe\n".decode("latin-1"), "dump.jsonl, line 1: not JSON"),
-        (json.dumps(ROW | {"seq_id": "\ud800"}) + "\n", r"'seq_id' holds mixed values; .* \(line 1: '\\ud800'\)"),
+        (json.dumps(ROW | {"seq_id": "\ud800"}) + "\n", r"'seq_id' contains mixed values; .* \(line 1: '\\ud800'\)"),
         (
             json.dumps(ROW | {"step": 2**80}) + "\n",
-            r"'step' holds mixed values; .* \(line 1: 1208925819614629174706176\)",
+            r"'step' contains mixed values; .* \(line 1: 1208925819614629174706176\)",
         ),
-        ("{}\n{}\n", r"lacks the columns step, .* \(found: none\)"),
+        ("{}\n{}\n", r"missing columns: step, .* \(found: none\)"),
     ],
 )
 def test_a_wrong_file_is_explained(tmp_path, text, message):
@@ -550,26 +550,26 @@ def test_paths_that_hold_nothing_are_named(tmp_path):
         import_parquet(tmp_path / "x.tsv", output=tmp_path / "run")
     for content in (b"", b"a", b"PAR1" + b"\0" * 40 + b"PAR1"):
         (tmp_path / "x.parquet").write_bytes(content)
-        with pytest.raises(ImportFailed, match=r"x\.parquet: not readable as Parquet") as caught:
+        with pytest.raises(ImportFailed, match=r"x\.parquet: cannot be read as Parquet") as caught:
             import_parquet(tmp_path / "x.parquet", output=tmp_path / "run")
         assert "\n" not in str(caught.value)
     with pytest.raises(StorageError, match="unsupported file system"):
         import_parquet("moon://x.parquet", output=tmp_path / "run")
     (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(json.dumps(ROW).encode())[:-12])
-    with pytest.raises(ImportFailed, match=r"x\.jsonl\.gz: not readable as JSON"):
+    with pytest.raises(ImportFailed, match=r"x\.jsonl\.gz: cannot be read as JSON"):
         import_parquet(tmp_path / "x.jsonl.gz", output=tmp_path / "run")
 
 
 def test_files_without_rows_or_columns_are_no_trace(tmp_path):
     table = pa.Table.from_pylist([ROW])
     pq.write_table(table.slice(0, 0), tmp_path / "rows.parquet")
-    with pytest.raises(ImportFailed, match=r"rows\.parquet: holds no rows"):
+    with pytest.raises(ImportFailed, match=r"rows\.parquet: contains no rows"):
         import_parquet(tmp_path / "rows.parquet", output=tmp_path / "run")
     pq.write_table(table.select([]), tmp_path / "columns.parquet")
-    with pytest.raises(ImportFailed, match=r"lacks the columns step, prompt_ids, response_ids \(found: none\)"):
+    with pytest.raises(ImportFailed, match=r"missing columns: step, prompt_ids, response_ids \(found: none\)"):
         import_parquet(tmp_path / "columns.parquet", output=tmp_path / "run")
     (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(ImportFailed, match="lacks the columns"):
+    with pytest.raises(ImportFailed, match="missing columns"):
         import_parquet(tmp_path / "empty.jsonl", output=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -587,7 +587,7 @@ def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
     write_json(tmp_path / "0.jsonl", [ROW])
     write_parquet(tmp_path / "1.parquet", [{name: value for name, value in ROW.items() if name != "response_ids"}])
     with pytest.raises(
-        ImportFailed, match=r"1\.parquet: lacks the columns response_ids .*for example theirs=response_ids"
+        ImportFailed, match=r"1\.parquet: missing columns: response_ids .*for example theirs=response_ids"
     ):
         import_parquet(tmp_path, output=tmp_path / "run")
 
@@ -595,15 +595,18 @@ def test_each_file_of_a_folder_has_the_required_columns(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"step": "2", "name": "loss", "value": 0.5}], r"'step' holds string; .* \(row 1: '2'\)"),
-        ([{"step": 1.5, "name": "loss", "value": 0.5}], r"'step' holds double; .* \(row 1: 1.5\)"),
-        ([{"step": None, "name": "loss", "value": 0.5}], r"'step' holds null; .* \(row 1: NULL\)"),
-        ([{"step": 2, "name": None, "value": 0.5}], r"'name' holds null; .* \(row 1: NULL\)"),
+        ([{"step": "2", "name": "loss", "value": 0.5}], r"'step' contains string; .* \(row 1: '2'\)"),
+        ([{"step": 1.5, "name": "loss", "value": 0.5}], r"'step' contains double; .* \(row 1: 1.5\)"),
+        ([{"step": None, "name": "loss", "value": 0.5}], r"'step' contains null; .* \(row 1: NULL\)"),
+        ([{"step": 2, "name": None, "value": 0.5}], r"'name' contains null; .* \(row 1: NULL\)"),
         (
             [{"step": 2, "name": "loss", "value": [0.5]}],
-            r"'value' holds list<double>; each row needs a number or text",
+            r"'value' contains list<double>; each row needs a number or text",
         ),
-        ([{"step": 2, "loss": 0.5}], "lacks name, value; a metrics file needs the columns step, name and value"),
+        (
+            [{"step": 2, "loss": 0.5}],
+            "missing columns: name, value; a metrics file needs the columns step, name and value",
+        ),
     ],
 )
 def test_wrong_metrics_are_named_and_nothing_is_left(tmp_path, rows, message):

@@ -178,7 +178,7 @@ def test_objects_are_no_bytes_of_a_tensor(tmp_path):
 
 
 def test_a_refused_class_is_named(tmp_path):
-    with pytest.raises(ImportFailed, match=r"uses posix.system, which is not on the list of allowed classes"):
+    with pytest.raises(ImportFailed, match=r"uses posix.system, which is not an allowed class"):
         read(tmp_path, pickle.dumps(Calls(os.system, "true")))
     with pytest.raises(ImportFailed, match=r"uses 'a\\x1bb.c'"):
         read(tmp_path, b"\x80\x02ca\x1bb\nc\n.")
@@ -226,7 +226,7 @@ def test_a_storage_whose_bytes_changed_is_refused(tmp_path):
         content[: place + 8] + b"\x07" + content[place + 9 :],
         content.replace(b"PK\x03\x04", b"PK\x03\x05").replace(b"PK\x03\x05", b"PK\x03\x04", 1),
     ):
-        with pytest.raises(ImportFailed, match="incomplete or damaged file"):
+        with pytest.raises(ImportFailed, match=r"incomplete or damaged torch\.save file"):
             read(tmp_path, damaged)
 
 
@@ -240,7 +240,7 @@ def test_a_legacy_tar_and_a_compressed_zip_are_refused(tmp_path):
         read(tmp_path, buffer.getvalue())
     with zipfile.ZipFile(buffer := io.BytesIO(), "w") as archive:
         archive.writestr("../../climbs/data.pkl", b"x")
-    with pytest.raises(ImportFailed, match=r"without the data.pkl"):
+    with pytest.raises(ImportFailed, match=r"without data.pkl"):
         read(tmp_path, buffer.getvalue())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.pkl"]
 

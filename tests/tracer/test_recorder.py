@@ -284,13 +284,13 @@ def test_scores_point_at_the_contract_that_held_when_they_were_added(tmp_path):
     [
         (
             {"logprobs": [[-1.0], [-1.0]]},
-            r"step 1, sequence 'b': 1 values of logprobs of pass 'train' for 2 response tokens",
+            r"step 1, sequence 'b': got 1 values of logprobs of pass 'train' for 2 response tokens",
         ),
         ({"logprobs": [[-1.0]]}, "1 rows of logprobs for 2 sequences; pass rows="),
         ({"logprobs": [[-1.0], [-1.0, 0.5]]}, r"step 1, sequence 'b': logprob 0.5 of pass 'train' at response token 1"),
         ({"logprobs": [[0.9], [0.1, 0.2]]}, "not probabilities or logits"),
-        ({"logprobs": [[-1.0], [-1.0, -1.0]], "entropy": [[1.0], [1.0]]}, "'b': 1 values of entropy"),
-        ({"logprobs": [[-1.0]], "rows": [2]}, "for a batch of 2 sequences"),
+        ({"logprobs": [[-1.0], [-1.0, -1.0]], "entropy": [[1.0], [1.0]]}, "'b': got 1 values of entropy"),
+        ({"logprobs": [[-1.0]], "rows": [2]}, "give row numbers from 0 and below 2"),
         ({"logprobs": [[-1.0], [-1.0]], "rows": [0, 0]}, "each row's number once"),
     ],
 )
@@ -339,7 +339,7 @@ def test_a_pass_scores_a_sequence_once(tmp_path):
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, seq_ids=["a"], response_ids=[[1]])
         recorder.add_scores("train", added, logprobs=[[-1.0]])
-        with pytest.raises(InvalidRecord, match="'a': scores of pass 'train' were already added"):
+        with pytest.raises(InvalidRecord, match="'a': pass 'train' has already scored it"):
             recorder.add_scores("train", added, logprobs=[[-1.0]])
 
 
@@ -368,7 +368,7 @@ def test_float64_is_kept_as_float32_with_a_warning_that_says_how_far_off(tmp_pat
     with Recorder(tmp_path / "run") as recorder:
         added = recorder.add_sequences(step=1, response_ids=[[1]])
         with pytest.warns(
-            UserWarning, match=r"float64 logprobs of pass 'train' are stored as float32: .* 1\.\de-09 nats"
+            UserWarning, match=r"float64 logprobs of pass 'train' are stored as float32, .* 1\.\de-09 nats"
         ):
             recorder.add_scores("train", added, logprobs=np.array([[-0.1]]))
         recorder.add_scores("rollout", added, logprobs=np.array([[-0.5]]))
@@ -393,7 +393,7 @@ def test_a_trace_that_is_there_is_left_alone_without_force(tmp_path):
 
 def test_a_folder_that_is_no_trace_is_left_alone_even_with_force(tmp_path):
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(TraceExists, match="is not a trace, so it is left unchanged"):
+    with pytest.raises(TraceExists, match="is not a trace, so it was left unchanged"):
         Recorder(tmp_path, force=True)
     assert (tmp_path / "mine.txt").read_text() == "x"
 

@@ -97,7 +97,7 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         ("ab", r"response_ids: got 'ab' \(str\)"),
         (None, "response_ids: got None"),
         (7, r"response_ids: got 7 \(int\)"),
-        ([], "response_ids: has no sequences; skip the call"),
+        ([], "response_ids: has no sequences; skip this call"),
         (np.zeros((0, 5), int), "response_ids: has no sequences"),
     ],
 )
@@ -150,9 +150,12 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"policy_version": [1, NAN]}, "policy_version: row 1: got nan"),
         ({"policy_version": 2**63}, "policy_version: got"),
         ({"advantage": ["a", "b"]}, "advantage: row 0: got 'a'"),
-        ({"advantage": [[0.5], [1.0]]}, "sequence 'a': 1 values of advantages for 2 response tokens"),
+        ({"advantage": [[0.5], [1.0]]}, "sequence 'a': got 1 values of advantages for 2 response tokens"),
         ({"advantage": [[0.5, "x"], [1.0]]}, r"advantages: row 0 is \[0.5, 'x'\]"),
-        ({"advantage": [[0.5, 1e39], [1.0]]}, "advantages: row 0, token 1 is 1e\\+39; give numbers that float32 holds"),
+        (
+            {"advantage": [[0.5, 1e39], [1.0]]},
+            "advantages: row 0, token 1 is 1e\\+39; give numbers within the range of float32",
+        ),
         ({"rewards": [[1.0, 2.0]]}, r"rewards: got \[\[1.0, 2.0\]\] \(list\); give a dict of reward function name"),
         ({"rewards": {1: [1.0, 2.0]}}, "rewards: got .*; give a dict of reward function name"),
         ({"rewards": {"right": [1.0]}}, r"rewards\['right'\]: got 1 values for 2 sequences"),
@@ -170,7 +173,7 @@ def test_a_value_of_another_kind_is_refused(recorder, name):
         ({"prompt_ids": [[1]]}, "1 prompts for 2 responses"),
         ({"prompt_ids": [[1], [-1]]}, "prompt_ids: row 1, token 0 is -1"),
         ({"response_mask": [[1, 0]]}, "response_mask: got 1 rows for 2 sequences"),
-        ({"response_mask": [[1], [1]]}, "sequence 'a': 1 values of response_mask for 2 response tokens"),
+        ({"response_mask": [[1], [1]]}, "sequence 'a': got 1 values of response_mask for 2 response tokens"),
         ({"response_mask": [[1, NAN], [1]]}, "response_mask: row 0, token 1 is nan; a mask is 0 or 1"),
         ({"response_mask": [[1, -1], [1]]}, "response_mask: row 0, token 1 is -1; a mask is 0 or 1"),
         ({"response_mask": [[1, 0.5], [1]]}, "response_mask: row 0, token 1 is 0.5; a mask is 0 or 1"),
@@ -243,7 +246,7 @@ def test_scores_shorter_than_a_batch_without_a_mask_name_the_mask(recorder):
     added = recorder.add_sequences(step=1, seq_ids="ab", response_ids=PADDED)
     with pytest.raises(InvalidRecord, match="response_ids were 2 wide without response_attention_mask, so every cell"):
         recorder.add_scores("train", added, logprobs=LOGPROBS)
-    with pytest.raises(InvalidRecord, match=r"'b': 1 values of logprobs .* without response_attention_mask"):
+    with pytest.raises(InvalidRecord, match=r"'b': got 1 values of logprobs .* without response_attention_mask"):
         recorder.add_scores("train", added, logprobs=np.full((2, 2), -1.0, np.float32), attention_mask=MASK)
 
 
@@ -258,7 +261,7 @@ SCORES = [
         "logprobs: got int64; give log-probabilities as floats",
     ),
     ({"logprobs": np.array([[-1, -2], [-3, -4]])}, "logprobs: got int64"),
-    ({"logprobs": [[-1e39, -2.0], [-3.0]]}, "row 0, token 0 is -1e\\+39; give numbers that float32 holds"),
+    ({"logprobs": [[-1e39, -2.0], [-3.0]]}, "row 0, token 0 is -1e\\+39; give numbers within the range of float32"),
     ({"logprobs": np.array([-1.0, -2.0])}, r"logprobs of pass 'train': got shape \(2,\)"),
     ({"logprobs": LOGPROBS, "attention_mask": MASK}, "attention_mask: logprobs are lists, which have no padding"),
     ({"logprobs": LOGPROBS, "entropy": [["x", 1.0], [1.0]]}, "entropy of pass 'train': row 0"),
@@ -316,7 +319,7 @@ def test_distributions_that_fit_no_scored_row_are_refused_at_the_call(recorder):
     added = recorder.add_sequences(step=1, response_ids=RESPONSES)
     with pytest.raises(InvalidRecord, match="captured_rows: row 1 is not among the scored rows"):
         recorder.add_scores("train", added, rows=[0], logprobs=LOGPROBS[:1], distribution=top_k(1), captured_rows=[1])
-    with pytest.raises(InvalidRecord, match=r"distributions with .* rows for 2 response tokens"):
+    with pytest.raises(InvalidRecord, match=r"distributions with these numbers of rows: .*; give 2"):
         recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(3), captured_rows=[0])
     recorder.add_scores("train", added, logprobs=LOGPROBS, distribution=top_k(2), captured_rows=[0])
 
@@ -395,7 +398,7 @@ def test_what_a_framework_logs_is_kept_in_every_form(tmp_path):
 def test_a_closed_recorder_takes_nothing_in_silence(recorder):
     added = recorder.add_sequences(step=1, response_ids=[[1]])
     recorder.close()
-    with pytest.raises(InvalidRecord, match="the recorder is closed; open another one"):
+    with pytest.raises(InvalidRecord, match="the recorder is closed; open a new one"):
         recorder.add_scores("train", added, logprobs=[[-1.0]])
     with pytest.raises(InvalidRecord, match="the recorder is closed"):
         recorder.add_sequences(step=2, response_ids=[[1]])
@@ -472,12 +475,12 @@ def test_a_device_tensor_that_is_wrong_is_told_at_the_next_call_which_then_works
         bad = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [-3, 4]]))
         recorder.writer._worker.drain()
         with pytest.raises(
-            InvalidRecord, match=r"row 1, token 0 is -3.*\[from an earlier call; this call recorded nothing"
+            InvalidRecord, match=r"row 1, token 0 is -3.*\[in an earlier call; this call recorded nothing"
         ):
             recorder.add_metrics(1, {"loss": 0.5})
         recorder.add_metrics(1, {"loss": 0.5})
         with pytest.raises(
-            InvalidRecord, match=r"this batch was rejected \(.*row 1, token 0 is -3.*correct the call of add_sequences"
+            InvalidRecord, match=r"this batch was rejected \(.*row 1, token 0 is -3.*fix the add_sequences call"
         ):
             recorder.add_scores("train", bad, logprobs=LOGPROBS)
         good = recorder.add_sequences(step=1, seq_ids="ab", response_ids=torch.tensor([[1, 2], [3, 4]]))

@@ -61,7 +61,7 @@ def test_a_folder_of_someone_else_is_kept(tmp_path, how):
     (mine / "checkpoint-4" / "model.safetensors").write_bytes(b"weights")
     (mine / "notes.txt").write_text("important")
     before = tree(mine)
-    with pytest.raises(TraceExists, match="exists and is not a trace, so it is left unchanged"):
+    with pytest.raises(TraceExists, match="exists but is not a trace, so it was left unchanged"):
         replace(how, mine, tmp_path)
     assert tree(mine) == before
 
@@ -202,7 +202,7 @@ def test_a_trace_that_a_dead_process_left_aside_is_told_and_read_there(tmp_path)
     found = info(str(tmp_path / "run"))
     assert (found.num_sequences, info(str(aside)).num_sequences) == (12, 8)
     (sentence,) = found.ignored
-    assert sentence.startswith(f"{aside}: a replaced trace, left by a process")
+    assert sentence.startswith(f"{aside}: is a replaced trace, left behind by a process")
     Recorder(tmp_path / "run", force=True).close()
     assert info(str(aside)).num_sequences == 8, "what --force was not asked to replace stays"
 

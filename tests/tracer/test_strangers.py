@@ -449,7 +449,7 @@ def test_a_chunk_of_weights_that_claims_gigabytes_is_not_unpacked(weighed):
         content[4:8] = struct.pack("<I", 0x7FFFFFF0)
         chunk.write_bytes(content)
     reseal(weighed)
-    with pytest.raises(DamagedTrace, match="does not hold 10 elements of float32"):
+    with pytest.raises(DamagedTrace, match="does not contain 10 elements of float32"):
         open_weights(Store(weighed)).load(0)
 
 

@@ -170,7 +170,7 @@ def test_without_logprobs_of_its_own_the_train_pass_is_what_the_loss_used(on_pol
 def test_transformers_generation_has_no_rollout_logprobs_and_the_recording_says_so(on_policy):
     (rollout,) = [p for p in info(str(on_policy.trace)).passes if p.name == "rollout"]
     assert (rollout.num_rows, rollout.engine) == (0, "transformers")
-    assert rollout.note == "transformers' generation returns none, so this pass has no scores"
+    assert rollout.note == "generation with transformers returns no logprobs, so this pass has no scores"
 
 
 def test_each_inner_iteration_is_recorded_with_the_weights_that_it_saw(off_policy):
@@ -586,8 +586,8 @@ def test_a_part_that_fails_ends_alone_and_is_named_once():
         "the trainer's distributions",
     )  # fmt: skip
     reason = "(OutOfMemoryError: CUDA out of memory. Tried to allocate 2.90 GiB.)"
-    assert sorted(line for line in run.done.stderr.splitlines() if "not recorded from here on" in line) == sorted(
-        f"tim-trace: not recorded from here on: {part} {reason}; everything else continues" for part in parts
+    assert sorted(line for line in run.done.stderr.splitlines() if "no longer recorded" in line) == sorted(
+        f"tim-trace: no longer recorded: {part} {reason}; everything else continues" for part in parts
     )
     found = info(str(run.trace))
     assert (found.state, found.exit_code) == ("finished", 0)

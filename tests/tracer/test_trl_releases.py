@@ -161,7 +161,7 @@ def test_a_sharded_trainer_that_cannot_be_heard_is_noted(session, hooked, monkey
     session.engine_weights.hold(trainer)
     list(session.engine_weights.heard([("weight", torch.zeros(4))]))
     session.engine_weights.tell(1)
-    assert "this release of TRL has no function in which the gathered weights can be read" in capsys.readouterr().err
+    assert "this release of TRL has no function that yields the gathered weights" in capsys.readouterr().err
     assert session.is_recording
 
 

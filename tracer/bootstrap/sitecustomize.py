@@ -1,6 +1,6 @@
 """Module that Python imports at startup, since `tim-trace record` puts its folder first on PYTHONPATH.
 
-The module starts recording. If it shadows another sitecustomize module, it then imports that one too.
+It starts recording. If it shadows another sitecustomize module, it then imports that one too.
 """
 
 import os
@@ -12,15 +12,15 @@ def _activate() -> None:
         from tim_trace.tracer.hooks.session import activate
     except ImportError as error:
         print(
-            f"tim-trace: {sys.executable} is not recorded: it cannot import tim_trace ({error}); "
+            f"tim-trace: {sys.executable} is not recorded, because it cannot import tim_trace ({error}); "
             f"install it there: {sys.executable} -m pip install tim-trace",
             file=sys.stderr,
         )
         return
     if activate() is None:
         print(
-            "tim-trace: this process is not recorded: its launcher forwarded PYTHONPATH but not TIM_TRACE_RECORD; "
-            "see docs/start/clusters.md",
+            "tim-trace: this process is not recorded, because its launcher forwarded PYTHONPATH but not "
+            "TIM_TRACE_RECORD; see docs/start/clusters.md",
             file=sys.stderr,
         )
 

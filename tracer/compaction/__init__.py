@@ -1,1 +1,1 @@
-"""Merges the files of many writers into fewer ones, ordered by step."""
+"""Merge the files of many writers into fewer ones, ordered by step."""

@@ -1,4 +1,4 @@
-"""Sorts a table's rows by step: rows are partitioned on disk into buckets of steps, each sorted in memory."""
+"""Sort a table's rows by step: rows are partitioned on disk into buckets of steps, each sorted in memory."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum number of response tokens, over all passes, in a bucket of several steps; it is sorted in memory."""
+"""Maximum number of response tokens, over all passes, in a bucket of several steps, which is sorted in memory."""
 SWEEP_BUCKETS = 128
 """Maximum number of buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum number of response tokens per row group, raised for long runs; smaller steps share a row group."""
+"""Minimum number of response tokens per row group, raised in long runs; smaller steps share a row group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Maximum of STEP_TOKENS in long runs, and row groups per file above which it is raised: many are slow to search."""
+"""Upper limit of STEP_TOKENS in long runs, and the number of row groups per file, slow to search, that raises it."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A row group in a table file, or the part of it within a range of steps."""
+    """A row group of a table file, or the part of it within a range of steps."""
 
     entry: TableFile
     row_group: int
     steps: np.ndarray
     """Distinct steps in the row group, ascending."""
     tokens: np.ndarray
-    """Estimated response tokens per step: the step's number of rows times the row group's mean per row."""
+    """Estimated response tokens per step: the step's number of rows times the row group's mean tokens per row."""
     num_bytes: int
     """Size of the row group in the file, bytes."""
 
@@ -67,7 +67,7 @@ def _opened(entry: TableFile) -> pq.ParquetFile:
 
 @contextmanager
 def _readable(store: Store, entry: TableFile) -> Iterator[None]:
-    """Convert an error in reading a file to one that names the file."""
+    """Convert an error while reading a file to one that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -76,7 +76,7 @@ def _readable(store: Store, entry: TableFile) -> Iterator[None]:
 
 
 def sweeps(parts: Sequence[Part]) -> Iterator[list[int]]:
-    """Yield, for each pass over the files, the bounds b0, b1, ... of its buckets: steps in [b0, b1), [b1, b2), ..."""
+    """Yield, for each pass over the files, the bounds b0, b1, ... of its buckets: steps [b0, b1), [b1, b2), ..."""
     if not parts:
         return
     steps = np.concatenate([part.steps for part in parts])
@@ -103,10 +103,9 @@ def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
 def sorted_groups(
     store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of all parts sorted by step. Within a bucket of steps, rows are sorted by pass first; sorting is
-    stable.
+    """Yield the rows of all parts sorted by step and, within a bucket of steps, by pass first; sorting is stable.
 
-    Each table yielded is one row group. It holds whole steps, unless a single step has more than ROW_GROUP_TOKENS;
+    Each table is one row group. It contains whole steps, unless a single step has more than ROW_GROUP_TOKENS;
     steps with fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are
     removed afterwards. `advance` is called with the number of rows read. Raises DamagedTrace.
     """
@@ -145,7 +144,7 @@ def _fill(
             steps = np.asarray(rows["step"])
             for batch in rows.combine_chunks().to_batches():
                 completed = table.completed(batch)
-                assert completed is not None  # Column types were checked when the trace was opened.
+                assert completed is not None  # column types were checked when the trace was opened
                 at = np.searchsorted(edges, np.asarray(completed["step"]), side="right") - 1
                 for bucket in np.unique(at[(at >= 0) & (at < len(names))]).tolist():
                     buckets[bucket].write_batch(completed.filter(pa.array(at == bucket)))
@@ -171,5 +170,5 @@ def _row_groups(rows: pa.Table, small: int) -> Iterator[pa.Table]:
 
 
 def _changes(values: pa.Array | pa.ChunkedArray) -> list[int]:
-    """Return the positions at which a value differs from the previous one."""
+    """Return the positions at which a value differs from the one before it."""
     return [int(position) + 1 for position in np.flatnonzero(np.diff(np.asarray(values)))]

@@ -1,4 +1,4 @@
-"""Merges the files of a trace, in place once all merged files are complete, or in a copy elsewhere."""
+"""Merge a trace's files, in place once all merged files are complete, or into a copy elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..whole_file import alone, trace_file, write_part
 from .buckets import read_parts, sorted_groups, step_tokens
 
 _SMALL = 0.25
-"""Merged files smaller than this share of the target size are merged again."""
+"""Share of the target size below which merged files are merged again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class MergedTable:
     bytes_before: int
     bytes_after: int
     files_left: int
-    """Number of files that were not merged, because they belong to a replay or are large already."""
+    """Number of files that were not merged, because they belong to a replay or are already large."""
 
 
 def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
-    """Merge the files of a local trace in place. If an earlier merge was interrupted, complete it first.
+    """Merge a local trace's files in place. If an earlier merge was interrupted, complete it first.
 
     Raises DamagedTrace if parts of the trace are missing, InvalidOption if the trace is not local, TraceExists if it is
     being recorded, and StorageError.
@@ -57,12 +57,12 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
     store = Store(trace)
     if not store.is_local:
         raise InvalidOption(
-            f"{trace}: is not a local folder and cannot be merged in place; give an output", option="output"
+            f"{trace}: is not a local folder, so it cannot be merged in place; give an output", option="output"
         )
     folder = Path(store.root)
     store.manifest()
     adopt(folder)
-    refuse_live(store, trace, "is not merged")
+    refuse_live(store, trace, "cannot be merged")
     with alone(folder):
         finish(folder)
     snapshot = whole_snapshot(store)
@@ -79,10 +79,10 @@ def merge(trace: str, file_bytes: int, progress: Progress) -> list[MergedTable]:
 
 
 def whole_snapshot(store: Store) -> Snapshot:
-    """Take a snapshot of a trace that is to be merged. Raises DamagedTrace if any part of the trace cannot be read."""
+    """Take a snapshot of a trace to be merged. Raises DamagedTrace if any part of it cannot be read."""
     snapshot = take_snapshot(store)
     if not snapshot.manifest.is_checked:
-        raise DamagedTrace(f"{store.url}: was recorded by an earlier release without checksums, and cannot be merged")
+        raise DamagedTrace(f"{store.url}: was recorded by an earlier release without checksums, so it cannot be merged")
     if snapshot.damaged:
         more = f" (and {len(snapshot.damaged) - 1} more)" if len(snapshot.damaged) > 1 else ""
         raise DamagedTrace(
@@ -95,7 +95,7 @@ def whole_snapshot(store: Store) -> Snapshot:
 def write_merged(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], building: Path, file_bytes: int, progress: Progress
 ) -> dict[str, SealedFile]:
-    """Write the rows of the chosen files to merged files in a folder. Return path in the trace -> record."""
+    """Write the rows of the chosen files to merged files in a folder. Return path in the trace -> its SealedFile."""
     writer = f"{COMPACTION}-{uuid.uuid4().hex[:8]}"
     total = sum(entry.rows for entries in chosen.values() for entry in entries)
     found: dict[str, SealedFile] = {}
@@ -123,7 +123,7 @@ def write_merged(
 def _until_full(
     group: pa.Table | None, others: Iterator[pa.Table], path: Path, file_bytes: int, steps: list[tuple[int, int]]
 ) -> Iterator[pa.Table]:
-    """Yield row groups until the file at `path` has `file_bytes`; append each one's first and last step."""
+    """Yield row groups until the file at `path` reaches `file_bytes`; append their first and last steps to `steps`."""
     while group is not None:
         ends = pc.min_max(group["step"])
         steps.append((ends["min"].as_py(), ends["max"].as_py()))
@@ -132,8 +132,8 @@ def _until_full(
 
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
-    """Return the files to merge for a table. The list is empty if merging would only rewrite a single file."""
-    # A replay keeps its own files, so that it is removed by deleting them.
+    """Return a table's files to merge; empty if merging would only rewrite a single file."""
+    # A replay keeps its own files, so that deleting them removes it.
     replays = {
         state.writer
         for state in snapshot.writers
@@ -179,7 +179,7 @@ def finish(folder: Path) -> None:
 def merged_tables(
     snapshot: Snapshot, chosen: dict[str, list[TableFile]], files: dict[str, SealedFile]
 ) -> list[MergedTable]:
-    """Return one merge result for each table that has files."""
+    """Return the merge result of each table that has files."""
     after = {table: [file for name, file in files.items() if name.startswith(f"{table}/")] for table in TABLES}
     return [
         MergedTable(
@@ -202,19 +202,19 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
     """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
 
     With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
-    run is replaced; the local cache folder left by that upload is removed once everything is uploaded. Raises
-    DamagedTrace if a part of the trace is missing, and TraceExists if the trace is being recorded or `output` already
+    run is replaced; the local cache folder that it left is removed once everything is uploaded. Raises
+    DamagedTrace if part of the trace is missing, and TraceExists if the trace is being recorded or `output` already
     exists.
     """
     store = Store(trace)
     if store.is_local:
         store.manifest()
         adopt(Path(store.root))
-    refuse_live(store, trace, "is not copied")
+    refuse_live(store, trace, "cannot be copied")
     snapshot = whole_snapshot(store)
     if snapshot.journals:
         raise TraceExists(
-            f"{trace}: has rows that are not sealed; first compact it where it was recorded, then copy it"
+            f"{trace}: has rows that are not sealed; first run tim-trace compact where it was recorded, then copy it"
         )
     if "://" not in output:
         return _write(snapshot, Path(output), file_bytes, force, progress)

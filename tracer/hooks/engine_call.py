@@ -1,4 +1,4 @@
-"""Result of one engine call: vLLM's logprobs as numbers, read when needed and reduced to what the caller requested."""
+"""The result of an engine call: vLLM's logprobs as numbers, read when needed and reduced to those requested."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..dense import LOGPROBS, TAIL, TOKEN_IDS, Logits, TopK
 
 ALL_LOGPROBS = -1
 ROOM_FOR_ALL = 1 << 30
-"""Value for `max_logprobs` above any vocabulary's size; -1, no limit, would disable other engine features."""
+"""Value of `max_logprobs` above any vocabulary size; -1 (no limit) would disable other engine features."""
 
 DELTA = "DELTA"
-"""vLLM's output kind with only new tokens. It joins waiting outputs by position, which loses flat logprobs."""
+"""vLLM's output kind with only new tokens. vLLM joins waiting outputs by position, which loses flat logprobs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Requested:
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """Return parameters that request the logprobs to record, with distributions for `capture`; `params` if they do."""
+    """Return parameters that request the logprobs to record, with distributions for `capture`, or `params` itself."""
     wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
     have = params.logprobs
     if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):
@@ -47,14 +47,14 @@ def asking(params: Any, capture: Capture | None) -> Any:
 
 
 def room_for(capture: Capture, given: int) -> int:
-    """Return the `max_logprobs` that the engine needs to capture distributions, at least `given`."""
+    """Return the `max_logprobs` that the engine needs to capture distributions; at least `given`."""
     if not capture.dense or given == ALL_LOGPROBS:
         return given
     return max(ROOM_FOR_ALL if capture.level == "logits" else capture.k or 1, given)
 
 
 def cut_down(completion: Any, requested: Requested) -> Any:
-    """Reduce a completion's logprobs to those that the caller requested. Return the engine's full logprobs."""
+    """Reduce a completion's logprobs to those that the caller requested, and return the engine's full logprobs."""
     given = completion.logprobs
     if requested.changed:
         completion.logprobs = as_requested(given, completion.token_ids, requested)
@@ -65,17 +65,17 @@ def cut_down(completion: Any, requested: Requested) -> Any:
 
 def sampled_logprobs(logprobs: Any, token_ids: Sequence[int]) -> list[float]:
     """Return the logprob of each sampled token; NaN stays NaN."""
-    if hasattr(logprobs, "start_indices"):  # In vLLM's flat container, the sampled token comes first at each position.
+    if hasattr(logprobs, "start_indices"):  # in vLLM's flat container, the sampled token comes first at each position
         return [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=True)]
 
 
 def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | None:
-    """Return the captured arrays for one completion: the top K with the tail's mass, or logprobs over the whole
+    """Return the captured arrays of one completion: the top K with the tail's mass, or logprobs over the full
     vocabulary.
 
-    The tail's mass is 1 minus the sum of K float32 probabilities. It is accurate to about 1e-7; the log of a smaller
-    mass is -inf.
+    The tail's mass is 1 minus the sum of K float32 probabilities, accurate to about 1e-7; the log of a smaller mass is
+    -inf.
     """
     if logprobs is None or not len(logprobs):
         return None
@@ -93,7 +93,7 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without a sampled token outside the top K."""
+    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without a sampled token that is not in the top K."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
         # At flat positions that vLLM joined from several outputs, the sampled token occurs only once, at its rank.
@@ -118,7 +118,7 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
         return None
     kept, limit = [], math.inf if most < 0 else most
     for position, token in zip(logprobs, token_ids, strict=True):
-        # The sampled token comes first whatever its rank, as in results of the unhooked engine.
+        # The sampled token comes first, whatever its rank, as in results of the engine without hooks.
         entries = {token: position[token]}
         for other, entry in sorted(position.items(), key=lambda item: item[1].rank):
             if entry.rank <= limit:
@@ -137,9 +137,9 @@ def as_requested(logprobs: Any, token_ids: Sequence[int], requested: Requested) 
 
 @dataclass(slots=True, kw_only=True)
 class EngineCall:
-    """Completions returned by one engine call, grouped by prompt.
+    """The completions returned by one engine call, grouped by prompt.
 
-    Shapes: B completions, N response tokens in the selected completions together.
+    Shapes: B completions, N response tokens in all selected completions.
     """
 
     outputs: Sequence[Any]
@@ -147,7 +147,7 @@ class EngineCall:
     requested: Sequence[Requested]
     """The caller's own logprob and output options, one entry per prompt."""
     given: list[Any] | None
-    """[B] each completion's logprobs as the engine returned them; None if the caller received the same logprobs."""
+    """[B] logprobs of each completion as the engine returned them; None if the caller received the same ones."""
     capture: Capture
 
     @property
@@ -156,7 +156,7 @@ class EngineCall:
 
     @property
     def prompt_of(self) -> list[int]:
-        """[B] index of the prompt that each completion belongs to."""
+        """[B] index of each completion's prompt."""
         return [index for index, output in enumerate(self.outputs) for _ in output.outputs]
 
     @property
@@ -187,7 +187,7 @@ class EngineCall:
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """Return the distributions of the given completions, concatenated; None if none has one."""
+        """Return the distributions of the given completions, concatenated; None if none of them has any."""
         given = [distribution(self.engine_logprobs[row], self.capture) for row in rows]
         parts = [part for part in given if part is not None]
         if not parts:
@@ -196,7 +196,7 @@ class EngineCall:
         return TopK(**arrays) if TOKEN_IDS in arrays else Logits(logits=arrays[LOGPROBS], kind=LOGPROBS)
 
     def record(self, recorder: Any, *, step: int, names: Sequence[str]) -> None:
-        """Record the completions as sequences of a step with the rollout pass. `names` holds one name per prompt."""
+        """Record the completions as sequences of a step, with the rollout pass. `names` has one name per prompt."""
         prompts = self.prompt_of
         params = [self.requested[prompt].params for prompt in prompts]
         batch = recorder.add_sequences(

@@ -1,4 +1,4 @@
-"""Compares the engine's weights with the trainer's, by digests of those held, sent and received."""
+"""Compare the engine's weights with the trainer's, by digests of the weights held, sent and received."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .vllm_contract import model_runner
 GIVEN, HELD, NONE = "given", "held", "none"
 
 CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
-"""dtypes to which a tensor may have been rounded on its way from the trainer to the engine."""
+"""dtypes that a tensor may have been rounded to on its way from the trainer to the engine."""
 
 _ROW_BYTES = 256
-"""Approximate size of a recorded comparison of one tensor, bytes."""
+"""Approximate size of one tensor's recorded comparison, bytes."""
 _NUM_ROWS = 64
 _MAX_VALUES = 256
-"""Number of distinct values in an 8-bit dtype. A row with more was not quantised to 8 bits."""
+"""Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
 """Minimum ratio of distinct values, trainer's row to engine's row, for a coarsely rounded copy."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine, in standard deviations of random rows' cosines, for a coarsely rounded copy of the trainer's."""
+"""Minimum cosine of a coarsely rounded row with the trainer's, in standard deviations for random rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
 _NO_OWN = (
     "the engine's weights are not compared with the trainer's: these are sharded (FSDP, ZeRO-3), and this release of "
-    "TRL has no function in which the gathered weights can be read (VLLMGeneration._iter_named_params)"
+    "TRL has no function that yields the gathered weights (VLLMGeneration._iter_named_params)"
 )
 
 
 class EngineWeights:
-    """Compares the engine's weights with the trainer's within one process, tensor by tensor.
+    """Compares the engine's weights with the trainer's, tensor by tensor, within one process.
 
     A policy version is recorded when the engine first samples with it for training. The engine's own copy is read at
     the first version, then after 1, 2, 4, 8, ... further versions, and whenever the tensors sent to the engine differ
@@ -56,7 +56,7 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all digests and versions, at the start of another training; the engine stays known."""
+        """Forget all digests and versions when another training starts; the engine stays known."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -109,7 +109,7 @@ class EngineWeights:
             self._is_loading = False
 
     def heard(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors unchanged, taking each one's digest before the engine receives it."""
+        """Yield the tensors unchanged; the digest of each is taken before the engine receives it."""
         for name, tensor in weights:
             self._hear(name, tensor)
             yield name, tensor
@@ -120,7 +120,7 @@ class EngineWeights:
                 self._given[name] = digest(tensor, self._dtype, self._device)
 
     def gathered(self, weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors gathered from a sharded trainer unchanged, taking digests of them as the trainer's."""
+        """Yield the tensors gathered from a sharded trainer unchanged; their digests count as the trainer's."""
         for name, tensor in weights:
             if self.is_on and self._trainer is not None and not self._is_whole:
                 with self._guard():
@@ -128,7 +128,7 @@ class EngineWeights:
             yield name, tensor
 
     def _take(self, name: str, tensor: Any) -> None:
-        """Start the digest of a tensor that the trainer holds."""
+        """Start computing the digest of a tensor that the trainer holds."""
         self._shapes[name] = tuple(tensor.shape)
         self._own[name] = digest(tensor, self._dtype, self._device)
 
@@ -153,7 +153,7 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record the comparison for the current policy version, once, when the engine first samples with this version."""
+        """Record the comparison for the current policy version, once, when the engine first samples with it."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -192,7 +192,7 @@ class EngineWeights:
         return read_digests({name: digest(tensor, self._dtype) for name, tensor in held_tensors(model, self._shapes)})
 
     def _is_due(self, own: dict[str, int]) -> bool:
-        """Return True if the engine's own copy has to be read at this version."""
+        """Return True if the engine's own copy must be read at this version."""
         is_power = self._num_told & (self._num_told - 1) <= 0
         self._num_told += 1
         return is_power or self._level == HELD or any(self._last.get(name) != value for name, value in own.items())
@@ -222,7 +222,7 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Return tensor -> digest, with all digests read from the device as integers."""
+    """Read all digests from the device, and return tensor -> digest as an integer."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 

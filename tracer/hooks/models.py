@@ -1,4 +1,4 @@
-"""A trained model: its identity, what determines its numerics, and the tensors that are recorded, sent or held."""
+"""A trained model: its identity, the settings behind its numerics, and the tensors that are recorded, sent or held."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model, cached, without accelerate's wrappers; FSDP1's stays, as it has the parameters."""
+    """Return the trained model, cached, without accelerate's wrappers but with FSDP1's, which has the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
@@ -29,14 +29,14 @@ def trained_model(trainer: Any) -> Any:
 
 
 def is_whole(model: Any) -> bool:
-    """Return True if no tensor of a model is sharded: this process holds each one in full."""
+    """Return True if none of a model's tensors is sharded, so that this process holds each one in full."""
     return not any(
         is_sharded(parameter) or getattr(parameter, "ds_id", None) is not None for parameter in model_parameters(model)
     )
 
 
 def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
-    """Return the name under which TRL sends a parameter to vLLM; None if it is not sent."""
+    """Return the name that TRL sends a parameter to vLLM under; None if it is not sent."""
     if adapter_prefix is not None:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if adapter_prefix in name or "original_module" in name:
@@ -53,9 +53,7 @@ def is_quantised(parameter: Any) -> bool:
 def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield each tensor's name, the tensor, and the tensor without its adapter (None if no adapter changes it).
 
-    Quantised tensors are skipped.
-
-    The adapter is merged by PEFT's own code, in a temporary copy of the layer.
+    Quantised tensors are skipped. PEFT's own code merges the adapter, in a temporary copy of the layer.
     """
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
     merged = _adapted(model) if prefix is not None else {}
@@ -71,7 +69,7 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return name -> layer, for all layers whose adapter is not currently merged."""
+    """Return name -> layer for all layers whose adapter is not merged at the moment."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {
@@ -123,7 +121,7 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 
 def _engine_name(model: Any, name: str) -> str:
-    """Return the vLLM model's own name for a tensor, using the model's mapping from transformers checkpoints."""
+    """Return the vLLM model's own name for a tensor, by the model's mapping from transformers checkpoints."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
     # Some mappers return the fused parameter's name, but fused tensors must be looked up under their separate names.
@@ -134,7 +132,7 @@ _REMEDY = "replaying needs them; record with --weights delta, or pass the run's 
 
 
 class KeptWeights:
-    """Records the weights of one trained model, each policy version once."""
+    """Records a trained model's weights, once per policy version."""
 
     def __init__(self, session: Any):
         self._session = session
@@ -164,7 +162,7 @@ def keeps_weights(session: Any, model: Any) -> bool:
     num_bytes = sum(num_elements(parameter) * parameter.element_size() for parameter in model_parameters(model))
     if order.weights == "auto" and num_bytes > order.weights_below:
         session.note(
-            f"weights are not recorded: the model has {num_bytes / 1e9:.2f} GB, more than --weights-below "
+            f"weights are not recorded: the model's {num_bytes / 1e9:.2f} GB exceed --weights-below "
             f"{order.weights_below / 1e9:g}GB; {_REMEDY}"
         )
         return False
@@ -172,14 +170,14 @@ def keeps_weights(session: Any, model: Any) -> bool:
 
 
 def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
-    """Return this process's shards; in the first process, also the tensors that are not sharded."""
+    """Return this process's shards and, in the first process, the tensors that are not sharded."""
     tensors = model_tensors(model).items()
     return {name: t for name, t in tensors if is_first or (is_sharded(t) and not getattr(t, "is_replicated", False))}
 
 
 def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
-        return f"DeepSpeed ZeRO-3 shards cannot be read from here; {_REMEDY}"
+        return f"the shards of DeepSpeed ZeRO-3 cannot be read here; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
         return f"FSDP1 flattened parameters that are also sharded in another way; use FSDP2, or: {_REMEDY}"
@@ -205,8 +203,8 @@ def fsdp_casts(model: Any) -> dict[str, str]:
 
     The keys are `parameters_dtype`, `buffers_dtype` and `outputs_dtype`.
 
-    Casts that are not configured are left out; the result is empty for a model without FSDP. Autocast is separate, and
-    not included.
+    Casts that are not configured are left out, so the result is empty for a model without FSDP. Autocast is separate
+    and not included.
     """
     if hasattr(type(model), "_get_fsdp_state"):
         policy = model._get_fsdp_state()._mp_policy
@@ -218,7 +216,7 @@ def fsdp_casts(model: Any) -> dict[str, str]:
 
 
 def class_path(model: Any) -> str:
-    """Return the module and name of a model's class, ignoring FSDP1's wrapper and FSDP2's subclass."""
+    """Return the module and name of a model's class; FSDP1's wrapper and FSDP2's subclass are ignored."""
     kind = type(getattr(model, "_modules", {}).get("_fsdp_wrapped_module", model))
     if kind.__name__.startswith("FSDP") and any(base.__name__ == "FSDPModule" for base in kind.__bases__):
         kind = kind.__bases__[-1]
@@ -226,7 +224,7 @@ def class_path(model: Any) -> str:
 
 
 def dtypes(model: Any) -> dict[str, int]:
-    """Return dtype -> number of the model's parameters with that dtype."""
+    """Return dtype -> number of the model's parameters of that dtype."""
     counts: Counter[str] = Counter()
     for parameter in model_parameters(model):
         counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)
@@ -246,7 +244,7 @@ def described(model: Any, name: str | None, config: Mapping[str, Any]) -> dict[s
 
 
 def tokenizer_identity(processing_class: Any) -> dict[str, Any]:
-    """Return the identity of the run's tokenizer, with a hash over its whole definition."""
+    """Return the identity of the run's tokenizer, with a hash of its whole definition."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return {

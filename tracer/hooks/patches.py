@@ -1,4 +1,4 @@
-"""Wraps functions of other libraries, reads the arguments of their calls, and names the tested versions."""
+"""Wrap functions of other libraries, read their calls' arguments, and list the tested versions."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 _MISSING = object()
 Original = Callable[..., Any]
-"""A function of a library, as it was before it was wrapped."""
+"""A library's function, as it was before it was wrapped."""
 Points = Mapping[str, tuple[str, str]]
-"""Function of a library -> the method that hooks it, and the data recorded from calls to it."""
+"""Function of a library -> the method that hooks it, and the data recorded from its calls."""
 
 
 class Patches:
-    """Functions wrapped by recording. `restore` puts the originals back, in reverse order."""
+    """Functions that recording has wrapped. `restore` puts the originals back, in reverse order."""
 
     def __init__(self) -> None:
         self._originals: list[tuple[Any, str, Any]] = []
@@ -35,18 +35,18 @@ class Patches:
         async def awaited(*args: Any, **kwargs: Any) -> Any:
             return await wrapper(original, *args, **kwargs)
 
-        # The wrapper of a coroutine function must be one too, since Ray checks for it.
+        # The wrapper of a coroutine function must be a coroutine function too, since Ray checks for it.
         is_coroutine = inspect.iscoroutinefunction(original)
         self._originals.append((owner, name, vars(owner).get(name, _MISSING)))
         setattr(owner, name, awaited if is_coroutine else wrapped)
         return True
 
     def wrap_all(self, owner: Any, wrappers: Mapping[str, Callable[..., Any]]) -> list[str]:
-        """Wrap several functions of an owner; return the names of missing ones."""
+        """Wrap several functions of an owner, and return the names of missing ones."""
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap functions of a class by methods of `hooks`; return each missing function -> the data lost with it."""
+        """Wrap functions of a class with methods of `hooks`; return each missing function -> the data lost with it."""
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 
@@ -62,7 +62,7 @@ class Patches:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute in this context; afterwards it is what it was, or inherited again."""
+    """Set an attribute for the block; afterwards its old value is restored, or it is inherited again."""
     original = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:
@@ -79,7 +79,7 @@ def _put_back(owner: Any, name: str, original: Any) -> None:
 
 
 def arguments(function: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return a call's arguments by name, also those in **kwargs, but without `self`. Raises TypeError."""
+    """Return a call's arguments by name, including those in **kwargs, but without `self`. Raises TypeError."""
     bound: dict[str, Any] = dict(_signature(function).bind(*args, **kwargs).arguments)
     bound.pop("self", None)
     more: dict[str, Any] = bound.pop("kwargs", {})
@@ -94,23 +94,26 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Library -> its tested releases as major.minor, the same that `make matrix` runs."""
+"""Library -> its tested releases as major.minor, the same ones that `make matrix` runs."""
 
 
 def untested(library: str, version: str) -> bool:
-    """Return True if the given version of a library belongs to an untested release."""
+    """Return True if this version of a library belongs to an untested release."""
     return ".".join(version.split("+")[0].split(".")[:2]) not in TESTED[library]
 
 
 def tested_releases(library: str) -> str:
-    """Return a library's tested releases as text for use in a sentence."""
+    """Return a library's tested releases as text for a sentence."""
     return ", ".join(f"{release}.x" for release in TESTED[library])
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence on an untested release or `missing` functions (name -> what it would give), else None."""
+    """Return a sentence about an untested release or `missing` functions (name -> the data it supplies), else None."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())
-    found = f"not recorded: {lost}" if missing else "all functions that recording needs exist, but were not tested"
-    return f"{library} {version} is not a tested version (tested: {tested_releases(library)}), training is not affected; {found}"
+    found = f"not recorded: {lost}" if missing else "all functions that recording needs exist, but they were not tested"
+    return (
+        f"{library} {version} is not a tested version (tested: {tested_releases(library)}); training is not affected; "
+        f"{found}"
+    )

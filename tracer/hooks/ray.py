@@ -1,4 +1,4 @@
-"""Passes the recording options on to Ray's workers on all nodes."""
+"""Pass the recording options on to Ray's workers on all nodes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .session import BOOTSTRAP, ENVIRONMENT, Session
 
 _PATHS = "PYTHONPATH"
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Environment variable in which `ray job submit` passes the job's runtime environment to its entrypoint."""
+"""Environment variable through which `ray job submit` passes the job's runtime environment to its entrypoint."""
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook `ray.init`, so that workers on an already running cluster record too."""
+    """Hook `ray.init`, so that workers on a cluster that is already running record too."""
     patches = Patches()
 
     def not_taken_along(error: Exception) -> None:
@@ -47,21 +47,21 @@ def install(session: Session, module: Any) -> Patches:
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
     """Return the arguments of `ray.init`, with the recording order added to every worker's environment.
 
-    Ray rejects a variable set both by the submitted job's runtime environment and by the program's. If the job sets
-    PYTHONPATH, the order is therefore added to the job's environment, which Ray reads from this process's environment.
+    Ray rejects a variable that both the submitted job's runtime environment and the program's set. So if the job sets
+    PYTHONPATH, the order is added to the job's environment, which Ray reads from this process's environment.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")
     if _PATHS in _variables(job.get("runtime_env")) and _PATHS not in _variables(of_program):
         os.environ[_JOB] = json.dumps(job | {"runtime_env": with_order(job["runtime_env"], order)})
         return dict(kwargs)
-    if of_program is None and not job:  # The argument `runtime_env` overrides the one in job_config.
+    if of_program is None and not job:  # the argument `runtime_env` overrides the one in job_config
         of_program = getattr(kwargs.get("job_config"), "runtime_env", None)
     return {**kwargs, "runtime_env": with_order(of_program, order)}
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """Return a runtime environment with the recording order, before the job's or else this process's PYTHONPATH."""
+    """Return a runtime environment with the recording order, prepended to the job's or this process's PYTHONPATH."""
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))
     paths = variables.get(_PATHS, os.environ.get(_PATHS, "")).split(os.pathsep)

@@ -1,6 +1,6 @@
-"""Turns recording on in a process started by `tim-trace record`, and holds its state.
+"""Turn on recording in a process started by `tim-trace record`, and keep its state.
 
-This file imports little, since it runs whenever Python starts; a recorder is opened once there is something to record.
+This file imports little, since it runs whenever Python starts. A recorder is opened once there is something to record.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable through which `tim-trace record` passes recording options to its child processes."""
+"""Environment variable with which `tim-trace record` passes recording options to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
 """Folder that comes first on PYTHONPATH in every recorded process."""
@@ -41,7 +41,7 @@ class Order:
     """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """Absolute path of the folder in which the trace is recorded."""
+    """Absolute path of the folder that the trace is recorded in."""
     session: str = ""
     """Identifier of the recording that a process belongs to."""
     capture: str = "logprobs"
@@ -50,11 +50,11 @@ class Order:
     """`delta`, `none`, or `auto`: `delta` for a model of at most `weights_below` bytes, `none` for a larger one."""
     weights_below: int = 500_000_000
     routing: bool = False
-    """True if router choices are recorded for a mixture of experts."""
+    """True if the router choices of a mixture of experts are recorded."""
     engine_weights: str = "given"
-    """Engine's weights to compare with the trainer's: `given` (sent to it), `held` (also its copy), or `none`."""
+    """Engine weights to compare with the trainer's: `given` (sent to it), `held` (also its own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
-    """Maximum time to wait for a file system that does not respond, seconds. After this time, recording stops."""
+    """Maximum time to wait for an unresponsive file system, seconds; after that, recording stops."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -70,8 +70,8 @@ class Session:
     """Recording state of one process.
 
     Recording errors never reach the recorded program. An error in `record` ends one part of the recording; an error in
-    `guard` ends the process's recording. Recording never calls a collective, since other processes may have stopped
-    recording.
+    `guard` ends the recording of this process. Recording never calls a collective, since other processes may have
+    stopped recording.
     """
 
     def __init__(self, order: Order):
@@ -82,7 +82,7 @@ class Session:
         self.is_sampled_for_trainer = False
         """True if a trainer records the samples that engines in this process generate."""
         self.num_engine_steps = 0
-        """Number of steps already numbered for engines that have no trainer."""
+        """Number of steps that have been numbered for engines without a trainer."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -92,7 +92,7 @@ class Session:
         self._exit_registered = False
         self._depth = 0
         self._over: Exception | None = None
-        """The error after which the trace is no longer written: it could not be opened, or its file system stalled."""
+        """Error after which the trace is no longer written: it could not be opened, or its file system stalled."""
         self.spent_s = self.cpu_s = 0.0
 
     @property
@@ -103,7 +103,7 @@ class Session:
 
     @property
     def recorder(self) -> Any:
-        """This process's recorder. A forked child process gets its own recorder."""
+        """This process's recorder. A forked child gets its own recorder."""
         if self._recorder is None or self._pid != os.getpid():
             from ..recorder import Recorder
             from ..writer import TraceWriter
@@ -124,7 +124,7 @@ class Session:
 
     @property
     def engine_weights(self) -> Any:
-        """Comparison between the engine's and the trainer's weights in this process."""
+        """Comparison of the engine's weights with the trainer's in this process."""
         if self._engine_weights is None:
             from .engine_weights import EngineWeights
 
@@ -132,12 +132,12 @@ class Session:
         return self._engine_weights
 
     def next_engine_step(self) -> int:
-        """Return the step number for the next call to an engine without a trainer, or for its next wave of requests."""
+        """Return the step number for the next call, or next wave of requests, to an engine without a trainer."""
         self.num_engine_steps += 1
         return self.num_engine_steps
 
     def begin_training(self) -> None:
-        """Begin another attempt: earlier records of this process are sealed, and later ones go to a new writer."""
+        """Begin another attempt: this process's earlier records are sealed, and later ones go to a new writer."""
         with self.guard("the start of a training"):
             self.engine_weights.restart()
             from ..liveness import next_attempt
@@ -150,7 +150,7 @@ class Session:
                 self._num_trainings += 1
 
     def seal(self) -> None:
-        """Seal all records already written, so that other processes can read them. Later records go to a new writer."""
+        """Seal everything recorded so far, so that other processes can read it. Later records go to a new writer."""
         with self.guard("the data recorded so far"):
             self._seal()
 
@@ -172,10 +172,10 @@ class Session:
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep recording errors from reaching the program. `what` names the data that is lost if an error occurs.
+        """Keep recording errors from reaching the program. `what` names the data that is lost with an error.
 
-        An error ends this process's recording, or is passed to `otherwise` if given. The time spent in the `with` block
-        counts as recording overhead.
+        An error ends this process's recording, or is passed to `otherwise` if given. Time spent in the block counts as
+        recording overhead.
         """
         begin, begin_cpu, self._depth = time.perf_counter(), time.thread_time(), self._depth + 1
         try:
@@ -197,7 +197,7 @@ class Session:
             return None
         with self.guard(part):
             writer = self.recorder.writer
-            writer.raise_invalid()  # raises any error that occurred in writing earlier rows
+            writer.raise_invalid()  # raises an error from writing earlier rows, if any
             try:
                 found: _T | None = writer.part(part, function, *args, **kwargs)
             except InvalidRecord as error:
@@ -223,14 +223,14 @@ class Session:
             self.tell(f"RECORDING STOPPED in process {os.getpid()}, training continues: {what}: {error} ({second})")
 
     def note(self, sentence: str) -> None:
-        """Report a sentence that says what is not recorded and why. It is printed once and stored in the trace."""
+        """Report what is not recorded and why, in a sentence that is printed once and stored in the trace."""
         if sentence not in self._told:
             self.tell(sentence)
             with self.guard("notes"):
                 self.recorder.writer.note(sentence)
 
     def tell(self, sentence: str) -> None:
-        """Print a sentence on stderr, unless it has been printed before."""
+        """Print a sentence on stderr, unless it has already been printed."""
         if sentence not in self._told:
             self._told.add(sentence)
             say(sentence)
@@ -270,11 +270,11 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Module -> (file in this package, function in that file). The function hooks the module after its import."""
+"""Module -> (file in this package, function in that file). The function hooks the module once it is imported."""
 
 
 def activate() -> Session | None:
-    """Hook TRL's trainers, verl, ray and vllm when they are imported. Return None outside of `tim-trace record`."""
+    """Hook TRL's trainers, verl, ray and vllm when they are imported. Return None outside `tim-trace record`."""
     order = Order.from_environment()
     if order is None:
         return None

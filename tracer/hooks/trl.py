@@ -1,4 +1,4 @@
-"""Records TRL's GRPO, RLOO and AsyncGRPO trainers, their subclasses, and other trainers with the same functions."""
+"""Record TRL's GRPO, RLOO and AsyncGRPO trainers, their subclasses, and other trainers with the same functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .trl_trainer import TrainerHooks
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook transformers' Trainer, so that each trainer's class is hooked when a trainer is constructed."""
+    """Hook transformers' Trainer, so that each trainer class is hooked when a trainer is constructed."""
     patches = Patches()
     patches.wrap(module.Trainer, "__init__", TrainerClasses(session, patches).init)
     return patches
@@ -81,7 +81,7 @@ class TrainerClasses:
         self, trainer_class: type, hook: Callable[..., Any], original: Original, trainer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Run a hook only for trainers of exactly this class: calls through super() are the subclass hook's."""
+        """Run a hook only for trainers of exactly this class; calls through super() belong to the subclass's hook."""
         if type(trainer) is not trainer_class and type(trainer) in self._seen:
             return original(trainer, *args, **kwargs)
         return hook(original, trainer, *args, **kwargs)
@@ -108,7 +108,7 @@ def _hook_engines(session: Session, patches: Patches) -> None:
     def generate(original: Original, generation: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(generation, "mode", None) != "server" or getattr(generation, "logprobs", 0) is not None:
             return original(generation, *args, **kwargs)
-        # RLOO requests no logprobs from its server. Request them here, and remove them from the result.
+        # RLOO does not request logprobs from its server. Request them here, and remove them from the result.
         generation.logprobs = 0
         try:
             prompt_ids, response_ids, logprobs, *more = original(generation, *args, **kwargs)

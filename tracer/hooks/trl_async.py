@@ -1,7 +1,6 @@
-"""Records TRL's AsyncGRPO trainers.
+"""Record TRL's AsyncGRPO trainers.
 
-Samples come from a queue, several are packed into one row, and the engine's logprobs serve as the old logprobs in the
-loss.
+Samples come from a queue, several are packed into a row, and the loss uses the engine's logprobs as old logprobs.
 
 Shapes: S samples in a packed row, N tokens in the row, T tokens in the longest response, M terms in the loss.
 """
@@ -49,7 +48,7 @@ class SampleQueue:
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
         with self._session.guard("which weights sampled"):
-            # The trainer passes on only a sample's token array, so this array serves as the key.
+            # The trainer passes on only a sample's token array, so that array is the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
             weakref.finalize(sample.input_ids, self._versions.pop, key, None).atexit = False
@@ -66,7 +65,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Trainer -> version number of the engine's weights -> number of optimizer updates in these weights."""
+        """Trainer -> version number of the engine's weights -> number of optimizer updates in those weights."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -144,8 +143,8 @@ class AsyncTrainerHooks(TrainerHooks):
             return original(trainer, model, inputs, *args, **kwargs)
         if packed is None:
             self.session.note(
-                f"samples of {name_of(type(trainer))} are not recorded: its batches are not packed from a queue as in "
-                "TRL 1.16's AsyncGRPOTrainer"
+                f"samples of {name_of(type(trainer))} are not recorded: its batches are not packed from a queue, "
+                "unlike in TRL 1.16's AsyncGRPOTrainer"
             )
             return original(trainer, model, inputs, *args, **kwargs)
         state = self._state(trainer)
@@ -220,7 +219,7 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's values for every term in the loss. `version` is the trainer's; None for the engine's pass."""
+        """Record a pass's values for every term of the loss. `version` is the trainer's; None for the engine's pass."""
         count = len(row.samples)
         forward = None
         if version is not None:

@@ -1,6 +1,6 @@
-"""Reads a TRL trainer's batches: which pass a scoring call yields, which rows a loss uses, rewards and finish reasons.
+"""Read a TRL trainer's batches: the pass of each scoring call, the rows of each loss, rewards and finish reasons.
 
-The samples of a packed row are encoded as bytes in the batch, so they reach the process that trains on the row.
+A packed row's samples are encoded as bytes in the batch, so that they reach the process that trains on the row.
 
 Shapes: B rows in one process's generation batch, T padded response width, F reward functions, R packed rows (one per
 process), L length of the longest encoded row in bytes.
@@ -29,7 +29,7 @@ ROW_KEY = "tim_trace_row"
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Return scoring calls with their passes, known by the tensor in the output or, for RLOO, by their order."""
+    """Return scoring calls with their passes, identified by the output's tensors or, for RLOO, by their order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -42,7 +42,7 @@ def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[
 
 
 def scoring_call(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a scoring call by name. TRL 1.14 passes some as *args, without names."""
+    """Return a scoring call's arguments by name. TRL 1.14 passes some as *args, without names."""
     call = arguments(original, trainer, *args, **kwargs)
     return dict(zip(_SCORED, call.pop("args", ()), strict=False)) | call
 
@@ -73,7 +73,7 @@ def loss_of(known: Mapping[int, Recorded], inputs: Any) -> Loss | None:
 
 
 def row_keys(index: int, rows: int) -> Any:
-    """Return a host tensor [B, 2]: the recorded batch's index, and the row's index in the batch."""
+    """Return a host tensor [B, 2]: the recorded batch's index, and each row's index in that batch."""
     import torch
 
     return torch.from_numpy(np.column_stack([np.full(rows, index), np.arange(rows)]))
@@ -93,7 +93,7 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """Return the engine call that returned exactly this batch's rows; None if there was not exactly one."""
+    """Return the engine call that returned exactly this batch's rows; None unless there is exactly one."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -101,7 +101,7 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """Return the sampled tokens' logprobs from `_generate` or from a server call with exactly this batch; else None."""
+    """Return the sampled tokens' logprobs from `_generate`, or from a server call with exactly this batch, or None."""
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:
@@ -113,7 +113,7 @@ def server_logprobs(generation: Generation) -> list[list[float]] | None:
 
 
 def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation) -> list[str | None]:
-    """Return the engine's finish reasons; without an engine call `stop` after an end token, else `length`."""
+    """Return the engine's finish reasons; without an engine call, `stop` after an end token, else `length`."""
     if call is not None:
         return call.finish_reasons
     ends = end_tokens(trainer)
@@ -121,7 +121,7 @@ def finish_reasons(trainer: Any, call: EngineCall | None, generation: Generation
 
 
 def why_ended(ends: set[int], last_tokens: Sequence[int | None]) -> list[str | None]:
-    """Return each response's finish reason from its last token; None if it or the end tokens are unknown."""
+    """Return each response's finish reason, from its last token; None if that token or the end tokens are unknown."""
     known = (None if token is None or not ends else token in ends for token in last_tokens)
     return [None if is_end is None else "stop" if is_end else "length" for is_end in known]
 
@@ -138,7 +138,7 @@ def left_padded(width: int, lengths: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSample:
-    """One of the samples packed into a row."""
+    """One of the samples in a packed row."""
 
     name: str
     group: str | None
@@ -146,7 +146,7 @@ class PackedSample:
     """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """Reward function -> reward of this sample, and `reward` -> the trainer's weighted sum; may be empty."""
+    """Reward function -> this sample's reward, and `reward` -> the trainer's weighted sum; may be empty."""
     ids: np.ndarray
     """[tokens] int32 ids of the prompt's and the response's tokens."""
     mask: np.ndarray
@@ -160,13 +160,13 @@ class PackedSample:
 
     @property
     def counted(self) -> np.ndarray:
-        """Indices of the tokens with a term in the loss. Token 0 never has one, since no earlier token predicts it."""
+        """Indices of tokens that have a term in the loss. Token 0 never has one, since no earlier token predicts it."""
         return np.flatnonzero(self.mask[1:]) + 1
 
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Samples of a packed row, in the loss's order. Shapes: S samples, T longest response, M terms in the loss."""
+    """A packed row's samples, in the loss's order. Shapes: S samples, T longest response, M terms in the loss."""
 
     samples: Sequence[PackedSample]
 
@@ -200,5 +200,5 @@ def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """Decode the samples of one row encoded by `to_bytes`, with padding after them."""
+    """Decode a row's samples from `to_bytes`, followed by padding."""
     return PackedRow(pickle.loads(row.cpu().numpy().tobytes()))

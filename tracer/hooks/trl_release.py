@@ -1,7 +1,7 @@
-"""Names in TRL's releases that recording relies on, what is lost without a name, and which trainers are recorded.
+"""Names in TRL's releases that recording depends on, the data lost without each, and which trainers are recorded.
 
-Code that reads a trainer looks names up here. If TRL renames an attribute, only this attribute's values are lost, and a
-note reports it. A trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass TRL's
+Code that reads a trainer looks names up here. If TRL renames an attribute, only that attribute's values are lost, and a
+note says so. A trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass TRL's
 classes, and unsloth and ms-swift generate and copy them.
 """
 
@@ -20,10 +20,10 @@ POINTS = {
     "_calculate_rewards": "rewards",
     "_get_per_token_logps_and_entropies": "train, current and reference logprobs",
     "compute_loss": "current logprobs",
-    "_maybe_log_save_evaluate": "learning rate and grad norm of every step, statistics of the optimizer",
+    "_maybe_log_save_evaluate": "learning rate and grad norm of every step, optimizer statistics",
     "log": "logged metrics",
 }
-"""Function that a recorded trainer may lack -> the data recorded from calls to it."""
+"""Function that a recorded trainer may not have -> the data recorded from its calls."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions that a trainer must have for its sequences to be recorded."""
@@ -43,9 +43,9 @@ class Attribute:
     """A value read from a trainer."""
 
     gives: str
-    """The data that is not recorded if none of the paths exists."""
+    """Data that is not recorded if none of the paths exists."""
     paths: tuple[str, ...]
-    """Dotted attribute paths that start at the trainer, the newest release's path first."""
+    """Dotted attribute paths from the trainer, the newest release's path first."""
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
@@ -67,11 +67,11 @@ SERVER_URL = Attribute(  # TRL 0.28 and newer, before 0.28, and AsyncGRPOTrainer
 ATTRIBUTES = (END_TOKENS, PAD_TOKEN, TEMPERATURE, NUM_GENERATIONS)
 """Attributes read from every trainer."""
 GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
-"""Attributes read from a trainer that generates its own samples; queued samples carry their own rewards."""
+"""Attributes read from a trainer that generates its own samples; queued samples come with their rewards."""
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
-    """Return the value at the first of an attribute's paths that exists; None if no path exists."""
+    """Return the value at the first of an attribute's paths that exists; None if none does."""
     for path in attribute.paths:
         value = trainer
         for name in path.split("."):
@@ -82,7 +82,7 @@ def find(trainer: Any, attribute: Attribute) -> Any:
 
 
 def lost(trainer: Any, attributes: Iterable[Attribute]) -> Iterable[str]:
-    """Yield a sentence for each attribute that the trainer lacks, saying which data is not recorded."""
+    """Yield, for each attribute that the trainer lacks, a sentence about the data that is not recorded."""
     for attribute in attributes:
         if find(trainer, attribute) is None:
             yield f"not recorded: {attribute.gives} ({type(trainer).__qualname__} has no {', no '.join(attribute.paths)})"
@@ -95,13 +95,13 @@ def end_tokens(trainer: Any) -> set[int]:
 
 
 def engine_classes(name: str) -> list[type]:
-    """Return TRL's classes around vLLM that have the given name, from the modules already imported."""
+    """Return TRL's classes around vLLM with this name, from the modules already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module in ENGINE_MODULES)
     return [owner for owner in found if owner is not None]
 
 
 def fused_lm_head() -> str | None:
-    """Return the function by which TRL 1.15 and newer, and a replay, add a fused head to the model."""
+    """Return the function with which TRL 1.15 and newer, and a replay, add a fused head to the model."""
     import trl.trainer.utils as utils
 
     return "trl.trainer.utils.add_fused_lm_head" if hasattr(utils, "add_fused_lm_head") else None
@@ -118,7 +118,7 @@ def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[
 
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Prefixes of the modules whose losses recording knows."""
+"""Prefixes of modules whose losses are known to recording."""
 
 
 def name_of(trainer_class: type) -> str:
@@ -166,7 +166,7 @@ def _unrecorded(trainer_class: type, reason: str) -> str:
 
 
 def own_loss(trainer_class: type) -> str | None:
-    """Return a sentence if a trainer class defines its own loss; None if the loss is TRL's."""
+    """Return a sentence about a trainer class that defines its own loss; None if the loss is TRL's."""
     for name in ("compute_loss", "_compute_loss"):
         function = inspect.unwrap(getattr(trainer_class, name, own_loss))
         module = str(getattr(function, "__module__", ""))

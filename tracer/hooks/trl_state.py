@@ -1,4 +1,4 @@
-"""State kept for a TRL trainer between hooks: the current generation, the passes already recorded, the current loss.
+"""State of a TRL trainer between hooks: the current generation, the passes already recorded, the current loss.
 
 Shapes: B rows in one process's generation batch, P padded prompt width, T padded response width, F reward functions.
 """
@@ -40,7 +40,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class TrainRows:
-    """Rows that a `train` pass scores."""
+    """Rows scored by a `train` pass."""
 
     captured: np.ndarray
     """[rows] bool: True if the row's distributions are recorded."""
@@ -66,7 +66,7 @@ class Generation:
     prompt_lengths: np.ndarray | None = None
     response_lengths: np.ndarray | None = None
     last_tokens: list[int | None] = field(default_factory=list)
-    """[B] each response's last token; None for an empty response."""
+    """[B] last token of each response; None for an empty response."""
     returned: Any = ()
     """Return value of the trainer's `_generate`."""
     rewards_per_func: Any = None
@@ -74,7 +74,7 @@ class Generation:
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs from each server call for which the trainer requested none: lists [B][T][1], nats, None for NaN."""
+    """Logprobs from each server call in which the trainer requested none: lists [B][T][1], nats, None for NaN."""
 
     @property
     def rows(self) -> TrainRows | None:
@@ -86,7 +86,7 @@ class Generation:
 
 @dataclass(slots=True, kw_only=True)
 class Recorded:
-    """A generation batch that is recorded, kept for the losses computed from it."""
+    """A generation batch that has been recorded, kept for the losses computed from it."""
 
     batch: Batch
     policy_version: int
@@ -96,10 +96,10 @@ class Recorded:
     train_scored: np.ndarray
     """[B] bool: True if the row already has a `train` pass."""
     masks_attention: bool
-    """True if the trainer may mask whole rows out of attention. Such rows have no logprobs."""
+    """True if the trainer may mask whole rows out of attention; such rows have no logprobs."""
 
     def forward(self, rows: np.ndarray, rows_a_forward: int, first_id: int) -> Forward:
-        """Return the forward pass of each given row, with `rows_a_forward` rows per pass and ids from `first_id`."""
+        """Return the given rows' forward passes, with `rows_a_forward` rows per pass and ids from `first_id`."""
         place = np.arange(len(rows))
         forward = place // rows_a_forward
         return Forward(
@@ -117,7 +117,7 @@ class Loss:
 
     recorded: Recorded
     rows: np.ndarray
-    """Indices of the loss's rows in the generation batch, in the loss's order."""
+    """Indices of the loss's rows in the generation batch, in the order of the loss."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ _EVALUATED = -1
 
 
 class TrainerState:
-    """State kept for one trainer between its hooks."""
+    """State of one trainer between its hooks."""
 
     def __init__(self, session: Session):
         self.generation: Generation | None = None
@@ -139,7 +139,7 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """(split, pass) -> number of forward passes already recorded."""
+        """(split, pass) -> number of forward passes recorded so far."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
@@ -149,13 +149,13 @@ class TrainerState:
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Return a generation batch's name: its step, and from the second one in a step on a number, as in `7.2`."""
+        """Return a generation batch's name: its step and, from the step's second batch on, a number, as in `7.2`."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a batch for later losses and return its index; only the newest ones and one of evaluation stay."""
+        """Store a batch for later losses and return its index; only the newest and one evaluation batch are kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -166,7 +166,7 @@ class TrainerState:
         return index
 
     def next_forwards(self, split: str, pass_name: str, count: int) -> int:
-        """Reserve numbers for the next `count` forward passes of a pass, and return the first."""
+        """Reserve numbers for a pass's next `count` forward passes, and return the first one."""
         first = self.num_forwards.get((split, pass_name), 0)
         self.num_forwards[split, pass_name] = first + count
         return first
@@ -178,7 +178,7 @@ class TrainerState:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return the contract stored under `key`, from `read` at first; it stays until torch's settings change."""
+        """Return the contract stored under `key`, first read with `read`; it is kept until torch's settings change."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

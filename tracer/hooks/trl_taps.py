@@ -1,4 +1,4 @@
-"""Reads hidden states (for distributions) and router choices from a TRL trainer's model during its own scoring.
+"""Read hidden states (for distributions) and router choices from a TRL trainer's model while the trainer scores.
 
 Shapes: B rows, T padded response width, H hidden width, W padded width of prompt and response together.
 """
@@ -25,7 +25,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the last hidden states during one scoring call, for distributions of the captured rows; changes nothing."""
+    """Reads the last hidden states in one scoring call, for the captured rows' distributions, and changes nothing."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows
@@ -43,7 +43,7 @@ class HeadTap:
     def problem(trainer: Any, model: Any) -> str | None:
         """Return the reason why this model's head cannot be read in this process; None if it can."""
         weight = _language_model(trainer, model).get_output_embeddings().weight
-        # A parameter that FSDP gathered for a forward pass looks whole, but is freed after the pass.
+        # A parameter that FSDP gathered for a forward pass looks whole, but is freed afterwards.
         is_whole = not any(map(is_sharded, model_parameters(model)))
         if not is_whole or weight.ndim != 2 or getattr(weight, "ds_id", None) is not None:
             return "trainer distributions are not captured: the model's head is sharded over processes (FSDP, ZeRO-3)"
@@ -64,7 +64,7 @@ class HeadTap:
         if hidden_BTH is None:
             hidden_BTH = outputs[0]
         for row in self.rows[(self.rows >= first) & (self.rows < first + len(hidden_BTH))]:
-            # The token at position t is predicted from the hidden state at position t - 1.
+            # The hidden state at position t - 1 predicts the token at position t.
             begin = self._prompt_width - 1
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
@@ -77,7 +77,7 @@ class HeadTap:
         return projection.distribution(hidden, self._session.capture, find(self._trainer, TEMPERATURE))
 
     def _dtype(self) -> Any:
-        """Return the dtype in which the trainer's fused head computes; None if it computes in the hidden states' dtype."""
+        """Return the dtype that the trainer's fused head computes in; None for the hidden states' dtype."""
         import torch
 
         if getattr(self._trainer.args, "cast_lm_head_to_fp32", False):
@@ -91,7 +91,7 @@ def _language_model(trainer: Any, model: Any) -> Any:
 
 
 class RoutingTap(RouterTap):
-    """Reads the model's routers during one scoring call."""
+    """Reads the model's routers in one scoring call."""
 
     def __init__(self, session: Session, known: list[Router], rows: TrainRows, call: dict[str, Any]):
         super().__init__(known)
@@ -99,7 +99,7 @@ class RoutingTap(RouterTap):
         self._widths = call["input_ids"].shape[1] - call["logits_to_keep"], call["logits_to_keep"]
 
     def routing(self) -> Routing | None:
-        """Return the routers' choices for every prompt and response token, row after row; None if they cannot be read."""
+        """Return the routers' choices for every prompt and response token, row by row; None if they cannot be read."""
         prompt, response = self._rows.prompt_lengths, self._rows.response_lengths
         mask_BW = np.hstack([left_padded(self._widths[0], prompt), right_padded(self._widths[1], response)])
         heard = self.forwards()
@@ -111,7 +111,7 @@ class RoutingTap(RouterTap):
 
 
 def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> RoutingTap | None:
-    """Return a routing tap if a scoring call yields the `train` pass and router choices are recorded, else None."""
+    """Return a routing tap if a scoring call is the `train` pass and router choices are recorded; else None."""
     if rows is None or not session.order.routing or trainer.args.torch_compile:
         return None
     known = routers(trainer.accelerator.unwrap_model(call["model"]))
@@ -119,7 +119,7 @@ def routing_tap(session: Session, trainer: Any, rows: TrainRows | None, call: di
 
 
 def tell_of_routing(session: Session, trainer: Any) -> None:
-    """Note the reason if the model is a mixture of experts whose router choices cannot be recorded."""
+    """If the model is a mixture of experts whose router choices cannot be recorded, note why."""
     model = trained_model(trainer)
     known = routers(model)
     if not is_mixture(model):
@@ -128,9 +128,10 @@ def tell_of_routing(session: Session, trainer: Any) -> None:
     elif session.order.routing and trainer.args.torch_compile:
         session.note(f"{_WHAT}: routers inside a compiled model cannot be read; record without torch_compile")
     elif not known:
-        session.note(f"{_WHAT}: {type(model).__name__} has no router module that chooses before its experts run")
+        session.note(f"{_WHAT}: {type(model).__name__} has no router module that runs before its experts")
     elif not session.order.routing:
         slots = sum(router.num_slots or 0 for router in known)
-        cost = f", about {6 * slots:,} bytes per token," if slots else ""
-        session.note(f"{_WHAT}: `replay --routing recorded` and routing agreement need them; record with --routing{cost}"
-                     " to keep them")  # fmt: skip
+        cost = f" (about {6 * slots:,} bytes per token)" if slots else ""
+        session.note(
+            f"{_WHAT}: `replay --routing recorded` and routing agreement need them; record with --routing{cost}"
+        )

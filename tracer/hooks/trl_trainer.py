@@ -1,4 +1,4 @@
-"""Hooks for TRL trainers that generate samples between their losses: GRPO, RLOO and subclasses.
+"""Hooks for TRL trainers that generate samples between losses: GRPO, RLOO and subclasses.
 
 Shapes: B rows in one process's generation batch, P padded prompt width, T padded response width, F reward functions.
 """
@@ -61,7 +61,7 @@ from .trl_state import Generation, Loss, Recorded, Scoring, TrainerState, TrainR
 from .trl_taps import HeadTap, routing_tap, tell_of_routing
 
 OPTIMIZER_STEPS = 5
-"""Number of steps between two recordings of optimizer statistics. They are also recorded at the first step."""
+"""Number of steps between recordings of optimizer statistics, which are also recorded at the first step."""
 
 
 def _sends_weights(trainer: Any) -> bool:
@@ -70,7 +70,7 @@ def _sends_weights(trainer: Any) -> bool:
 
 
 class TrainerHooks:
-    """Hooks around a trainer's functions. Each calls the original and returns its result."""
+    """Hooks around a trainer's functions. Each hook calls the original and returns its result."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -113,8 +113,8 @@ class TrainerHooks:
         if generation is not None and generation.split == TRAIN_SPLIT:
             if _sends_weights(trainer):
                 self.session.engine_weights.tell(generation.step)
-            # Merging an adapter in place for the engine and then unmerging it rounds the base weights, and scoring uses the
-            # rounded ones.
+            # Merging an adapter in place for the engine and unmerging it again rounds the base weights, and scoring
+            # uses the rounded weights.
             self.session.record(Part.WEIGHTS, self._keep_weights, trainer, state, adapted=True)
         if generation is not None:
             with self.session.guard("the lengths of prompts and responses"):
@@ -204,12 +204,13 @@ class TrainerHooks:
         rate, norm = call.get("learning_rate"), call.get("grad_norm")
         if is_sharded(norm) and (norm := replicated(norm)) is None:
             self.session.note(
-                "grad_norm is recorded only for steps that the trainer logs: for others each process has only its own shard (FSDP2)"
+                "grad_norm is recorded only for steps that the trainer logs; at other steps, each process knows only "
+                "the norm of its own shard (FSDP2)"
             )
         return {"learning_rate": trainer._get_learning_rate() if rate is None else rate, "grad_norm": norm}
 
     def _optimizer_statistics(self, trainer: Any) -> dict[str, Any]:
-        """Return the optimizer's statistics if they are to be recorded at this step, else an empty dict."""
+        """Return the optimizer's statistics if they are due at this step, else an empty dict."""
         step = int(trainer.state.global_step)
         if step > 1 and step % OPTIMIZER_STEPS:
             return {}
@@ -217,7 +218,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics; `only_new` does not compare values, which may be on a device."""
+        """Record new and changed metrics; with `only_new`, values are not compared, since they may be on a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}
@@ -238,7 +239,7 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the current weights when first used; `adapted` limits this to models with or without adapters."""
+        """Record the current weights when first used; `adapted` restricts this to models with or without adapters."""
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
@@ -295,16 +296,16 @@ class TrainerHooks:
             recorder.add_contract(ROLLOUT, server_contract(trainer, self._server_info(trainer)))
 
     def _server_info(self, trainer: Any) -> Any:
-        """Return a vLLM server's configuration; if it cannot be read, note that and return None."""
+        """Return a vLLM server's configuration; if it cannot be read, note this and return None."""
         try:
             return server_info(trainer)
         except (OSError, ValueError, KeyError) as error:
             self.session.note(
-                f"the configuration of the vLLM server is not recorded: the server did not return it ({error})"
+                f"the configuration of the vLLM server is not recorded, because the server did not return it ({error})"
             )
 
     def _train_rows(self, trainer: Any, state: TrainerState, call: dict[str, Any]) -> TrainRows | None:
-        """Return the rows of a scoring call if the call yields the `train` pass; None for other calls."""
+        """Return a scoring call's rows if it is the `train` pass, else None."""
         if call["model"] is getattr(trainer, "ref_model", None):
             return None
         if state.loss is not None:
@@ -318,7 +319,7 @@ class TrainerHooks:
         return None if generation.split == EVAL_SPLIT or has_train else generation.rows
 
     def _tap(self, trainer: Any, rows: TrainRows | None, call: dict[str, Any]) -> HeadTap | None:
-        """Return a head tap for a scoring call of the `train` pass with rows whose distributions are recorded."""
+        """Return a head tap for a scoring call of the `train` pass that has rows whose distributions are recorded."""
         if rows is None or not rows.captured.any():
             return None
         problem = HeadTap.problem(trainer, call["model"])
@@ -373,7 +374,8 @@ class TrainerHooks:
     ) -> None:
         logprobs, tool_mask = output.get("sampling_per_token_logps"), output.get("tool_mask")
         if logprobs is None and call is not None:
-            # RLOO discards the engine's logprobs, so they are taken from the engine call. It has all of them, or none.
+            # RLOO discards the engine's logprobs, so they are taken from the engine call, which has all of them or
+            # none.
             logprobs, tool_mask = call.logprobs(), None
             logprobs = None if any(values is None for values in logprobs) else logprobs
         if logprobs is None:
@@ -419,7 +421,7 @@ class TrainerHooks:
             read = partial(scoring_contract, trainer, source="loss", grad=True)
             contract = self.session.record(Part.CONTRACTS, state.contract, CURRENT, read)
             version = int(trainer.state.global_step)
-            # Without a separate forward pass, the `train` pass consists of the first logprobs computed in the loss.
+            # Without a separate forward pass, the first logprobs computed in the loss are the `train` pass.
             has_train = loss.recorded.train_scored[loss.rows].any()
             made = [TRAIN] if loss.recorded.batch.split == EVAL_SPLIT else [CURRENT, TRAIN]
             for pass_name in made[:-1] if has_train else made:

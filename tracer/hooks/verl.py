@@ -1,4 +1,4 @@
-"""Records verl's PPO trainers, v1 and older, on the driver: sequences, rewards, advantages, passes and metrics.
+"""Record verl's PPO trainers, v1 and older, on the driver: sequences, rewards, advantages, passes and metrics.
 
 Engines and workers are separate processes, recorded by vllm_async.py and verl_worker.py.
 """
@@ -77,15 +77,16 @@ _NOT_HOOKED = (
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
 _DUMPS_ALONE = (
-    "verl {}: only metrics are recorded, since this release's trainer has no function for an actor update; for texts and rewards, set "
-    "trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 and newer are recorded"
+    "verl {}: only metrics are recorded, since this release's trainer has no function for an actor update; for text "
+    "and rewards, set trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 "
+    "and newer are recorded"
 )
 
 _NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled tokens, without distributions (--capture {})"
 
 
 def install(session: Session, module: Any) -> Patches:
-    """Hook the trainer in a module of verl."""
+    """Hook the trainer in a verl module."""
     return _hooked(session, module.PPOTrainer, module.Tracking, _POINTS)
 
 
@@ -109,7 +110,7 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program started with `python -m` under its own name, so that Ray runs the hooked trainer from there."""
+    """Import a program that runs as `python -m` under its own name, so that Ray runs the hooked trainer from there."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +125,7 @@ def install_main(session: Session, module: Any) -> Patches:
 
 
 class TrainerHooks:
-    """Hooks around a trainer's functions. Each calls the original and returns its result."""
+    """Hooks around a trainer's functions. Each hook calls the original and returns its result."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -132,10 +133,10 @@ class TrainerHooks:
         self._flushes = False
         """True if Ray may kill this process without warning when training ends, so that records are flushed early."""
         self._is_last = False
-        """True from the training's last step on, if records are then to be flushed early."""
+        """True from training's last step on, if records are then flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """Sentence about an untested version of verl or functions missing from it; None without either."""
+        """Sentence about an untested version of verl or missing functions; None without either."""
 
     def fit(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -144,7 +145,7 @@ class TrainerHooks:
         finally:
             self._is_fitting = False
             with self.session.guard("the end of the training"):
-                self.session.recorder.flush()  # From here on, Ray may kill this process at any time.
+                self.session.recorder.flush()  # from here on, Ray may kill this process at any time
 
     def _begin(self, trainer: Any) -> None:
         self.session.begin_training()
@@ -179,7 +180,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the columns on workers' forward passes to the batch of logprobs, so that they stay with their rows."""
+        """Copy the columns about workers' forward passes to the batch of logprobs, so that they follow their rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
@@ -261,7 +262,7 @@ class TrainerHooks:
             self.session.note(_NOT_HOOKED.format(" and ".join(modules), way_out))
 
     def _record(self, trainer: Any, rows: Sequence[Row], values: Callable[[str], list[np.ndarray] | None]) -> None:
-        """Record the rows in a step. `values` returns a column of verl by name, one array per row; None if missing."""
+        """Record a step's rows. `values` returns a verl column by name, one array per row, or None if it is missing."""
         recorder, config, progress = self.session.recorder, trainer.config, progress_of(trainer)
         if not rows:
             return
@@ -285,7 +286,7 @@ class TrainerHooks:
         )
         passes = {ROLLOUT: "rollout_log_probs", TRAIN: "old_log_probs", REFERENCE: "ref_log_prob"}
         if _bypasses(config):
-            # `old_log_probs` copies the rollout here; the trainer's own logprobs are the first ones computed in the loss.
+            # Here, `old_log_probs` copies the rollout; the first logprobs computed in the loss are the trainer's own.
             del passes[TRAIN]
         for pass_name, name in passes.items():
             logprobs = values(name)
@@ -317,7 +318,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Return True if an engine's contract has the sampling settings used in training; validation may use others."""
+    """Return True if an engine's contract has the sampling settings of training; validation may use others."""
     given = contract.get("sampling") or {}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
     return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)
@@ -335,7 +336,7 @@ def _workers_not_hooked(trainer: Any) -> list[str]:
 
 
 def _told(trainer: Any) -> dict[str, Any]:
-    """Return the information that workers need about the actor's next update, such as its step and policy version."""
+    """Return what workers need to know about the actor's next update, such as its step and policy version."""
     progress = progress_of(trainer)
     return {
         "step": progress.step,
@@ -352,7 +353,7 @@ def _bypasses(config: Any) -> bool:
 
 
 def _declared_contract(folder: Path, pass_name: str, accepts: Callable[[Contract], bool]) -> Contract | None:
-    """Return the newest contract declared for a pass in the trace that `accepts` approves; None if there is none."""
+    """Return a pass's newest contract in the trace that `accepts` approves; None if there is none."""
     paths = sorted((folder / PASSES / pass_name).glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     store = Store(folder)
     contracts = (read_contract(store, pass_name, path.stem) for path in paths)

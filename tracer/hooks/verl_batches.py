@@ -1,4 +1,4 @@
-"""Reads verl: rows in the TransferQueue, RayPPOTrainer's padded tensors, steps, policy versions, rows of each forward.
+"""Read verl's rows from the TransferQueue or padded tensors, its steps, policy versions and the rows of each forward.
 
 Shapes: B rows, P padded prompt width, T response tokens in a row, or the padded response width.
 """
@@ -21,12 +21,12 @@ from .verl_contract import FSDP
 SCORED = (
     "prompts", "responses", "response_mask", "rm_scores", "rollout_log_probs", "old_log_probs", "ref_log_prob", "entropy",
 )  # fmt: skip
-"""Columns read before advantages are computed: verl's rejection later removes tokens from the mask."""
+"""Columns read before advantages are computed, since verl's rejection later removes tokens from the mask."""
 ESTIMATED = ("advantages",)
 """Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
-"""Column in the TransferQueue -> the same column of RayPPOTrainer."""
+"""Column of the TransferQueue -> the same column of RayPPOTrainer."""
 
 UPDATE_KEY = "tim_trace_update"
 """Key that recording adds to each row of an update; it tells workers the update's step and policy version."""
@@ -40,11 +40,11 @@ class Row:
     """Position of the row in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the weights that sampled the row, or of the oldest ones if several did; None if unknown."""
+    """Global step of the weights that sampled the row, or of the oldest if there were several; None if unknown."""
 
     @property
     def group_id(self) -> str:
-        """verl's uid for the prompt, shared by all of the prompt's samples."""
+        """verl's uid of the prompt, shared by all samples of the prompt."""
         uid, *rest = self.key.rsplit("_", 2)
         return uid if len(rest) == 2 else self.key
 
@@ -59,7 +59,7 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Return those of the given columns that the batch has."""
+    """Return the given columns, as far as the batch has them."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
@@ -74,7 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the one value of each row's unmasked tokens, or 0.0 without any; None if values in a row differ."""
+    """Return [B]: the single value of each row's unmasked tokens, 0.0 without any; None if a row has several."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -85,7 +85,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Return [B] finish reasons, which verl drops: `stop` after an end token, `length` at the limit, or None."""
+    """Return [B] finish reasons, which verl drops: `stop` after an end token, `length` at the limit, else None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -93,7 +93,7 @@ def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most
 
 
 def sums(values: Sequence[np.ndarray] | None) -> np.ndarray | None:
-    """Return [B]: the sum of the values in each row."""
+    """Return [B]: the sum of each row's values."""
     return None if values is None else np.array([float(row.sum()) for row in values])
 
 
@@ -109,7 +109,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the transfer behind all of them."""
+    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer they all follow."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -139,7 +139,7 @@ def padded_column(batch: Any, name: str) -> list[np.ndarray] | None:
 
 
 def ride_along(batch: Any, told: dict[str, Any]) -> None:
-    """Add the update's description and the row numbers to a batch, so that workers receive them with their rows."""
+    """Add row numbers and the update's description to a batch, so that workers receive them with their rows."""
     import torch
 
     batch.meta_info[UPDATE_KEY] = told
@@ -155,21 +155,21 @@ def get_off(batch: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Step and policy versions for the actor's next update and for the passes computed before it."""
+    """Step and policy versions of the actor's next update, and of the passes computed before it."""
 
     step: int
     version: int
-    """Number of actor updates that the trainer's weights have had."""
+    """Number of actor updates in the trainer's weights."""
     old_version: int
-    """Number of actor updates in the weights with which verl computes `old_log_probs`."""
+    """Number of actor updates in the weights that verl computes `old_log_probs` with."""
     updates_a_transfer: int
     """Number of actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0
-    """Difference between verl's transfer number and the actual number of transfers."""
+    """verl's number of a transfer minus the actual number of transfers."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates in the weights sent by a transfer. `transfer` is verl's number for it."""
+        """Return the number of actor updates in the weights sent by the transfer with verl's number `transfer`."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -180,14 +180,14 @@ def progress_of(trainer: Any) -> Progress:
     step = int(trainer.global_steps)
     updates, done = int(getattr(trainer, "parameter_sync_step", 1)), int(getattr(trainer, "local_trigger_step", 0))
     begin = (step - 1) * updates
-    # v1's separate_async computes `old_log_probs` with the weights from the beginning of the step.
+    # v1's separate_async computes `old_log_probs` with the weights from the start of the step.
     is_separate = hasattr(trainer, "standalone_checkpoint_manager")
     return Progress(
         step=step,
         version=begin + done,
         old_version=begin if is_separate else begin + done,
         updates_a_transfer=updates,
-        # OneStepOffRayTrainer transfers weights after incrementing its step counter.
+        # OneStepOffRayTrainer transfers weights after it has incremented its step counter.
         transfers_ahead=int(any(parent.__name__ == "OneStepOffRayTrainer" for parent in type(trainer).__mro__)),
         is_last=step >= int(trainer.total_training_steps) and done + 1 >= updates,
     )
@@ -208,16 +208,16 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 
 
 ROW_KEY = "tim_trace_row"
-"""Key that recording adds to a worker's batch. It holds the row indices in a shuffled micro-batch."""
+"""Key that recording adds to a worker's batch, with the row indices in a shuffled micro-batch."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Pass recorded by the driver -> column in the workers' output that holds the result of `Forwards.column`."""
+"""Pass recorded by the driver -> column of the workers' output with the result of `Forwards.column`."""
 
 
 class Forwards:
     """Forward passes of an engine call: each row's pass, position in it, number of rows, and padding after it."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
-        """`numbers` yields the numbers to give to this process's forward passes."""
+        """`numbers` yields the numbers for this process's forward passes."""
         self._engine = engine
         self._numbers = numbers
         self._of_row: dict[int, tuple[int, int, int, int]] = {}
@@ -228,7 +228,7 @@ class Forwards:
         return getattr(getattr(engine, "engine_config", None), "strategy", None) in FSDP
 
     def add(self, micro_batches: Sequence[Any], *, is_packed: bool) -> None:
-        """Store the rows in each micro-batch. Each micro-batch is one forward pass."""
+        """Store the rows of each micro-batch, which is one forward pass."""
         # The driver records rows from several processes, each of which numbers its forward passes from 0.
         rank, size = self._engine.get_data_parallel_rank(), self._engine.get_data_parallel_size()
         for part in micro_batches:
@@ -251,27 +251,27 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return [B, 4] int64: each row's forward pass, position, number of rows and padding; None if any had none."""
+        """Return [B, 4] int64: each row's forward pass, position, number of rows, padding; None if any row had none."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
         return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """Return the forward passes of the given rows; None if any row was in no forward pass."""
+        """Return the given rows' forward passes; None if any row was in none."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the number of tokens per padded row that attention sees: before verl 0.8, the loss mask's width."""
+    """Return the number of tokens per padded row that attention sees: before verl 0.8, the width of the loss mask."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}
 
 
 def forward_of(values: Sequence[np.ndarray] | None) -> Forward | None:
-    """Return the forward passes described by a worker's column, which holds an array [4] per row."""
+    """Return the forward passes described by a worker's column, which has an array [4] per row."""
     if values is None or not len(values):
         return None
     ids, places, rows, after = np.stack(values).astype(np.int64).T

@@ -1,4 +1,4 @@
-"""Contracts for verl's passes, and verl's loss, read from a worker's engine and from the run's configuration."""
+"""Contracts of verl's passes, and verl's loss, read from a worker's engine and from the run's configuration."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ENGINE = (
 """Settings in a worker's engine configuration, FSDP or Megatron, that can change a logprob."""
 
 FSDP = ("fsdp", "fsdp2")
-"""Names of verl's strategies that cast parameters to the forward pass's dtype."""
+"""verl's strategies that cast parameters to the forward pass's dtype."""
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""verl's name for a dtype -> torch's name."""
+"""verl's name of a dtype -> torch's name."""
 
 _AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -34,10 +34,10 @@ _KL_TYPES = ("low_var_kl", "k3")
 
 
 def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float | None, dtype: Any) -> Contract:
-    """Return the settings that determine the logprobs computed by a worker's engine.
+    """Return the settings behind the logprobs computed by a worker's engine.
 
-    `source` is `recomputed` for a separate forward pass before the loss, or `loss` for the forward pass inside the
-    loss. `dtype` is the logprobs' dtype. It matters, since near -4 nats bfloat16 values are 0.031 nats apart.
+    `source` is `recomputed` for a separate forward pass before the loss, or `loss` for the one in the loss. `dtype` is
+    the logprobs' dtype. It matters, since near -4 nats bfloat16 values are 0.031 nats apart.
     """
     settings = engine.engine_config
     model = _model(engine)
@@ -45,11 +45,11 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     rows, tokens = kind if grad else tuple(f"infer_{name}" for name in kind)
     is_fsdp = getattr(settings, "strategy", None) in FSDP
     cast = parameters = str(getattr(engine, "_autocast_dtype", None)).removeprefix("torch.")
-    if is_fsdp and cast == "None":  # verl 0.7 autocasts to bfloat16, even if the parameters are cast to another dtype.
+    if is_fsdp and cast == "None":  # verl 0.7 autocasts to bfloat16 even if parameters are cast to another dtype
         precision = (getattr(settings, "mixed_precision", None) or {}).get("param_dtype", "bf16")
         cast, parameters = "bfloat16", _PRECISIONS.get(precision, precision)
     casts = {"parameters_dtype": parameters} if is_fsdp else {}
-    autocast = None if cast in ("None", "float32") else cast  # verl does not use autocast in these cases.
+    autocast = None if cast in ("None", "float32") else cast  # verl does not use autocast in these cases
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -75,7 +75,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
 
 
 def configured_contract(config: Any) -> Contract:
-    """Return the trainer's contract derived from the run's configuration, for use if no worker declared one."""
+    """Return the trainer's contract derived from the run's configuration, for runs in which no worker declared one."""
     return {
         "engine": "verl",
         "engine_version": version("verl"),
@@ -87,7 +87,7 @@ def configured_contract(config: Any) -> Contract:
 
 
 def configured_rollout(config: Any) -> Contract:
-    """Return the engine's contract derived from the run's configuration, for use if the engine declared none."""
+    """Return the engine's contract derived from the run's configuration, for runs in which the engine declared none."""
     rollout = config.actor_rollout_ref.rollout
     return {
         "engine": rollout.name,
@@ -117,7 +117,7 @@ def model_identity(engine: Any) -> dict[str, Any]:
 
 
 def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
-    """Return the policy's loss (None if unknown), and settings for which `Loss` has no field."""
+    """Return the policy's loss (None if unknown), and the settings for which `Loss` has no field."""
     actor, correction = config.actor_rollout_ref.actor, config.algorithm.get("rollout_correction") or {}
     mode, aggregation = actor.policy_loss.get("loss_mode", "vanilla"), _AGGREGATIONS.get(actor.loss_agg_mode)
     if mode not in ("vanilla", "gspo") or aggregation is None:
@@ -147,7 +147,7 @@ def policy_loss(config: Any) -> tuple[Loss | None, dict[str, Any]]:
 
 
 def _model(engine: Any) -> Any:
-    """Return the engine's model. Under Megatron's virtual pipeline parallelism, return the model's first chunk."""
+    """Return the engine's model; under Megatron's virtual pipeline parallelism, the model's first chunk."""
     return engine.module[0] if isinstance(engine.module, (list, tuple)) else engine.module
 
 

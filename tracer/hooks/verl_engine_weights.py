@@ -1,7 +1,6 @@
-"""Compares the weights of verl's engine with the trainer's, in the worker that trains them and sends them to the
-engine.
+"""Compare the weights of verl's engine with the trainer's, in the worker that trains and sends them.
 
-The engine is another process on the same machine. It computes digests of its own copy when the worker asks for them.
+The engine is another process on the same machine, which computes digests of its own copy when the worker asks for them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .session import Session
 from .verl_contract import FSDP
 
 ASKED = "tim_trace_digests"
-"""Name of the function that recording adds to vLLM's worker; it writes digests of the weights that worker holds."""
+"""Name of the function that recording adds to vLLM's worker; it writes digests of the weights that the worker holds."""
 
 NAIVE = "naive"
 """Name of verl's weight transfer to an engine on the same devices."""
@@ -32,23 +31,23 @@ _APART = (
 )
 _ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
 _STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own names and shards"
-_NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to it are recorded"
+_NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to it are still recorded"
 
 
 class VerlEngineWeights(EngineWeights):
-    """Compares one verl worker's weights with its engine's. Weights are read only during transfers."""
+    """Compares the weights of one verl worker with its engine's. Weights are read only during transfers."""
 
     def __init__(self, session: Session):
         super().__init__(session)
         self._engine: Any = None
-        """verl's training engine while a weight transfer is running, else None."""
+        """verl's training engine during a weight transfer, else None."""
         self._newest: Any = None
-        """Training engine in the newest weight transfer, until the comparison is recorded; then None."""
+        """Training engine of the newest weight transfer until the comparison is recorded, else None."""
         self._found: dict[str, int] = {}
         self._reads_held = True
 
     async def transfer(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a weight transfer. Take digests of the trainer's weights before it, and of the engine's weights after it."""
+        """Run a weight transfer; take digests of the trainer's weights before it and of the engine's after it."""
         self._start(worker)
         try:
             result = await original(worker, *args, **kwargs)
@@ -59,7 +58,7 @@ class VerlEngineWeights(EngineWeights):
         return result
 
     def give(self, original: Original, adapter: Any, *args: Any, **kwargs: Any) -> Any:
-        """Pass on the weights sent to the engine, taking a digest of each."""
+        """Pass on the weights sent to the engine, and take a digest of each."""
         if self._engine is not None and self.is_on:
             if args:
                 args = (self.heard(args[0]), *args[1:])
@@ -106,7 +105,7 @@ class VerlEngineWeights(EngineWeights):
             self._engine = self._newest = self._trainer = engine
 
     async def _look(self, worker: Any) -> None:
-        """Ask the engine for digests of the weights it holds, if they are to be read after this transfer."""
+        """Ask the engine for digests of the weights that it holds, if they are due after this transfer."""
         with self._guard():
             own = read_digests(self._own)
             self._last |= read_digests(self._given)
@@ -127,13 +126,13 @@ class VerlEngineWeights(EngineWeights):
 
 
 def install(session: Session, module: Any) -> None:
-    """Add a function to vLLM's workers that writes digests of the weights they hold."""
+    """Add a function to vLLM's workers that writes digests of the weights that they hold."""
     if session.order.engine_weights != NONE:
         setattr(module.vLLMColocateWorkerExtension, ASKED, _write_digests)
 
 
 def _write_digests(worker: Any, path: str, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Write digests of the model's weights to a file. Runs in every vLLM worker; only rank 0 writes."""
+    """Write digests of the model's weights to a file. Every vLLM worker runs this, but only rank 0 writes."""
     if worker.rank:
         return
     model, dtype = worker.model_runner.model, worker.model_runner.vllm_config.model_config.dtype
@@ -151,7 +150,7 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 
 def _why_not(worker: Any) -> str | None:
-    """Return the reason why a worker's engine cannot be compared; None if it can."""
+    """Return why a worker's engine cannot be compared; None if it can."""
     backend = worker.config.rollout.checkpoint_engine.backend
     if not hasattr(worker, "rollout") or backend != NAIVE:
         return _APART.format(backend)
@@ -173,9 +172,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield an unsharded model's tensors under the names that verl uses to send them, in the form of
-    `trainer_tensors`.
-    """
+    """Yield an unsharded model's tensors like `trainer_tensors`, under the names that verl sends them with."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

@@ -1,4 +1,4 @@
-"""Records verl's workers: the logprobs computed in the loss, and the settings that determine a worker's logprobs.
+"""Record verl's workers: the logprobs computed in the loss, and the settings behind a worker's logprobs.
 
 Shapes: B rows that this worker trains on in one update, T padded response width.
 """
@@ -28,9 +28,12 @@ from .verl_engine_weights import VerlEngineWeights
 
 _COMPOSITION = "which rows of verl's passes shared a forward"
 
-_BLIND = "in verl {}, attention sees only the first {} tokens of a padded row: set actor_rollout_ref.model.use_remove_padding=True"
+_BLIND = (
+    "in verl {}, attention sees only the first {} tokens of a padded row; set "
+    "actor_rollout_ref.model.use_remove_padding=True"
+)
 _OTHER_STRATEGY = (
-    "weights are not recorded: verl's strategy {} uses its own names and shards; replaying needs them: have verl "
+    "weights are not recorded: verl's strategy {} uses its own names and shards; replaying needs them: let verl "
     "save them with hf_model in actor.checkpoint.save_contents, and after the run attach each version's folder: "
     "tim-trace weights RUN --attach VERSION CHECKPOINTS/global_step_N/actor/huggingface"
 )
@@ -38,7 +41,7 @@ _OTHER_STRATEGY = (
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """Rows that one worker trains on in a single actor update."""
+    """The rows that a worker trains on in one actor update."""
 
     batch: Batch
     lengths: np.ndarray
@@ -47,7 +50,7 @@ class Update:
     """Index of a row in verl's batch -> its index in `batch`, which leaves out verl's padding rows."""
     policy_version: int
     is_last: bool
-    """True if this is the last update in the training."""
+    """True if this is the last update of the training."""
     is_train: bool
     """True if the loss's first logprobs are the `train` pass, since verl computes none before the loss."""
     num_mini_batches: int = 0
@@ -84,12 +87,12 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class WorkerHooks:
-    """Hooks around a worker's functions. Each calls the original and returns its result."""
+    """Hooks around a worker's functions. Each hook calls the original and returns its result."""
 
     def __init__(self, session: Session):
         self.session = session
         self.account = VerlEngineWeights(session)
-        """Comparison between this worker's weights and those of the engine that receives them."""
+        """Comparison of this worker's weights with those of the engine that receives them."""
         self._update: Update | None = None
         self._is_training = False
         self._declared: set[str] = set()
@@ -100,7 +103,7 @@ class WorkerHooks:
         """Forward passes in the training engine's current call; None outside a call."""
         self._attended: dict[str, int] = {}
         self._numbers = count()
-        """Iterator over the numbers given to this process's forward passes."""
+        """Iterator over the numbers of this process's forward passes."""
 
     def fetch(self, original: Original, meta: Any, *args: Any, **kwargs: Any) -> Any:
         """Fetch an update's rows from the TransferQueue, and add row numbers to them."""
@@ -115,7 +118,7 @@ class WorkerHooks:
 
     def update(self, original: Original, worker: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
         told = plain(data.get(UPDATE_KEY, None)) if hasattr(data, "batch_size") else None
-        if told is not None:  # verl's older trainer passes the rows themselves, not their keys.
+        if told is not None:  # verl's older trainer passes the rows themselves, not their keys
             data.pop(UPDATE_KEY)
             if self.session.is_recording:
                 with self.session.guard("current logprobs"):
@@ -132,14 +135,14 @@ class WorkerHooks:
             self._update = None
             self._forwards = None
             if update is not None and update.is_last:
-                self.session.seal()  # Ray may kill workers at any time.
+                self.session.seal()  # Ray may kill workers at any time
             elif update is not None:
                 with self.session.guard("current logprobs"):
                     self.session.recorder.flush(weights=False)
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Only from here on are parameters certain to be loaded, since param_offload may have moved them away.
+            # Only from here on are parameters sure to be loaded, since param_offload may have moved them away.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)
@@ -175,7 +178,7 @@ class WorkerHooks:
             if is_heard:
                 data.pop(ROW_KEY, None)
         if self._scoring is not None and output is not None and self.session.is_recording:
-            # The actor with its adapter disabled serves as the reference model.
+            # The actor with its adapter disabled is the reference model.
             pass_name = REFERENCE if plain(asked["no_lora_adapter"]) else self._scoring
             with self.session.guard("the contract of the trainer's logprobs"):
                 self._declare(worker.engine, pass_name, plain(asked["temperature"]), output["log_probs"].dtype)
@@ -183,12 +186,12 @@ class WorkerHooks:
                 with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
                     column = forwards.column(output.batch_size[0])
                     if column is not None:
-                        # The driver records this pass, and reads this column for it.
+                        # The driver records this pass and reads this column for it.
                         output[FORWARD_KEYS[pass_name]] = column
         return output
 
     def micro_batches(self, original: Original, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Split a batch into micro-batches, and store which rows each micro-batch holds."""
+        """Split a batch into micro-batches, and store which rows each of them has."""
         made = original(data, *args, **kwargs)
         if self._forwards is not None:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):
@@ -201,7 +204,7 @@ class WorkerHooks:
         return made
 
     def _listen(self, engine: Any) -> None:
-        """Start storing the rows in each forward pass, if the engine pads rows as verl's FSDP engine does."""
+        """Start storing the rows of each forward pass, if the engine pads rows like verl's FSDP engine."""
         if Forwards.are_known(engine):
             self._forwards = Forwards(engine, self._numbers)
 
@@ -276,7 +279,7 @@ class WorkerHooks:
                 dtype=output["log_probs"].dtype,
             ) | self._attended  # fmt: skip
             if update.is_train and not update.engine.get_data_parallel_rank():
-                recorder.describe(model=model_identity(update.engine))  # No earlier pass has described this engine.
+                recorder.describe(model=model_identity(update.engine))  # no earlier pass has described this engine
         for pass_name in (CURRENT, TRAIN) if is_first else (CURRENT,):
             recorder.add_contract(pass_name, self._contract)
             recorder.add_scores(
@@ -286,13 +289,13 @@ class WorkerHooks:
                 logprobs=logprobs_BT,
                 entropy=entropy_BT,
                 attention_mask=right_padded(logprobs_BT.shape[1], update.lengths[numbers[kept]]),
-                # Weights change at each mini-batch within an update, but policy versions count whole updates.
+                # Weights change with each mini-batch of an update, but policy versions count whole updates.
                 policy_version=update.policy_version if update.num_mini_batches == 0 else None,
                 forward=None if self._forwards is None else self._forwards.of(numbers[kept].tolist()),
             )
 
     def _declare(self, engine: Any, pass_name: str, temperature: Any, dtype: Any) -> None:
-        """Record, once and in one process, the contract for a pass that the driver records."""
+        """Record, once and in one process, the contract of a pass that the driver records."""
         if pass_name in self._declared:
             return
         self._declared.add(pass_name)
@@ -311,7 +314,7 @@ _hooks_of = lru_cache(maxsize=1)(WorkerHooks)
 
 
 def keys_of(meta: Any) -> list[str]:
-    """Return the keys of a worker's rows. They are read from the TransferQueue if the driver did not pass them."""
+    """Return the keys of a worker's rows; they are read from the TransferQueue if the driver did not pass them."""
     if hasattr(meta, "keys"):
         return list(meta.keys)
     from verl.utils.transferqueue_utils import batch_meta2kv_batch_meta
@@ -326,5 +329,5 @@ def _arange(length: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return the plain Python value behind a TensorDict's non-tensor entry."""
+    """Return the plain Python value of a TensorDict's non-tensor entry."""
     return getattr(value, "data", value)

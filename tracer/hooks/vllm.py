@@ -1,4 +1,4 @@
-"""Records vLLM's offline engine, in the process that calls `LLM.generate` or `LLM.chat`.
+"""Record vLLM's offline engine, in the process that calls `LLM.generate` or `LLM.chat`.
 
 Shapes: T response tokens, K tokens kept per position, V vocabulary size.
 """
@@ -30,15 +30,15 @@ _POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Functions of `LLM` that also sample, but whose samples are not recorded."""
+"""Functions of `LLM` that also sample, but are not recorded."""
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "
     "which needs Triton, and tim-trace does not read them yet; the trainer's router choices are recorded"
 )
-_NO_TOKENIZER = "the trace has no tokenizer, so tokens are shown as ids: the engine has none (skip_tokenizer_init)"
+_NO_TOKENIZER = "the trace has no tokenizer, because the engine has none (skip_tokenizer_init); tokens are shown as ids"
 EMBEDDED = (
-    "rollouts of prompts that are given as embeddings (prompt_embeds) are not recorded: their token ids are unknown"
+    "rollouts of prompts given as embeddings (prompt_embeds) are not recorded, because their token ids are unknown"
 )
 
 
@@ -52,7 +52,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, told: Callable[[str], None]) -> Patches:
-    """Hook an engine's functions; `told` is called with a sentence if this version of vLLM was not tested."""
+    """Hook an engine's functions; `told` is called with a sentence if this version of vLLM is untested."""
     import vllm
 
     session.hooks["vllm"], patches = vllm.__version__, Patches()
@@ -63,7 +63,7 @@ def hooked(session: Session, engine: type, hooks: EngineHooks, points: Points, t
 
 
 class EngineHooks:
-    """Base class for hooks around vLLM's engines. Callers get the same results as without hooks."""
+    """Base class of hooks around vLLM's engines. Callers get the same results as without hooks."""
 
     def __init__(self, session: Session):
         self.session = session
@@ -78,7 +78,7 @@ class EngineHooks:
         return self._contracts[key], is_new
 
     def _describe(self, config: Any, get_tokenizer: Callable[[], Any]) -> None:
-        """Record the run's description once, if no trainer does so. `config` is the engine's model_config."""
+        """Record the run's description, once, if no trainer does. `config` is the engine's model_config."""
         if not self._described:
             self._described = True
             self.session.record(Part.TEXTS, self._describe_engine, config, get_tokenizer)
@@ -132,7 +132,7 @@ class OfflineHooks(EngineHooks):
 
     def tell_of(self, name: str, original: Original, llm: Any, *args: Any, **kwargs: Any) -> Any:
         if self.session.is_recording:
-            self.session.note(f"rollouts of LLM.{name} are not recorded; those of LLM.generate and LLM.chat are")
+            self.session.note(f"rollouts of LLM.{name} are not recorded; use LLM.generate or LLM.chat")
         return original(llm, *args, **kwargs)
 
     def _ask(
@@ -164,7 +164,7 @@ class OfflineHooks(EngineHooks):
         return call, [wish for _, wish in both]
 
     def _captured(self, rows: int) -> list[bool]:
-        """Return one bool per prompt in a call: True if the prompt's distributions are recorded."""
+        """Return one bool per prompt of a call: True if its distributions are recorded."""
         capture = self.session.capture
         generation: Generation | None = self.session.generation
         if not capture.dense:
@@ -173,8 +173,8 @@ class OfflineHooks(EngineHooks):
             return [capture.selects(self.session.num_engine_steps + 1, f"{row}-0") for row in range(rows)]
         if generation.engine_calls or len(generation.captured) != rows:
             self.session.note(
-                "rollout distributions are captured only if one engine call returns exactly a process's rows: not with "
-                "tools, several turns, or vLLM's tensor parallelism"
+                "rollout distributions are captured only if one engine call returns exactly a process's rows, so not "
+                "with tools, several turns, or vLLM's tensor parallelism"
             )
             return [False] * rows
         return [bool(keep) for keep in generation.captured]
@@ -216,7 +216,7 @@ def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[An
 
 
 def has_embeddings(prompts: Any) -> bool:
-    """Return True if any of a call's prompts is given as embeddings."""
+    """Return True if any prompt of a call is given as embeddings."""
     given = prompts if isinstance(prompts, (list, tuple)) else (prompts,)
     mappings = {kind for kind in set(map(type, given)) if issubclass(kind, Mapping)}
     return any(type(prompt) in mappings and prompt.get("prompt_embeds") is not None for prompt in given)

@@ -1,7 +1,6 @@
-"""Records vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
+"""Record vLLM's serving engine, in the process that calls `AsyncLLM.generate`.
 
-Under verl, the driver records the sequences; the engine's process only records the contract that their logprobs were
-computed under.
+Under verl, the driver records the sequences, and the engine's process records only the contract behind their logprobs.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from .vllm import EMBEDDED, EngineHooks, has_embeddings, hooked
 from .vllm_contract import Conditions, async_contract, sampling_settings
 
 ABORT, ERROR = "abort", "error"
-"""vLLM's finish reasons for a request that its caller aborted, or that an error ended."""
+"""vLLM's finish reasons for a request that its caller aborted, or that ended with an error."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls by which a caller changes the engine's model. verl uses one to exclude vocabulary padding from the softmax."""
+"""Calls with which a caller changes the engine's model; verl excludes vocabulary padding from the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
-"""Module whose import shows that verl samples in this process."""
+"""Module whose import means that verl samples in this process."""
 
 _POINTS = {
     "__init__": ("init", "room for captured distributions"),
@@ -39,14 +38,14 @@ _POINTS = {
     "collective_rpc": ("collective_rpc", "how the caller changed the engine's model"),
 }
 
-_STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded: their prompt keeps growing"
+_STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded, because their prompt keeps growing"
 _BARE = (
     "logprobs of AsyncLLM.generate are not recorded if the prompt is an EngineCoreRequest that requests no logprobs, "
     "because it carries its own sampling parameters"
 )
 _LOST = (
-    "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or an error) before the caller "
-    "received any token"
+    "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or with an error) before the "
+    "caller received any token"
 )
 
 
@@ -56,7 +55,7 @@ def install(session: Session, module: Any) -> Patches:
 
 
 class AsyncEngineHooks(EngineHooks):
-    """Hooks around `AsyncLLM`. A step begins with a request that arrives while no other is running."""
+    """Hooks around `AsyncLLM`. A request that arrives while no other is running begins a new step."""
 
     def __init__(self, session: Session):
         super().__init__(session)
@@ -77,7 +76,7 @@ class AsyncEngineHooks(EngineHooks):
             return original(engine, *args, **kwargs)
         try:
             call = arguments(original, engine, *args, **kwargs)
-        except TypeError:  # The caller's arguments are wrong: the original function raises the error.
+        except TypeError:  # the caller's arguments are wrong, so the original function raises the error
             return original(engine, *args, **kwargs)
         if _is_verl():
             with self.session.guard("the contract of vLLM's rollouts"):
@@ -94,7 +93,7 @@ class AsyncEngineHooks(EngineHooks):
         return original(engine, *args, **kwargs)
 
     async def _recorded(self, original: Original, engine: Any, call: dict[str, Any]) -> AsyncGenerator[Any, None]:
-        """Yield the engine's outputs to the caller, and record the request when it has ended."""
+        """Yield the engine's outputs to the caller, and record the request once it has ended."""
         request: AsyncRequest | None = None
         with self.session.guard("vLLM's rollouts"):
             call, request = self._begin(call)
@@ -120,7 +119,7 @@ class AsyncEngineHooks(EngineHooks):
             await outputs.aclose()
 
     def _begin(self, call: dict[str, Any]) -> tuple[dict[str, Any], AsyncRequest | None]:
-        """Return the call, changed to request the logprobs or distributions to record, with the request to record."""
+        """Return the call, changed to request the logprobs or distributions to record, and the request to record."""
         prompt, params, name = call["prompt"], call["sampling_params"], str(call["request_id"])
         if isinstance(prompt, AsyncGenerator):
             self.session.note(_STREAMED)
@@ -186,7 +185,7 @@ class AsyncEngineHooks(EngineHooks):
 
 @dataclass(slots=True, kw_only=True)
 class GivenCompletion:
-    """The part of one completion that the caller has received: delta outputs append to it, others replace it."""
+    """What the caller has received of one completion: delta outputs append to it, other outputs replace it."""
 
     index: int
     num_tokens: int = 0
@@ -205,7 +204,7 @@ class GivenCompletion:
         return None if self.positions is None else self.positions[: self.num_tokens]
 
     def add(self, completion: Any, logprobs: Any) -> None:
-        """Append the tokens in a delta output, and the engine's logprobs for them."""
+        """Append a delta output's tokens, and the engine's logprobs for them."""
         self.tokens = [*self.tokens] if self.num_tokens == 0 else self.tokens
         self.tokens.extend(completion.token_ids)
         if logprobs is not None:
@@ -214,7 +213,7 @@ class GivenCompletion:
         self.num_tokens = len(self.tokens)
 
     def replace(self, completion: Any, logprobs: Any) -> None:
-        """Replace the completion's tokens and the engine's logprobs by those in an output."""
+        """Replace the completion's tokens, and the engine's logprobs, with those of an output."""
         self.tokens, self.positions, self.num_tokens = completion.token_ids, logprobs, len(completion.token_ids)
 
 
@@ -231,7 +230,7 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add the completions in an output, each `given` with the engine's logprobs, to those received earlier."""
+        """Add an output's completions, each `given` with the engine's logprobs, to those received earlier."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))

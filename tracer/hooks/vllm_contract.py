@@ -1,4 +1,4 @@
-"""The contract for a vLLM rollout, read from the engine."""
+"""The contract of a vLLM rollout, read from the engine."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Sampling settings that can differ between requests to a serving engine, so they are left out of its contract."""
+"""Sampling settings that may differ between requests to a serving engine, so its contract leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """Properties of an engine call's requests, other than sampling settings, that affect the logprobs."""
+    """Properties of an engine call's requests, apart from sampling settings, that affect logprobs."""
 
     adapters: tuple[tuple[str, int, str], ...] = ()
     """Name, number and path of each LoRA adapter."""
@@ -55,7 +55,7 @@ class Conditions:
 
     @classmethod
     def of(cls, params: Iterable[Any], lora_requests: Any) -> Conditions:
-        """Return the conditions of a call; `lora_requests` is None, one request, or one per prompt."""
+        """Return a call's conditions; `lora_requests` is None, one request, or one per prompt."""
         given = lora_requests if isinstance(lora_requests, (list, tuple)) else [lora_requests]
         named = ((str(one.lora_name), int(one.lora_int_id), str(one.lora_path)) for one in given if one is not None)
         has_grammar = any(getattr(one, "structured_outputs", None) is not None for one in params)
@@ -63,9 +63,10 @@ class Conditions:
 
     @property
     def sentences(self) -> list[str]:
-        """Return one sentence for each property of these requests that is not recorded."""
+        """Return a sentence for each property of these requests that is not recorded."""
         found = [
-            f"weights of the LoRA adapter {name} of vLLM's requests are not recorded: the rollouts' contract has its name and path"
+            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract has its "
+            "name and path"
             for name, _, _ in self.adapters
         ]
         return found + [_GRAMMAR] * self.has_grammar
@@ -78,7 +79,7 @@ class Conditions:
 
 
 _GRAMMAR = (
-    "logprobs over the whole vocabulary are not recorded for rollouts with structured outputs: vLLM returns logprobs "
+    "logprobs over the full vocabulary are not recorded for rollouts with structured outputs: vLLM returns logprobs "
     "over the tokens that the grammar allows, so d includes the effect of the grammar"
 )
 
@@ -97,11 +98,11 @@ def engine_contract(llm: Any, arguments: Mapping[str, Any], params: Any, conditi
 def async_contract(
     engine: Any, params: Any, model_patches: Sequence[Mapping[str, Any]], conditions: Conditions
 ) -> Contract:
-    """Return the settings that determine the logprobs from vLLM's serving engine.
+    """Return the settings behind the logprobs of vLLM's serving engine.
 
     The engine runs in other processes, so its kernels are unknown.
 
-    `model_patches` are the calls by which the caller changed the engine's model. Settings that can differ between
+    `model_patches` are the calls with which the caller changed the engine's model. Settings that may differ between
     requests are left out.
     """
     return _contract(engine.vllm_config, "vllm.AsyncLLM.generate", conditions) | {
@@ -177,7 +178,7 @@ def attention_backends(llm: Any) -> list[str] | None:
 
 
 def _device(config: Any) -> str | None:
-    """Return the device, a GPU's name from vLLM: torch would initialize CUDA, after which no process can fork."""
+    """Return the device; a GPU's name comes from vLLM, since torch would initialise CUDA and prevent forks."""
     import torch
 
     device = getattr(getattr(config, "device_config", None), "device", None)
@@ -185,6 +186,6 @@ def _device(config: Any) -> str | None:
         return None if device is None else environment.device_name(device)
     from vllm.platforms import current_platform
 
-    if type(current_platform).__name__.startswith("NonNvml"):  # On Jetson, vLLM gets the name from torch.
+    if type(current_platform).__name__.startswith("NonNvml"):  # on Jetson, vLLM gets the name from torch
         return "cuda"
     return f"cuda {current_platform.get_device_name(torch.device(device).index or 0)}"

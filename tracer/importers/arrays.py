@@ -16,7 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""Torch dtype name -> NumPy dtype name. NumPy lacks bfloat16, so bfloat16 values are converted to float32, without loss."""
+"""Torch dtype name -> NumPy dtype name. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
 NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -72,7 +72,7 @@ class NumpyArray:
         """Return the array, as a view if possible. Raises NotPlain if its bytes do not match its shape."""
         if isinstance(self._bytes, list):
             if self._dtype.text[:1] != "O" or len(self._bytes) != math.prod(self._shape):
-                raise NotPlain("a NumPy array with a number of objects that does not fit its shape")
+                raise NotPlain("a NumPy array whose number of objects does not match its shape")
             found = np.empty(len(self._bytes), object)
             for place, item in enumerate(self._bytes):
                 found[place] = item
@@ -112,12 +112,12 @@ class Tensor:
     def _made(self) -> np.ndarray:
         name, content = self._dtype or self._storage.dtype, self._storage.content
         if content is None or name not in TORCH_DTYPES:
-            raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor without its bytes")
+            raise NotPlain(f"unsupported tensor dtype {name}" if content else "a tensor without data")
         dtype = NUMPY_DTYPES[name]
         count = math.prod(self._shape)
         last = self._offset + sum((n - 1) * step for n, step in zip(self._shape, self._strides, strict=True))
         if count and last >= len(content) // dtype.itemsize:
-            raise NotPlain("a tensor that extends past the end of its bytes")
+            raise NotPlain("a tensor that extends past the end of its data")
         self._budget.take(count * max(dtype.itemsize, 4))
         if not count:
             return np.empty(self._shape, np.float32 if name == "bfloat16" else dtype)
@@ -127,7 +127,7 @@ class Tensor:
 
 
 HELD = (NumpyArray, Tensor)
-"""Stand-ins of arrays, whose bytes may be read after the object is created."""
+"""Stand-ins for arrays; an array's bytes may be read after its stand-in is created."""
 
 
 class Shell:
@@ -148,7 +148,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape, or strides, as a tuple. Raises NotPlain if the value is not a valid shape."""
+    """Return a shape, or strides, as a tuple. Raises NotPlain for an invalid value."""
     if not isinstance(shape, (tuple, list)) or len(shape) > MAX_DIMENSIONS:
         raise NotPlain("invalid array shape")
     for size in shape:
@@ -165,7 +165,7 @@ def shaped(content: Bytes, dtype: np.dtype, shape: tuple[int, ...], *, fortran: 
 
 
 def raw_tensor(dtype: Any, shape: Any, content: Any) -> np.ndarray:
-    """Return a tensor that was saved as dtype name, shape and bytes. Raises NotPlain if one of them is invalid."""
+    """Return a tensor that was saved as a dtype name, a shape and bytes. Raises NotPlain if any of them is invalid."""
     if isinstance(content, HELD):
         content = bytes_of(content.array())
     name = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
@@ -183,7 +183,7 @@ def bytes_of(array: np.ndarray) -> Bytes:
 
 
 def settled(value: Any) -> Any:
-    """Return a value from a dump, with stand-ins for arrays converted to arrays."""
+    """Return a value from a dump, with stand-ins converted to arrays."""
     return value.array() if isinstance(value, HELD) else value
 
 
@@ -226,7 +226,7 @@ def _text(*parts: Any) -> str:
 
 
 def not_called(*_: Any) -> Any:
-    """Stand for a name that files reference but never call."""
+    """Stand in for a name that files reference but never call."""
     raise NotPlain("it calls a name that may only be referenced")
 
 
@@ -257,4 +257,4 @@ PLAIN = {
     ("torch", "Size"): Known(checked_shape),
     ("torch", "device"): Known(_text),
 }
-"""(module, name) -> stand-in, for names that occur in the pickles of every framework."""
+"""(module, name) -> stand-in, for names that occur in every framework's pickles."""

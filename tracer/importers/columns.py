@@ -1,4 +1,4 @@
-"""Rows read from a file to import, their selection, and the conversion of their columns to the trace's types.
+"""Rows read from an imported file, their selection, and the conversion of their columns to the trace's types.
 
 Shapes: B rows in a batch.
 """
@@ -24,19 +24,20 @@ from .kinds import SCORE, STEP, TEXT, WRONG, Kind, WrongValues, first_wrong, pla
 
 
 class Columns:
-    """Columns of the imported rows, by the trace's column names. Reading a missing column gives None."""
+    """The imported rows' columns, by trace column name; a missing column is None."""
 
     def __init__(self, arrays: Mapping[str, pa.Array], num_rows: int, routing: Sequence[np.ndarray | None] = ()):
         self._arrays = arrays
         self.num_rows = num_rows
         self.routing = routing or [None] * num_rows
-        """[B] router choices per row, in the format of RowBatch.routing."""
+        """[B] router choices per row, in the same format as RowBatch.routing."""
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Read a batch's columns, renamed by `names` (file's name -> trace's name), and convert each according to its kind.
+        """Read a batch's columns, rename them by `names` (file's name -> trace's name), and convert each according to
+        its kind.
 
-        Raises ImportFailed, naming the file, column, type and first invalid row.
+        Raises ImportFailed with the file, column, type and first invalid row.
         """
         arrays = {}
         for theirs, values in rows.columns.items():
@@ -48,7 +49,7 @@ class Columns:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """Select some rows, in the given order; return `self` if that is every row in order."""
+        """Select rows in the given order; return `self` if that is every row in order."""
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
@@ -56,7 +57,7 @@ class Columns:
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
-        """Return [B] bool: True where a column is not NULL; all False if the column is missing."""
+        """Return [B] bool: True where the column is not NULL; all False if it is missing."""
         array = self[name]
         if array is None:
             return np.zeros(self.num_rows, bool)
@@ -68,12 +69,12 @@ class Columns:
         return array is not None and bool(pa.types.is_list(array.type))
 
     def list(self, name: str) -> list[Any] | None:
-        """Return a column as Python values; None if it is missing."""
+        """Return a column as Python values; None if the column is missing."""
         array = self[name]
         return None if array is None else array.to_pylist()
 
     def ragged(self, name: str) -> Ragged | None:
-        """Return a list column as ragged values, NULL lists as empty ones; None if it is missing or all NULL."""
+        """Return a list column as ragged values, with NULL lists empty; None if it is missing or all NULL."""
         array = self[name]
         if array is None or array.null_count == len(array):
             return None
@@ -99,7 +100,7 @@ def _read(rows: RowBatch, values: pa.Array | Sequence[Any], theirs: str, ours: s
 
 
 def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
-    """Convert Python values to Arrow with its type inference or, for a mixture of types, according to `kind`."""
+    """Convert Python values to Arrow by type inference or, for mixed types, according to `kind`."""
     try:
         array = pa.array(values)
         element = array.type.value_type if pa.types.is_list(array.type) else array.type
@@ -111,7 +112,7 @@ def _array(values: Sequence[Any], kind: Kind) -> pa.Array:
 
 
 def _has_flags(values: Sequence[Any]) -> bool:
-    """Return True if a value is a boolean, which Arrow would convert to 1.0 or 0.0 among numbers."""
+    """Return True if any value is a boolean, which Arrow would convert to 1.0 or 0.0 among numbers."""
     kinds = set(map(type, values))
     return bool in kinds or (
         list in kinds and any(bool in set(map(type, value)) for value in values if type(value) is list)
@@ -119,12 +120,12 @@ def _has_flags(values: Sequence[Any]) -> bool:
 
 
 def wrong(rows: RowBatch, given: Any, type: str, theirs: str, ours: str, kind: Kind) -> ImportFailed:
-    """Return the error for a column, naming the first value that is invalid for `kind`."""
+    """Return the error for a column, with the first value that is invalid for `kind`."""
     values = _listed(rows, given, theirs)
     row = first_wrong(values, kind)
     name = repr(ours) if theirs == ours else f"{theirs!r} (mapped to {ours!r})"
     found = "" if row is None else f" ({rows.place(row)}{_odd(values[row], kind)})"
-    return ImportFailed(f"{rows.file}: column {name} holds {type}; each row needs {kind.wants}{found}")
+    return ImportFailed(f"{rows.file}: column {name} contains {type}; each row needs {kind.wants}{found}")
 
 
 def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
@@ -132,12 +133,12 @@ def _listed(rows: RowBatch, given: Any, theirs: str) -> Any:
     try:
         return given.to_pylist() if isinstance(given, pa.Array) else given
     except UnicodeDecodeError as error:
-        reason = f"holds bytes that are not valid UTF-8 ({error.reason})"
+        reason = f"contains bytes that are not valid UTF-8 ({error.reason})"
         raise ImportFailed(f"{rows.file}: column {theirs!r} {reason}") from error
 
 
 def _odd(value: Any, kind: Kind) -> str:
-    """Describe the invalid part of a cell: the value itself, or the first invalid element of a list."""
+    """Describe the invalid part of a cell: the value itself, or a list's first invalid element."""
     place = first_wrong(value, kind.element) if kind.element and isinstance(value, list) else None
     if place is not None:
         return f", element {place}: {_shown(value[place])}"
@@ -154,15 +155,15 @@ def _type_name(type: pa.DataType) -> str:
 
 
 METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
-"""Column in a metrics file -> kind of its cells; the column `value` may also be text."""
+"""Column of a metrics file -> kind of its cells; `value` may also be text."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    """Return (step, name, value) of each logged value. Raises ImportFailed."""
+    """Return (step, name, value) for each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(
-            f"{rows.file}: lacks {', '.join(lacking)}; a metrics file needs the columns step, name and value"
+            f"{rows.file}: missing columns: {', '.join(lacking)}; a metrics file needs the columns step, name and value"
         )
     arrays = {name: _read(rows, rows.columns[name], name, name, METRIC_KINDS[name]) for name in ("step", "name")}
     given: Any = rows.columns["value"]
@@ -195,16 +196,16 @@ class RowBatch:
     columns: dict[str, pa.Array | list[Any]]
     """Column name in the file -> values, one per row."""
     numbers: Sequence[int]
-    """Number of each row, counted in the file from 1."""
+    """Number of each row in the file, counted from 1."""
     unit: str = "row"
-    """What `numbers` counts: `row`, or `line` in a file with one row per line."""
+    """Unit of `numbers`: `row`, or `line` in a file with one row per line."""
     routing: Sequence[np.ndarray | None] = ()
     """Router choices per row: [prompt and response tokens, layers, slots] int16, or None; empty if no row has any."""
     num_bytes: int = 0
     """Size of the rows in the file, bytes."""
 
     def place(self, row: int) -> str:
-        """Return the location of a row in the file, for messages."""
+        """Return a row's location in the file, for messages."""
         return f"{self.unit} {self.numbers[row]}"
 
 
@@ -221,12 +222,12 @@ def listed_names(names: Sequence[str]) -> str:
 
 @contextmanager
 def explained(name: str, format: str) -> Iterator[None]:
-    """Convert an error raised by a reader to an ImportFailed that names the file."""
+    """Convert an error from a reader to an ImportFailed that names the file."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError, zlib.error, UnicodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ImportFailed(f"{name}: not readable as {format} ({reason})") from error
+        raise ImportFailed(f"{name}: cannot be read as {format} ({reason})") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,10 +237,10 @@ class Selection:
     steps: frozenset[int] | None = None
     """Steps to import; None if all steps are imported."""
     sample: float = 1.0
-    """Share of sequences to import. The hash selects the same sequences in every import."""
+    """Share of sequences to import. Every import selects the same sequences, by a hash."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: True for each selected sequence, given the steps and names of B sequences."""
+        """Return [B] bool: True for selected sequences, given the steps and names of B sequences."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))
@@ -251,9 +252,10 @@ class Selection:
 
 
 def check_sample(share: float) -> float:
-    """Return the share if it is in (0, 1]. Raises InvalidOption."""
+    """Return the share if it is above 0 and at most 1. Raises InvalidOption."""
     if not 0.0 < share <= 1.0:
         raise InvalidOption(
-            f"got {share}; give a share of the sequences, above 0 and at most 1, for example 0.1", option="sample"
+            f"got {share}; give the share of sequences to import, above 0 and at most 1, for example 0.1",
+            option="sample",
         )
     return share

@@ -1,4 +1,4 @@
-"""Collect rows from a dump, by the trace's column names, into a RowBatch.
+"""Collect rows from a dump into a RowBatch, by the trace's column names.
 
 Shapes: B rows, N tokens in all rows together, T padded row width, L layers with a router, S experts selected per token.
 """
@@ -21,7 +21,7 @@ _MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
-    """Rows collected one by one; a cell is a number, a string, None, an array, Values, or for rewards a dict of numbers."""
+    """Rows collected one by one. Cells are numbers, strings, None, arrays, Values, or for rewards dicts of numbers."""
 
     def __init__(self, file: str, unit: str = "row"):
         self._file, self._unit = file, unit
@@ -32,9 +32,9 @@ class DumpRows:
         return len(self._rows)
 
     def add(self, number: int, **cells: Any) -> None:
-        """Add a row. A cell of None means not recorded; a row without `response_ids` has no tokens.
+        """Add a row. None in a cell means not recorded; a row without `response_ids` has no tokens.
 
-        The cell `routing` is stored in RowBatch.routing, not in a column.
+        The cell `routing` goes to RowBatch.routing and not to a column.
         """
         cells.setdefault("prompt_ids", None)
         if cells.get("response_ids") is None:
@@ -43,7 +43,7 @@ class DumpRows:
         self._rows.append(cells)
 
     def batch(self) -> RowBatch:
-        """Return the rows as columns; advantages that are constant within every row are numbers."""
+        """Return the rows as columns; advantages that are constant within every row become numbers."""
         names = dict.fromkeys(name for row in self._rows for name in row if name != "routing")
         columns: dict[str, Any] = {}
         for name in names:
@@ -87,7 +87,7 @@ def padded_columns(
     step: int | None, prompts: np.ndarray | None, prompted: Padding, responses: np.ndarray, responded: Padding,
     per_token: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return columns from a padded batch, with responses and per-token values [B, T]. Prompts have separate padding."""
+    """Return a padded batch's columns: responses and per-token values [B, T], and prompts with their own padding."""
     num_rows = len(responses)
     flat = {name: responded.flatten(values) for name, values in per_token.items()}
     if "response_mask" in flat:
@@ -121,7 +121,7 @@ def _advantages(cells: list[Any], masks: list[Any]) -> list[Any]:
 
 
 def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.ndarray | None) -> Any:
-    """Return advantages as a column: one number per row if constant over every row's loss-mask tokens, else lists."""
+    """Return advantages as a column: a number per row if every row's loss-mask tokens share one value, else lists."""
     rows_N = np.repeat(np.arange(len(lengths_B)), lengths_B)
     if mask_N is not None:
         rows_N, counted = rows_N[mask_N], values_N[mask_N]
@@ -138,12 +138,14 @@ def advantage_column(values_N: np.ndarray, lengths_B: np.ndarray, mask_N: np.nda
 
 
 def routed(found: np.ndarray, num_tokens: int, where: str) -> np.ndarray:
-    """Pad the router choices [N, L, S] for a sequence's first N tokens to [num_tokens, L, S] int16; later tokens get -1.
+    """Pad the router choices [N, L, S] of a sequence's first N tokens to [num_tokens, L, S] int16; later tokens get -1.
 
-    A token whose slots all hold the same expert is padding, since a router never picks an expert twice. Raises ImportFailed.
+    A router never picks an expert twice, so a token with the same expert in all slots is padding. Raises ImportFailed.
     """
     if found.dtype.kind not in "iu" or (found.size and not NOT_ROUTED <= found.min() <= found.max() <= _MOST_EXPERTS):
-        raise ImportFailed(f"{where}: router choices of {found.dtype} are not integers from -1 to {_MOST_EXPERTS}")
+        raise ImportFailed(
+            f"{where}: router choices are {found.dtype}; they must be integers from -1 to {_MOST_EXPERTS}"
+        )
     ids = np.full((num_tokens, *found.shape[1:]), NOT_ROUTED, np.int16)
     ids[: len(found)] = found
     if found.shape[2] > 1:

@@ -1,4 +1,4 @@
-"""Read the fields of an imported record, checking each field when it is read.
+"""Read the fields of an imported record; each field is checked when it is read.
 
 Shapes: T tokens in a sequence.
 """
@@ -22,7 +22,7 @@ from .pickles import Budget
 
 
 class Values(NamedTuple):
-    """Per-token numbers [T], and a mask [T] bool that is True where a number was recorded."""
+    """Per-token numbers [T], and a mask [T] bool: True where a number was recorded."""
 
     values: np.ndarray
     known: np.ndarray
@@ -35,7 +35,7 @@ class Values(NamedTuple):
 
 
 class Fields:
-    """A record's fields, by the trace's column names. Reading a missing field gives None."""
+    """A record's fields, by trace column name. Reading a missing field gives None."""
 
     def __init__(
         self,
@@ -46,16 +46,16 @@ class Fields:
         budget: Budget,
     ):
         if not isinstance(record, Mapping):
-            raise ImportFailed(f"{where}: is not a record with named fields")
+            raise ImportFailed(f"{where}: is not a record with named fields; check that the file has this format")
         self._record, self._columns, self.where, self._seen, self._budget = record, columns, where, seen, budget
 
     @property
     def record(self) -> Mapping[Any, Any]:
-        """The record with the field names used in the file."""
+        """The record, with the file's own field names."""
         return self._record
 
     def of(self, record: Mapping[Any, Any], where: str, **columns: str) -> Fields:
-        """Return the fields of another record of the file, with additional columns (column=field)."""
+        """Return the fields of another record in the file, with additional columns (column=field)."""
         further = {name: (name_there,) for name, name_there in columns.items()}
         return Fields(record, {**self._columns, **further}, where, self._seen, self._budget)
 
@@ -75,17 +75,17 @@ class Fields:
         return (names[0] if names else column), None
 
     def _refuse(self, name: str, value: Any, wants: str) -> ImportFailed:
-        return ImportFailed(f"{self.where}: field {name!r} holds {shown(value)}; needs {wants}")
+        return ImportFailed(f"{self.where}: field {name!r} is {shown(value)}; it must be {wants}")
 
     def required(self, column: str) -> Any:
-        """Return the value that `get` returns for the column. Raises ImportFailed if the value is None."""
+        """Return the same value as `get`. Raises ImportFailed if it is None."""
         name, value = self._found(column)
         if value is None:
-            raise ImportFailed(f"{self.where}: has no field {name!r}, needed for {column}")
+            raise ImportFailed(f"{self.where}: field {name!r} is missing; it supplies {column}")
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return column -> checked and converted cell, by default for every column that a trace has."""
+        """Return column -> checked and converted cell; the default is every trace column."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
@@ -106,7 +106,7 @@ class Fields:
         return found
 
     def values(self, column: str) -> Values | None:
-        """Return a column's per-token numbers. A None in the list means that the token's number was not recorded."""
+        """Return a column's per-token numbers. None in the list means that the token's number was not recorded."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -140,7 +140,7 @@ class Fields:
         return found.values.astype(bool)
 
     def number(self, column: str) -> float | None:
-        """Return a number; an array with one element is accepted as a number."""
+        """Return a number; an array with one element counts as a number."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -153,7 +153,7 @@ class Fields:
             raise self._refuse(name, value, "a number") from error
 
     def integer(self, column: str) -> int | None:
-        """Return an integer; text consisting of digits is accepted as an integer."""
+        """Return an integer; text that consists of digits counts as an integer."""
         name, value = self._found(column)
         if value is None:
             return None
@@ -177,7 +177,7 @@ class Fields:
         }
 
     def text(self, column: str) -> str | None:
-        """Return text; an integer is converted to text."""
+        """Return text; an integer becomes text."""
         name, value = self._found(column)
         value = _one(value)
         if value is None:
@@ -187,7 +187,7 @@ class Fields:
         return str(value).encode(errors="replace").decode()
 
     def _flat(self, name: str, items: list[Any] | tuple[Any, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return a list of numbers as an array, with a mask [T] bool that is True where the list is not None."""
+        """Return a list of numbers as an array, with a mask [T] bool: True where the list is not None."""
         self._budget.take(16 * len(items))
         if (packed := _packed(items)) is not None:
             return packed, _all_known(len(items))
@@ -215,16 +215,16 @@ _READERS: dict[pa.DataType, Callable[[Fields, str], Any]] = {
 
 
 def _reader(column: str) -> Callable[[Fields, str], Any] | None:
-    """Return the method that reads values for a column of the trace; None if the trace has no such column."""
+    """Return the method that reads a trace column; None if the trace has no such column."""
     if column in tables.GIVEN:
         return _READERS[tables.GIVEN[column].type]
     return Fields.values if column.endswith(LOGPROBS) or column in tables.TOKEN_SCORES else None
 
 
 def _packed(items: list[Any] | tuple[Any, ...]) -> np.ndarray | None:
-    """Convert a list of int, or of float and int, to an array faster than NumPy; None for any other list.
+    """Convert a list of int, or of float and int, to an array, faster than NumPy; return None for any other list.
 
-    Of the types that occur in files, struct accepts only int and bool for "q", and only int, bool and float for "d".
+    Of the types found in files, struct accepts only int and bool for "q", and only int, bool and float for "d".
     """
     try:
         code, dtype = ("d", np.float64) if type(items[0]) is float else ("q", np.int64)

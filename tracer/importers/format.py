@@ -27,7 +27,7 @@ class DumpFolder:
     """The files of a dump."""
 
     url: str
-    """Path as given by the user."""
+    """Path as the user gave it."""
     root: Path
     files: tuple[str, ...]
     """Paths of the files relative to the root, in natural order: step_2 before step_10."""
@@ -38,12 +38,12 @@ class DumpFolder:
     def of(cls, path: str | os.PathLike[str]) -> DumpFolder:
         """List the files below a folder, or take a single file. Raises ImportFailed.
 
-        Links that lead out of the folder are not followed, and only regular files are opened.
+        Links out of the folder are not followed, and only regular files are opened.
         """
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(
-                f"{url}: only the format parquet is read from a URL; copy the folder to this machine first"
+                f"{url}: only the format parquet can be read from a URL; copy the folder to this machine first"
             )
         given = Path(os.path.abspath(os.path.expanduser(url)))
         if given.is_file():
@@ -57,23 +57,25 @@ class DumpFolder:
         return cls(url=url, root=root, files=tuple(sorted(found, key=_in_order)))
 
     def matching(self, pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
-        """Yield each file whose path ends in a match for `pattern`, together with the match."""
+        """Yield each file whose path ends in a match for `pattern`, with the match."""
         wanted = re.compile(rf"(?:.*/)?{pattern}")
         for name in self.files:
             if found := wanted.fullmatch(name):
                 yield name, found
 
     def path(self, name: str) -> Path:
-        """Return a file's location. Raises ImportFailed for links out of the folder and files that are not regular."""
+        """Return a file's location. Raises ImportFailed for a link out of the folder or a file that is not regular."""
         path = self.root / name
         real = os.path.realpath(path)
         if not self.is_file and not real.startswith(f"{self.root}{os.sep}"):
-            raise ImportFailed(f"{path}: is a link out of the folder, which is not followed; import its target instead")
+            raise ImportFailed(
+                f"{path}: is a link out of the folder, and such links are not followed; import its target"
+            )
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ImportFailed(f"{path}: is not a regular file; remove it")
         except OSError as error:
-            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+            raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from error
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
@@ -81,7 +83,7 @@ class DumpFolder:
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:
-        """Return the path, relative to the root, of the file `other` in the folder of `name`; None without it."""
+        """Return the path, relative to the root, of the file `other` in the folder of `name`; None if it is missing."""
         found = os.path.normpath(os.path.join(os.path.dirname(name), other))
         return found if (self.root / found).is_file() else None
 
@@ -106,7 +108,7 @@ def content_of(path: Path, *, lines: int | None = None, num_bytes: int | None = 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Files that are read together: either all files from one step, or one file with rows from several steps."""
+    """Files that are read together: all files of one step, or one file with rows from several steps."""
 
     files: tuple[str, ...]
     step: int | None = None
@@ -122,17 +124,17 @@ class Reading:
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
-    """Column in the trace -> candidate fields in the file; the first field that exists is read."""
+    """Trace column -> candidate fields in the file; the first one that exists is read."""
     seen: set[str]
-    """Names of the fields that were read."""
+    """Names of the fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """JSON Lines file -> number of the first line not yet imported, from 1."""
+    """JSON Lines file -> number of the first line that is not imported yet, from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
     """JSON Lines file -> number of the last complete line; set by the reader."""
     partial: bool = False
-    """True to read the available data from incomplete files."""
+    """True to read incomplete files as far as they go."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """File that was read completely -> size and hash of the file."""
+    """File that was read completely -> its size and hash."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
@@ -145,7 +147,7 @@ class Reading:
             yield path, content
 
     def fields(self, record: Mapping[Any, Any], where: str, budget: Budget) -> Fields:
-        """Return a record's fields, accessible by the trace's column names."""
+        """Return a record's fields, by trace column name."""
         return Fields(record, self.columns, where, self.seen, budget)
 
     def budget(self) -> Budget:
@@ -154,57 +156,57 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""(a record's fields, its name, its number in the file) -> the cells of each of its rows by column in the trace."""
+"""(record's fields, its name, its number in the file) -> its rows, each a dict of trace column -> cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """The dump format of one framework. Formats with JSON Lines files and one row per line need no functions."""
+    """A framework's dump format. Formats with JSON Lines files and one row per line need no functions."""
 
     name: str
     writes: str
-    """Framework option that makes the framework write files in this format."""
+    """Framework option that turns on writing in this format."""
     files: str
     """Pattern for the file names, shown in the docs and in messages."""
     columns: Mapping[str, tuple[str, ...]]
-    """Column in the trace -> candidate fields in the file; the first field that exists is read."""
+    """Trace column -> candidate fields in the file; the first one that exists is read."""
     alignment: str
-    """Description, shown in the docs, of how values align with tokens and which values are placeholders."""
+    """How values align with tokens, and which values are placeholders; shown in the docs."""
     pattern: str = ""
-    """Regular expression that matches the end of each file's path. Its capturing group, if it has one, matches the step."""
+    """Regular expression for the end of each file's path. Its capturing group, if any, is the step."""
     keys: frozenset[str] = frozenset()
     """Keys required in the first file's first object, if other formats use the same file names."""
     needs: tuple[str, ...] = ()
     """Columns that every line must supply."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Pass -> message that explains why the files may lack logprobs from the pass, and how to obtain them."""
+    """Pass -> message that explains why the files may have no logprobs of the pass, and how to get them."""
     lines: bool = False
-    """True if a file holds rows from several steps and grows as rows are appended."""
+    """True if a file has rows from several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
-    """Function that detects files in this format in a folder; None if `pattern` and `keys` suffice."""
+    """Function that detects this format in a folder; None if `pattern` and `keys` suffice."""
     parts: Callable[[DumpFolder], list[Part]] | None = None
-    """Function that groups a folder's files by step; None if files are read one by one. Raises ImportFailed."""
+    """Function that groups a folder's files by step; None if each file is read on its own. Raises ImportFailed."""
     rows: RowsOf | None = None
-    """Function that returns the rows in a line; None if each line is one row of plain fields. Raises ImportFailed."""
+    """Function that returns a line's rows; None if each line is one row of plain fields. Raises ImportFailed."""
     read: Callable[[Reading], Iterator[RowBatch]] | None = None
-    """Function that yields the rows in a part; None if the files are JSON Lines. Raises ImportFailed."""
+    """Function that yields a part's rows; None for JSON Lines files. Raises ImportFailed."""
 
     def is_in(self, folder: DumpFolder) -> bool:
-        """Return True if a folder holds files in this format."""
+        """Return True if a folder has files in this format."""
         if self.recognises is not None:
             return self.recognises(folder)
         name = next((name for name, _ in folder.matching(self.pattern)), None)
         return name is not None and (not self.keys or self.keys <= first_object(folder, name).keys())
 
     def parts_of(self, folder: DumpFolder) -> list[Part]:
-        """Return a folder's files, grouped into parts that are read together. Raises ImportFailed."""
+        """Group a folder's files into parts that are read together. Raises ImportFailed."""
         if self.parts is not None:
             return self.parts(folder)
         files = folder.matching(self.pattern)
         return [Part(files=(name,), step=int(found[1]) if found.re.groups else None) for name, found in files]
 
     def batches(self, reading: Reading) -> Iterator[RowBatch]:
-        """Yield the rows of one part, by the trace's column names. Raises ImportFailed."""
+        """Yield the rows of one part, by trace column name. Raises ImportFailed."""
         return self.read(reading) if self.read else read_rows(reading, self.rows or self._one_row)
 
     def _one_row(self, fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
@@ -214,7 +216,7 @@ class Format:
 
 
 def first_object(folder: DumpFolder, name: str) -> dict[str, Any]:
-    """Return the first object of a JSON Lines file; empty if there is none, or it is unreadable."""
+    """Return the first object of a JSON Lines file; an empty dict if there is none or it cannot be read."""
     try:
         return next(read_lines(folder.path(name)), (0, {}))[1]
     except ImportFailed:
@@ -230,9 +232,9 @@ def read_rows(
     unit: str = "line",
     at_once: int = ROWS_AT_ONCE,
 ) -> Iterator[RowBatch]:
-    """Yield the rows of a part's files; `rows_of` converts one record.
+    """Yield the rows in a part's files; `rows_of` converts one record.
 
-    A row without a seq_id is named after its file and record number; a row without a step gets the step of the part.
+    A row without seq_id is named after its file and record number; a row without step gets the part's step.
     """
     budget = reading.budget()
     for name in reading.part.files if files is None else files:

@@ -39,7 +39,7 @@ OPEN_INSTRUCT = Format(
     pattern=r"[^/]*_rollouts_\d+\.jsonl",
     needs=("step", "response_ids"),
     lacks={
-        "rollout": "the lines hold no logprobs",
+        "rollout": "the lines have no logprobs",
         "train": "open-instruct writes only the engine's logprobs; for the trainer's, record its batches with tim_trace.Recorder",
     },
     lines=True,
@@ -55,12 +55,13 @@ AREAL = Format(
         "policy_version": ("tail_version", "head_version"),
         "reward": ("reward",),
     },
-    alignment="texts only, no token ids or logprobs; the version in the folder name is the step",
+    alignment="text only, no token ids or logprobs; the version in the folder name is the step",
     pattern=r"(\d+)/[^/]+\.jsonl",
     keys=frozenset({"head_version", "tail_version"}),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "AReaL dumps only texts; record input_ids, logprobs and prox_logp of its batches with tim_trace.Recorder, or write them as Parquet",
+        "AReaL dumps only text; record input_ids, logprobs and prox_logp of its batches with tim_trace.Recorder, or "
+        "write them as Parquet",
     ),
     lines=True,
 )
@@ -96,13 +97,14 @@ MS_SWIFT = Format(
     writes="`--log_completions true`",
     files="completions.jsonl",
     columns={"step": ("step",), "advantage": ("advantages",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="texts only, no token ids or logprobs; every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs; every other numeric column is a reward function",
     pattern=r"completions\.jsonl",
     keys=frozenset({"step", "prompt", "completion"}),
     rows=_swift_rows,
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes texts and rewards but no token ids or logprobs; record its batches with tim_trace.Recorder, or write them as Parquet",
+        "log_completions writes text and rewards but no token ids or logprobs; record its batches with "
+        "tim_trace.Recorder, or write them as Parquet",
     ),
     lines=True,
 )
@@ -112,7 +114,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number, numbers of the row); texts are not read: they may be large, and a trace does not store them."""
+    """Yield (row number, the row's numbers). Text is not read, since it can be large and a trace does not store it."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -131,13 +133,13 @@ TRL = Format(
     writes="`log_completions=True`",
     files="completions/completions_<step>.parquet",
     columns={"step": ("step",), "advantage": ("advantage",), "prompt": ("prompt",), "completion": ("completion",)},
-    alignment="texts only, no token ids or logprobs; every other numeric column is a reward function",
+    alignment="text only, no token ids or logprobs; every other numeric column is a reward function",
     pattern=r"completions_(\d+)\.parquet",
     read=lambda reading: read_rows(reading, _trl_rows, records=_trl_records, unit="row"),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "log_completions writes texts and rewards but no token ids or logprobs; record the run: tim-trace record -o RUN -- python "
-        "train.py",
+        "log_completions writes text and rewards but no token ids or logprobs; record the run: tim-trace record -o "
+        "RUN -- python train.py",
     ),
 )
 
@@ -145,7 +147,8 @@ TRL = Format(
 def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
     """Yield a rollout as one row.
 
-    The prompt is that of the first turn. The response holds the sampled tokens and the tokens inserted between turns.
+    The prompt is that of the first turn. The response contains the sampled tokens and the tokens inserted between
+    turns.
     """
     turns = fields.record.get("turns")
     if fields.record.get("is_validation") is True:
@@ -163,7 +166,7 @@ def _torchtitan_rows(fields: Fields, name: str, number: int) -> Iterator[dict[st
 
 
 def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
-    """Return cells with the joined tokens of consecutive turns; an empty dict if the turns have no token ids."""
+    """Join the tokens of consecutive turns, and return the cells; an empty dict if the turns have no token ids."""
     prompts, responses = ([turn.ids(column) for turn in turns] for column in ("prompt_ids", "response_ids"))
     prompt = prompts[0]
     if prompt is None or any(sampled is None for sampled in responses):
@@ -174,10 +177,13 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
         assert sampled is not None
         if before is None or len(before) < len(whole) or not np.array_equal(before[: len(whole)], whole):
             raise ImportFailed(
-                f"{turn.where}: its prompt does not continue the previous turns' tokens; turn {place} was re-tokenized"
+                f"{turn.where}: its prompt does not continue the tokens of the previous turns; turn {place} was "
+                "re-tokenized"
             )
         if logprobs is not None and len(logprobs) != len(sampled):
-            raise ImportFailed(f"{turn.where}: has {len(logprobs)} logprobs for {len(sampled)} tokens")
+            raise ImportFailed(
+                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens; their numbers must be equal"
+            )
         between = len(before) - len(whole)
         whole = np.concatenate([before, sampled])
         values += [np.zeros(between), np.zeros(len(sampled)) if logprobs is None else logprobs.values]
@@ -207,7 +213,7 @@ TORCHTITAN = Format(
         "group_id": ("group_id",),
         "finish_reason": ("status",),
     },
-    alignment="completion_logprobs belong to completion_token_ids of a turn; tokens between turns are masked and have "
+    alignment="completion_logprobs belong to a turn's completion_token_ids; tokens between turns are masked and have "
     "no logprobs; the newest policy version is the step; validation rollouts are skipped",
     pattern=r"rollout_samples\.jsonl",
     rows=_torchtitan_rows,
@@ -232,6 +238,7 @@ def recognised(folder: DumpFolder) -> str | None:
     found = [name for name, format in FORMATS.items() if format.is_in(folder)]
     if len(found) > 1:
         raise ImportFailed(
-            f"{folder.url}: holds files of {' and of '.join(found)}; name the format, for example: tim-trace import {found[0]} PATH"
+            f"{folder.url}: contains files of {' and of '.join(found)}; name the format, for example: tim-trace "
+            f"import {found[0]} PATH"
         )
     return found[0] if found else None

@@ -1,4 +1,4 @@
-"""Importing a framework's dump into a new trace, or its new files into an existing import."""
+"""Import a framework's dump into a new trace, or its new files into an earlier import."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def import_dump(
     lists the files and fields of each. `map` maps field names in the files to columns, for releases that renamed a field;
     a field mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and `sample` a share of the sequences, chosen
     by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
-    set `partial` to read what exists.
+    set `partial` to read them as far as they go.
 
     `path` is a file or a folder; for the format parquet it may also be a URL that fsspec can open.
 
     Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
-    Memory holds one step at a time, or 512 rows of a JSON Lines file.
+    Memory use is limited to one step, or to 512 rows of a JSON Lines file.
 
-    Raises ImportFailed, naming file, field and row; the output is then left unchanged.
+    Raises ImportFailed with the file, field and row; the output is then left unchanged.
     """
     if format not in (AUTO, PARQUET, *FORMATS):
         raise ImportFailed(f"unknown format '{format}'; choose one of {', '.join((AUTO, PARQUET, *FORMATS))}")
@@ -102,14 +102,14 @@ def import_dump(
 
 
 def _holds_none(format: Format, folder: DumpFolder) -> str:
-    """Return an error message for a folder without files in the given format, with a remedy."""
+    """Return the error message for a folder without files in the given format, with a remedy."""
     other = recognised(folder)
     remedy = "give the folder that the framework wrote to" if other in (None, format.name) else f"import it as {other}"
-    return f"holds no {format.files}; {remedy}"
+    return f"contains no {format.files}; {remedy}"
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each step is one part and steps increase, so that sequence names in finished steps need not be kept."""
+    """Return True if each step is one part and steps increase, so names of finished steps can be forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -119,7 +119,7 @@ def _add_parts(
     format: Format, folder: DumpFolder, parts: list[Part], columns: Mapping[str, tuple[str, ...]], rows: RowImport,
     before: _Before | None, *, partial: bool, progress: Progress,
 ) -> set[str]:  # fmt: skip
-    """Record the rows of all parts, with size and hash of their files, and return the names of the fields read."""
+    """Record the rows of all parts, and the size and hash of their files; return the names of the fields read."""
     seen: set[str] = set()
     with progress("importing", sum(folder.num_bytes(part.files) for part in parts)) as advance:
         for part in parts:
@@ -157,8 +157,8 @@ class _Before:
         if not manifest.is_import and "prompt" in format.columns and "response_ids" not in format.columns:
             raise TraceExists(
                 f"{output}: is a recorded run, and texts of {format.name} cannot be matched to its sequences: they have no ids, "
-                "the same text can occur several times in a step, and a truncated text looks like a finished one; the "
-                "recording already has their rewards and advantages. Choose another folder"
+                "the same text can occur several times in a step, and a truncated text looks like a finished one. The "
+                "recording already has their rewards and advantages; to import them anyway, choose another folder"
             )
         states = [state for state in store.writers()[0] if state.sources]
         if not manifest.source.startswith(f"import {format.name} ") or not states:
@@ -170,7 +170,7 @@ class _Before:
                 f"options, or choose another folder"
             )
         passes = set(store.folders("passes"))
-        # A file that grew between imports has one entry per import; the entry with the most lines is kept.
+        # A file that grew between imports has one entry per import; keep the entry with the most lines.
         known = sorted((each for state in states for each in state.sources.items()), key=lambda each: each[1].num_bytes)
         return cls(os.fspath(output), dict(known), passes)
 
@@ -184,8 +184,8 @@ class _Before:
             if len(known) < len(part.files) and known:
                 new = next(name for name in part.files if name not in self.sources)
                 raise ImportFailed(
-                    f"{folder.url}: {new} is a new file of step {part.step}, which {self._url} has already imported; import to another "
-                    "folder, or replace that trace with --force"
+                    f"{folder.url}: {new} is a new file of step {part.step}, which is already imported into "
+                    f"{self._url}; import to another folder, or replace that trace with --force"
                 )
             if not known or grown:
                 found.append(part)
@@ -212,12 +212,12 @@ class _Before:
 
 
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
-    """List the files at a path; None if only `import_parquet` reads it. Raises ImportFailed."""
+    """List the files at a path; None if only `import_parquet` can read it. Raises ImportFailed."""
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)
     if not folder.files:
-        raise ImportFailed(f"{folder.url}: is empty; pass the folder written by the framework")
+        raise ImportFailed(f"{folder.url}: is empty; give the folder that the framework wrote to")
     return folder
 
 
@@ -226,12 +226,12 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return column -> candidate fields after the user's `map`. Raises ImportFailed for a column not in the format."""
+    """Return column -> candidate fields, after applying the user's `map`. Raises ImportFailed for an unknown column."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:
             raise ImportFailed(
-                f"{theirs!r} cannot become {ours!r}; {format.name} fills {', '.join(columns)}", option="map"
+                f"{theirs!r} cannot be mapped to {ours!r}; {format.name} supplies {', '.join(columns)}", option="map"
             )
         if ours:
             columns[ours] = (theirs,)

@@ -1,4 +1,4 @@
-"""Kinds of imported columns: which cells are valid, and how cells are converted to the trace's types."""
+"""Kinds of imported columns: which cells are valid, and how they are converted to the trace's types."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
 
 class WrongValues(Exception):
-    """The values in a column are invalid; the caller determines the row."""
+    """Some values in a column are invalid; the caller finds the row."""
 
 
 WRONG = (WrongValues, pa.ArrowException, OverflowError, UnicodeError)
-"""Errors that the conversion of invalid values raises."""
+"""Errors raised when invalid values are converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """The rule that says which cells are valid in a column and how they are converted."""
+    """A rule for a column: which cells are valid and how they are converted."""
 
     wants: str
-    """Description of valid cells, which completes the message "where each row needs ..."."""
+    """Description of valid cells that completes the message "each row needs ..."."""
     type: pa.DataType
     convert: Callable[[pa.Array], pa.Array]
     """Function that converts a plain Arrow array that is not all NULL to `type`. Raises WrongValues or an Arrow error."""
@@ -38,14 +38,14 @@ class Kind:
     """Kind of the elements in a list; None if cells are not lists."""
 
     def column(self, array: pa.Array) -> pa.Array:
-        """Convert an array, or an all-NULL array of any type, to `type`. Raises WrongValues or an Arrow error."""
+        """Convert an array to `type`; an all-NULL array may have any type. Raises WrongValues or an Arrow error."""
         array = plain(array)
         if array.null_count and not self.nullable:
             raise WrongValues
         return pa.nulls(len(array), self.type) if array.null_count == len(array) else self.convert(array)
 
     def one(self, value: Any) -> pa.Array:
-        """Convert one Python value to an array [1]; lists may mix types that Arrow does not. Raises one of WRONG."""
+        """Convert one Python value to an array [1]; lists may mix types, unlike in Arrow. Raises one of WRONG."""
         try:
             return self.column(pa.array([value]))
         except WRONG:
@@ -56,12 +56,12 @@ class Kind:
 
 
 def required(kind: Kind) -> Kind:
-    """Return a kind that is the same as `kind` but does not accept NULL."""
+    """Return a kind like `kind` that does not accept NULL."""
     return replace(kind, nullable=False)
 
 
 def list_of(kind: Kind, wants: str) -> Kind:
-    """Return a kind whose cells are lists with elements of the given kind."""
+    """Return a kind whose cells are lists of elements of the given kind."""
 
     def convert(array: pa.Array) -> pa.Array:
         if not pa.types.is_list(array.type):
@@ -76,7 +76,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return a kind for columns whose cells are either all valid for `kind` or all valid for `other`."""
+    """Return a kind for columns whose cells are all valid for `kind`, or all valid for `other`."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
@@ -96,7 +96,7 @@ def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Decode an array from dictionaries, run-end encoding, extension types and other list types to plain types."""
+    """Decode dictionaries, run-end encoding, extension types and other list types of an array to plain types."""
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
     if pa.types.is_dictionary(array.type):
@@ -119,7 +119,7 @@ _LISTS = (
 
 
 def _convert_numbers(array: pa.Array) -> pa.Array:
-    """Convert numbers to float64; raises an Arrow error for an integer that float64 cannot represent."""
+    """Convert numbers to float64. Raises an Arrow error for an integer that float64 cannot represent."""
     if not _is_numeric(array.type):
         raise WrongValues
     return array.cast(pa.float64(), safe=pa.types.is_integer(array.type))
@@ -134,7 +134,7 @@ def _convert_scores(array: pa.Array) -> pa.Array:
 
 
 def _convert_values(array: pa.Array) -> pa.Array:
-    """Convert numbers to float32, which frameworks use for these values. Rounding is accepted; overflow is not."""
+    """Convert numbers to float32, which frameworks use for these values. Rounding is allowed; overflow is not."""
     if pa.types.is_float32(array.type):
         return array
     wide = _convert_numbers(array)
@@ -184,7 +184,7 @@ def _convert_names(array: pa.Array) -> pa.Array:
 
 NUMBER = Kind(wants="a number", type=pa.float64(), convert=_convert_numbers)
 SCORE = Kind(wants="a number", type=pa.float64(), convert=_convert_scores)
-"""Kind for numbers. True and False are accepted as 1 and 0, because rewards are often the result of a check."""
+"""Kind for numbers. True and False count as 1 and 0, because a reward is often the result of a check."""
 TEXT = Kind(wants="text", type=pa.string(), convert=_convert_text)
 NAME = Kind(wants="a string or an integer", type=pa.string(), convert=_convert_names)
 VALUES = list_of(Kind(wants="a number", type=pa.float32(), convert=_convert_values), "a list of numbers")
@@ -228,7 +228,7 @@ _OF_TYPE = {
 
 
 def kind_of(column: Column) -> Kind:
-    """Return the kind of a column of the trace."""
+    """Return the kind for a trace column."""
     kind = _OF_TYPE[column.type]
     if column.name == "step":
         kind = STEP

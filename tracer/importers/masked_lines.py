@@ -1,6 +1,6 @@
-"""Import formats of prime-rl and NeMo-RL: JSON Lines of token ids with a loss mask, which begins at the response.
+"""Import formats of prime-rl and NeMo-RL: JSON Lines of token ids with a loss mask that begins at the response.
 
-A line of prime-rl is a packed row, which may hold several sequences; in NeMo-RL's, every value is a list with one element.
+A line of prime-rl is a packed row and may contain several sequences; in NeMo-RL's, every value is a one-element list.
 
 Shapes: S tokens in a packed row, or the padded sequence length.
 """
@@ -41,7 +41,9 @@ def _parts(folder: DumpFolder) -> list[Part]:
     for step, names in sorted(steps.items()):
         unstable = [name for name in names if folder.beside(name, _MARKER) is None]
         waits = (
-            f"step {step} has no {_MARKER} yet; skipped until a later import (--partial reads it)" if unstable else None
+            f"step {step} has no {_MARKER} yet, so it was skipped; import again later, or use --partial"
+            if unstable
+            else None
         )
         parts.append(Part(files=tuple(names), step=step, waits_for=waits))
     return parts
@@ -53,7 +55,7 @@ _PER_TOKEN = ("rollout_logprobs", "train_logprobs", "entropy", "advantage")
 def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
     tokens, mask = fields.ids("tokens"), fields.flags("response_mask")
     if tokens is None or mask is None:
-        raise ImportFailed(f"{fields.where}: lacks token_ids or its loss mask")
+        raise ImportFailed(f"{fields.where}: token_ids or its loss mask is missing")
     return tokens, mask
 
 
@@ -67,7 +69,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
     lengths = {name: len(values) for name, values in (("loss_mask", mask), *found.items()) if values is not None}
     odd = next((name for name, length in lengths.items() if length != len(tokens)), None)
     if odd is not None or (positions is not None and len(positions) != len(tokens)):
-        raise ImportFailed(f"{fields.where}: {odd or 'position_ids'} is not as long as token_ids ({len(tokens)})")
+        raise ImportFailed(f"{fields.where}: {odd or 'position_ids'} must be as long as token_ids ({len(tokens)})")
     again = [] if positions is None else (np.flatnonzero(positions[1:] == 0) + 1).tolist()
     for start, end in zip([0, *again], [*again, len(tokens)], strict=True):
         if not mask[start:end].any():
@@ -83,7 +85,7 @@ def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, An
 
 
 def _part(values: Values | None, start: int, first: int, end: int) -> Values | None:
-    """Return the values for the response tokens. The first token in a sequence has no context and therefore no value."""
+    """Return the values of the response tokens. A sequence's first token has no context and therefore no value."""
     if values is None or not values.known[first:end].any():
         return None
     part = Values(values.values[first:end], values.known[first:end].copy())
@@ -102,7 +104,7 @@ PRIME_RL = Format(
     writes="`trainer.enable_token_export = true`",
     files="token_exports/step_<N>/rank_<r>.jsonl",
     columns=COLUMNS,
-    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob, and null means no "
+    alignment="index i belongs to token_ids[i]; the first token of a sequence has no logprob; null means no "
     "logprob; the response begins at the first token in the loss mask",
     pattern=_FILE,
     parts=_parts,
@@ -131,13 +133,14 @@ def _nemo_rl_rows(fields: Fields, name: str, number: int) -> list[dict[str, Any]
 
 
 def _cells(fields: Fields) -> dict[str, Any]:
-    """Return the cells of a sample. Lists in the file are padded on the right, and the token at index 0 has no logprob."""
+    """Return a sample's cells. Lists in the file are padded on the right, and the token at index 0 has no logprob."""
     tokens, mask = _tokens(fields)
     length = fields.integer("length")
     length = len(tokens) if length is None else length
     if not 0 < length <= len(tokens) or len(mask) != len(tokens):
         raise ImportFailed(
-            f"{fields.where}: input_lengths is {length}, token_ids has {len(tokens)} entries and token_loss_mask {len(mask)}"
+            f"{fields.where}: input_lengths is {length}, but there are {len(tokens)} token_ids and {len(mask)} "
+            "entries in token_loss_mask"
         )
     first = int(mask[:length].argmax()) if mask[:length].any() else length
     counts = fields.number("counts")
@@ -172,11 +175,9 @@ NEMO_RL = Format(
     writes="the logger, by default (not with NeMo-Gym's response logging)",
     files="train_data_step<N>.jsonl",
     columns=_nemo_rl_COLUMNS,
-    alignment="index i belongs to token_ids[i], index 0 has no value; prompt and tool tokens have 0; if prev_logprobs "
+    alignment="index i belongs to token_ids[i]; index 0 has no value; prompt and tool tokens have 0; if prev_logprobs "
     "are all 0, they were not computed (force_on_policy_ratio)",
     pattern=r"train_data_step(\d+)\.jsonl",
     read=lambda reading: read_rows(reading, _nemo_rl_rows, at_once=64),
-    lacks={
-        "train": "prev_logprobs are all 0: NeMo-RL does not compute them with force_on_policy_ratio=true; turn it off"
-    },
+    lacks={"train": "prev_logprobs are all 0; NeMo-RL computes them only with force_on_policy_ratio=false"},
 )

@@ -1,7 +1,7 @@
 """Import format of miles: rollout dumps, and train dumps with one file per rank.
 
-Tensor-parallel ranks hold the same data, data-parallel ranks different samples, and context-parallel ranks different tokens
-of the same samples. In the zig-zag layout, rank r of c ranks has the chunks r and 2c-1-r out of 2c chunks.
+Tensor-parallel ranks have the same data, data-parallel ranks different samples, and context-parallel ranks different
+tokens of the same samples. In the zig-zag layout, rank r of c ranks has chunks r and 2c-1-r of 2c chunks.
 
 Shapes: T response tokens, S tokens in prompt and response together.
 """
@@ -35,7 +35,7 @@ from .torch_files import unpickled
 
 
 def zig_zag(total: int, length: int, rank: int, size: int, chunk: int | None = None) -> list[tuple[int, int]]:
-    """Return the two ranges [start, end) of response tokens that a context-parallel rank has.
+    """Return the two ranges [start, end) of response tokens on a context-parallel rank.
 
     `total` is the number of prompt and response tokens S, `length` the number of response tokens T. A chunk has
     ceil(S / (2 size)) tokens unless `chunk` is given. The logits at position p predict token p + 1.
@@ -77,14 +77,14 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sample:
-    """A sample, collected from the ranks' files."""
+    """A sample, collected from all ranks' files."""
 
     cells: dict[str, Any]
     total: int
     """Number of prompt and response tokens."""
     chunk: int | None
     parts: dict[str, dict[int, Values]] = field(default_factory=dict)
-    """Column -> context-parallel rank -> its values; tensor-parallel ranks hold the same."""
+    """Column -> context-parallel rank -> its values, which are the same on all tensor-parallel ranks."""
 
 
 def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int, *, partial: bool) -> Values:
@@ -95,18 +95,20 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
         part = next(iter(parts.values()))
         if len(part) != length:
             raise ImportFailed(
-                f"{where} has {len(part)} values for {length} response tokens; a dump of context-parallel ranks "
-                "without cp_rank cannot be joined"
+                f"{where} has {len(part)} values for {length} response tokens; dumps of context-parallel ranks cannot "
+                "be joined without cp_rank"
             )
         return part
     lacking = [rank for rank in spans if rank not in parts and sizes[rank]]
     if lacking and not partial:
-        raise ImportFailed(f"{where} lacks the context-parallel rank {lacking[0]} of {size}; copy its file too")
+        raise ImportFailed(
+            f"{where} is missing context-parallel rank {lacking[0]} of {size}; copy that rank's file too"
+        )
     values, known = np.zeros(length, np.float64), np.zeros(length, bool)
     for rank, part in parts.items():
         if len(part) != sizes[rank]:
             raise ImportFailed(
-                f"{where} has {len(part)} values on context-parallel rank {rank}, which should have {sizes[rank]}"
+                f"{where} has {len(part)} values on context-parallel rank {rank}, expected {sizes[rank]}"
             )
         taken = 0
         for start, end in spans[rank]:
@@ -119,9 +121,9 @@ def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int,
 def _add_rank(
     reading: Reading, ranked: dict[str, _Sample], record: Mapping[str, Any], where: str, budget: Budget
 ) -> int:
-    """Add one rank's file, a dict of lists with one element per sample, and return the number of context-parallel ranks.
+    """Add one rank's file, a dict of lists with one element per sample; return the number of context-parallel ranks.
 
-    The file's raw_reward, of the whole batch, is skipped.
+    The file's raw_reward, which covers the whole batch, is skipped.
     """
     data = top_level(record.get("rollout_data"), where)
     tokens = data.get("tokens")
@@ -129,7 +131,7 @@ def _add_rank(
         raise ImportFailed(f"{where}: has no list of tokens")
     rank, size = _number(record, "cp_rank", 0, where), _number(record, "cp_size", 1, where)
     if not 0 <= rank < size <= 4096:
-        raise ImportFailed(f"{where}: is context-parallel rank {rank} of {size}")
+        raise ImportFailed(f"{where}: has context-parallel rank {rank}, but only {size} ranks")
     listed = {
         name: value for name, value in data.items() if isinstance(value, (list, tuple)) and len(value) == len(tokens)
     }
@@ -146,7 +148,7 @@ def _add_rank(
         parts = ranked.setdefault(name, made).parts
         for column, values in values_of(each).items():
             if len(parts.setdefault(column, {}).setdefault(rank, values)) != len(values):
-                raise ImportFailed(f"{where}, sample {name}: two ranks hold {column} of different lengths")
+                raise ImportFailed(f"{where}, sample {name}: the lengths of {column} differ between two ranks")
     return size
 
 
@@ -165,12 +167,12 @@ MILES = Format(
     files="rollout_data/<id>.pt and train_data/<id>_<rank>.pt",
     columns=COLUMNS,
     alignment="same as slime; each context-parallel rank has its zig-zag part of the response, and tensor-parallel "
-    "ranks hold the same data",
+    "ranks have the same data",
     recognises=lambda folder: framework_of(folder) == "miles",
     parts=dump_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs: miles keeps them with --use-rollout-logprobs or --use-tis",
-        "train": "no train dump: --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+        "rollout": "no rollout_log_probs; miles writes them with --use-rollout-logprobs or --use-tis",
+        "train": "no train dump; --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
     },
 )

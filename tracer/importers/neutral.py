@@ -1,4 +1,4 @@
-"""Import files in the neutral format, Parquet or JSON: one row per sequence, with the trace's column names."""
+"""Import files in the neutral format: Parquet or JSON with one row per sequence and the trace's column names."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def import_parquet(
     """Convert Parquet or JSON files with the trace's column names to a trace.
 
     Files have one row per sequence. The required columns are `step`, `prompt_ids`, `response_ids` and at least one of
-    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`; every other column that
-    Recorder.add_sequences takes, `entropy` and `top2_gap` are optional. `advantage` is a number or a list, `rewards` a
-    record of numbers. Lists are aligned with `response_ids`. A `metrics.parquet` (`step`, `name`, `value`) in the same
-    folder is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map`
-    renames columns (file's name -> trace's name); a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps,
-    and `sample` a share of the sequences, chosen by a hash of their names.
+    `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`,
+    `top2_gap` and all other arguments of Recorder.add_sequences. `advantage` is a number or a list, `rewards` a record
+    of numbers. Lists are aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`),
+    it is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map` renames
+    columns (file's name -> trace's name); a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
+    `sample` a share of the sequences, chosen by a hash of their names.
 
-    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0 unless another pass also has logprobs
-    near 0 for the same tokens (see ZeroLists).
+    Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0, unless another pass also has
+    logprobs near 0 for the same tokens (see ZeroLists).
 
-    Raises ImportFailed, naming file, column and row. After an error, nothing is written to `output`, and with `force`
+    Raises ImportFailed with the file, column and row. After an error nothing is written to `output`, and with `force`
     an existing trace is kept.
     """
     source = RowFiles.of(os.fspath(path))
@@ -83,7 +83,7 @@ def import_parquet(
 
 
 def _chosen(source: RowFiles, names: Mapping[str, Mapping[str, str]], steps: str) -> frozenset[int] | None:
-    """Return the selected steps; None if all are selected. The step column of every file is read to find them."""
+    """Return the selected steps; None if all are selected. Finding them reads every file's step column."""
     if steps == ALL_STEPS:
         return None
     theirs = {column for columns in names.values() for column, ours in columns.items() if ours == "step"}
@@ -103,14 +103,14 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
         lacking = [name for name in REQUIRED if name not in columns.values()]
         if lacking:
             raise ImportFailed(
-                f"{file}: lacks the columns {', '.join(lacking)} (found: {listed_names(files[file])}); map yours to "
+                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}); map yours to "
                 f"{'it' if len(lacking) == 1 else 'them'}, for example theirs={lacking[0]}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
         raise ImportFailed(
-            f"{where}: has no logprobs (found: {listed_names(list(found))}); map yours to {' or '.join(PASSES)}, for "
-            f"example theirs={next(iter(PASSES))}"
+            f"{where}: has no logprobs (found: {listed_names(list(found))}); map your column to "
+            f"{' or '.join(PASSES)}, for example theirs={next(iter(PASSES))}"
         )
 
 
@@ -129,7 +129,7 @@ def parquet_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]
 
 
 def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield the rows of a Parquet file, with the requested columns that exist. Raises ImportFailed."""
+    """Yield the rows of a Parquet file with the requested columns, as far as they exist. Raises ImportFailed."""
     with explained(name, "Parquet"):
         size, first = int(filesystem.size(name) or 0), 1
         with filesystem.open(name, "rb") as file:
@@ -147,7 +147,7 @@ def parquet_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Coll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFiles:
-    """The files found at one path, and the file system that holds them."""
+    """The files found at one path, and their file system."""
 
     url: str
     filesystem: fsspec.AbstractFileSystem
@@ -156,7 +156,7 @@ class RowFiles:
 
     @classmethod
     def of(cls, url: str) -> RowFiles:
-        """List a path's, a folder's or a pattern's files, metrics.* apart. Raises ImportFailed and StorageError."""
+        """List the files at a path, folder or pattern, metrics.* separately. Raises ImportFailed and StorageError."""
         filesystem, path = file_system(url)
         with explained(url, "a folder"):
             found = _found(filesystem, path.rstrip("/") or path, url)
@@ -164,11 +164,11 @@ class RowFiles:
         files = [name for name in found if name not in metrics]
         if not files:
             raise ImportFailed(
-                f"{url}: contains no {_READ} file; give the folder, the file itself, or a pattern with *"
+                f"{url}: contains no {_READ} file; give a folder of such files, a single file, or a pattern with *"
             )
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if its content is")
+            raise ImportFailed(f"{unknown}: is not a {_READ} file; if its content is, rename it")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
@@ -176,14 +176,14 @@ class RowFiles:
         return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
-        """Return file -> names of the file's columns."""
+        """Return file -> names of its columns."""
         return {
             name: (parquet_names if name.endswith(_PARQUET) else json_names)(self.filesystem, name)
             for name in self.files
         }
 
     def rows(self, files: Sequence[str], columns: Collection[str]) -> Iterator[RowBatch]:
-        """Yield the rows of some files, with the requested columns that each file has."""
+        """Yield the rows of the given files, with the requested columns that each file has."""
         for name in files:
             yield from (parquet_rows if name.endswith(_PARQUET) else json_rows)(self.filesystem, name, columns)
 
@@ -219,19 +219,19 @@ def parse_map(texts: Iterable[str]) -> dict[str, str]:
 
 
 def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], where: str) -> None:
-    """Raise ImportFailed unless each name in a map is a column in the files and maps to a trace column or ""."""
+    """Raise ImportFailed unless each name in a map is a column in the files and maps to a trace column or to ""."""
     there = list(dict.fromkeys(name for names in files.values() for name in names))
     for theirs, ours in given.items():
         if theirs not in there:
             raise ImportFailed(f"{where} has no column {theirs!r}; it has {listed_names(there)}", option="map")
         if ours and ours not in KNOWN:
             raise ImportFailed(
-                f"{theirs!r} cannot become {ours!r}; the columns of a trace are {', '.join(KNOWN)}", option="map"
+                f"{theirs!r} cannot be mapped to {ours!r}; the columns of a trace are {', '.join(KNOWN)}", option="map"
             )
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return file's name -> trace's name of a file's columns. Raises ImportFailed if two map to one."""
+    """Return column name in the file -> in the trace. Raises ImportFailed if two columns map to one."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:
@@ -239,12 +239,12 @@ def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> di
         if ours not in KNOWN:
             continue
         if theirs in names:
-            raise ImportFailed(f"{file}: has two columns {theirs!r}; rename one")
+            raise ImportFailed(f"{file}: has two columns named {theirs!r}; rename one")
         if ours in owner:
             spare = theirs if theirs == ours else owner[ours]
             raise ImportFailed(
-                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both become {ours!r}; leave one "
-                f"out with {spare}="
+                f"{file}: the columns {shown_name(owner[ours])} and {shown_name(theirs)} both map to {ours!r}; leave "
+                f"one out with {spare}="
             )
         owner[ours], names[theirs] = theirs, ours
     return names

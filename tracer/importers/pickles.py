@@ -1,8 +1,8 @@
-"""Read untrusted pickles as data, with an unpickler that calls nothing named in the file.
+"""Read untrusted pickles as data, with an unpickler that never calls anything named in the file.
 
-Python's unpickler imports and calls whatever a file names. Even if names are restricted to an allowlist, the file controls
+Python's unpickler imports and calls whatever a file names. Even with an allowlist of names, the file controls
 what is hashed, copied and allocated. This unpickler supports the opcodes that occur in frameworks' dumps and an allowlist
-of names. Each allowed name is mapped to a function, defined here, that takes and returns plain values. Any other name raises
+of names, each mapped to a function, defined here, that takes and returns plain values. Any other name raises
 an error that states the name.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Memory charged to the budget for an empty list, dict or tuple, bytes. A pickle does not state their sizes in advance."""
+"""Memory charged to the budget for an empty list, dict or tuple, bytes; pickles do not state sizes in advance."""
 VIEWED_BYTES = 1 << 16
-"""Minimum length, in bytes, at which a byte string is kept as a view of the file instead of being copied."""
+"""Minimum length at which a byte string is kept as a view of the file instead of being copied, bytes."""
 BYTES = (bytes, memoryview)
-"""Types that represent a pickle's byte strings after loading."""
+"""Types of a pickle's byte strings after loading."""
 
 
 class NotPlain(ValueError):
@@ -29,7 +29,7 @@ class NotPlain(ValueError):
 
 
 class Budget:
-    """Memory allowed for one file: a multiple of its size plus a constant, whatever sizes the file states."""
+    """Memory limit for one file: a multiple of its size plus a constant, whatever sizes the file claims."""
 
     TIMES, FREE_BYTES = 64, 64 << 20
 
@@ -37,17 +37,17 @@ class Budget:
         self._where, self._left = where, self.TIMES * num_bytes + self.FREE_BYTES
 
     def take(self, num_bytes: int) -> None:
-        """Count bytes about to be allocated. Raises ImportFailed if the budget is exceeded."""
+        """Count bytes about to be allocated. Raises ImportFailed if they exceed the budget."""
         self._left -= num_bytes
         if num_bytes < 0 or self._left < 0:
             raise ImportFailed(
-                f"{self._where}: would take more than {self.TIMES} times its size in memory and is not read; no "
+                f"{self._where}: not read, because it would take more than {self.TIMES} times its size in memory; no "
                 "framework writes such a file"
             )
 
 
 class Known:
-    """An allowed name in a pickle, and the function that is called in its place."""
+    """An allowed name in a pickle, and the function called in its place."""
 
     __slots__ = ("make",)
 
@@ -58,7 +58,7 @@ class Known:
 Names = Mapping[tuple[str, str], Known]
 """Allowlist of names in pickles: (module, name) -> replacement."""
 Persistent = Callable[[Any], Any]
-"""Function that resolves a persistent id; torch uses persistent ids for storages."""
+"""Function that resolves a persistent id, which torch uses for storages."""
 
 
 def load(
@@ -71,8 +71,8 @@ def load(
         raise
     except IndexError as error:
         raise ImportFailed(
-            f"{where}: incomplete pickle: it ends before its last instruction or takes values from an empty stack; copy it again, "
-            "or wait until it is written"
+            f"{where}: incomplete pickle: it ends before its last instruction, or takes values from an empty stack; "
+            "wait until it is written, or copy it again"
         ) from error
     except (
         ValueError,
@@ -184,16 +184,16 @@ class _Machine:
                 owed = 0
 
     def _run_of_numbers(self, position: int, stack: list[Any]) -> int:
-        """Push a run of numbers, and return the position of the next opcode."""
+        """Push a run of numbers onto the stack, and return the position of the next opcode."""
         run = _RUN.match(self._data, position)
         if run is None:
             raise IndexError
-        # Python's unpickler is faster, and it is safe here because these bytes hold only numbers and no callable.
+        # Python's unpickler is faster, and safe here because these bytes contain only numbers and no callable.
         stack += pickle.loads(b"(" + run[0] + b"l.")
         return run.end()
 
     def _rare(self, code: int, stack: list[Any]) -> list[Any]:
-        """Execute one of the less frequent opcodes without an inline argument; return the current stack."""
+        """Execute one of the less frequent opcodes without an inline argument, and return the current stack."""
         if code in _EMPTY:
             self._budget.take(CONTAINER_BYTES)
             stack.append(_EMPTY[code]())
@@ -224,7 +224,7 @@ class _Machine:
             stack.append(self._named(module, name))
         elif code == 0x62:  # BUILD
             state, made = stack.pop(), stack[-1]
-            if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled afterwards
+            if hasattr(type(made), "give_state"):  # a stand-in that is created first and filled later
                 made.give_state(state)
             elif type(made) is not dict:
                 raise NotPlain("it sets the state of an object that has none")
@@ -250,7 +250,7 @@ class _Machine:
         if known is None:
             shown = f"{module}.{name}" if f"{module}.{name}".isprintable() else repr(f"{module}.{name}")
             raise ImportFailed(
-                f"{self._where}: uses {shown[:120]}, which is not on the list of allowed classes; the file is not read, and "
+                f"{self._where}: uses {shown[:120]}, which is not an allowed class; the file was not read, and "
                 "nothing in it was run"
             )
         return known
@@ -267,12 +267,12 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""Opcode -> kind of the value that is pushed on the stack, and size of the opcode's length field in bytes."""
+"""Opcode -> kind of the value that it pushes on the stack, and size of its length field in bytes."""
 _HEADERS = {0x80: 1, 0x95: 8}
-"""Opcode without effect (PROTO or FRAME) -> size of its argument, bytes."""
+"""Opcode that has no effect (PROTO or FRAME) -> size of its argument, bytes."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""Opcode of an empty container -> its type. A set is read as a list, so that only dictionary keys are hashed."""
+"""Opcode for an empty container -> its type. A set is read as a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 

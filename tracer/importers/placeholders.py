@@ -15,9 +15,9 @@ from ..ragged import Ragged, cells_of
 from ..rows import ROUNDING_NATS
 
 CLAMPED = -9999.0
-"""Value that some frameworks write for a missing logprob."""
+"""Value that some frameworks write in place of a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes that score the same policy: a token with probability 1 in one should have it in the others."""
+"""Passes that score the same policy: a token with probability 1 in one should have it in the others too."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
 """Maximum |logprob| of a token with probability 1, nats: the rounding error of a bfloat16 logprob."""
 
@@ -27,16 +27,16 @@ KEPT, HOLES, OPEN = 0, 1, 2
 
 @dataclass(slots=True, kw_only=True)
 class Placeholders:
-    """Number of values that were judged to be placeholders and became NULL, by kind."""
+    """Number of values that were treated as placeholders and became NULL, by kind."""
 
     clamped: int = 0
-    """Number of values equal to -9999."""
+    """Number of -9999 values."""
     masked_zeros: int = 0
-    """Number of values equal to 0.0 at tokens outside the loss mask."""
+    """Number of 0.0 values outside the loss mask."""
     all_zero: int = 0
     """Number of values in lists of only 0.0 whose tokens do not have probability 1 in another pass."""
     certain: int = 0
-    """Number of values kept in lists of two or more 0.0, because another pass gives the tokens probability 1 too."""
+    """Number of values kept in lists of two or more 0.0, because another pass also gives the tokens probability 1."""
 
     @property
     def total(self) -> int:
@@ -44,7 +44,7 @@ class Placeholders:
         return self.clamped + self.masked_zeros + self.all_zero
 
     def clean(self, logprobs: Ragged, mask: Ragged | None) -> Ragged:
-        """Mark values of -9999 and masked values of 0.0 as not recorded, and count them."""
+        """Mark -9999 values and masked 0.0 values as not recorded, and count them."""
         values = logprobs.values
         if not ((values == CLAMPED) | (values == 0.0)).any():
             return logprobs
@@ -59,7 +59,7 @@ class Placeholders:
 
 @dataclass(frozen=True, slots=True)
 class PassRows:
-    """The logprobs from one pass for R of the B sequences."""
+    """One pass's logprobs for R of the B sequences."""
 
     rows: np.ndarray
     """[R] int64: index of each scored sequence among the B sequences."""
@@ -67,12 +67,12 @@ class PassRows:
 
 
 class ZeroLists:
-    """Decision whether lists of only 0.0 are placeholders, or logprobs from a policy that gives every token probability 1.
+    """Decides whether lists of only 0.0 are placeholders, or logprobs of a policy that gives every token probability 1.
 
-    The zeros are logprobs if another pass of the same policy has values for the same tokens, all within CERTAIN_NATS of 0;
-    otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. If a pass has only
-    0.0 in the whole import, while another pass of the same policy has other values or is missing, the pass was never filled,
-    and all its values become NULL.
+    The zeros are logprobs if another pass of the same policy has values for the same tokens, all within CERTAIN_NATS of
+    0; otherwise they are placeholders. A list with a single 0.0 is kept, because one zero is weak evidence. If a pass
+    has only 0.0 in the whole import, and another pass of the same policy has other values or is missing, the pass was
+    never filled in, and all its values become NULL.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class ZeroLists:
     def _judged(
         self, passes: Mapping[str, PassRows], lengths: np.ndarray, zero_R: Mapping[str, np.ndarray]
     ) -> dict[str, np.ndarray]:
-        """Return the verdicts per pass. `zero_R` marks, for each pass, the lists of only 0.0."""
+        """Return the verdicts per pass. `zero_R` marks each pass's lists of only 0.0."""
         ends = np.cumsum(lengths)
         known: dict[str, np.ndarray] = {}
         far: dict[str, np.ndarray] = {}
@@ -130,7 +130,7 @@ class ZeroLists:
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Return the number of values in lists that consist of two or more 0.0."""
+    """Return the number of values in lists of two or more 0.0."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
@@ -149,7 +149,7 @@ def _known(logprobs: Ragged) -> np.ndarray:
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return [R] bool: True for each list that has recorded values, all equal to 0.0."""
+    """Return [R] bool: True for a list whose recorded values are all 0.0, with at least one recorded."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():

@@ -1,4 +1,4 @@
-"""Import saved responses of vLLM and SGLang, as JSON Lines or a JSON array. They contain only the engine's logprobs."""
+"""Import saved vLLM and SGLang responses from JSON Lines or a JSON array. They have only the engine's logprobs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step assigned to a response that has none because it was not sampled in training."""
+"""Step of a response that has none because it was not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 
@@ -35,7 +35,7 @@ def _holds(folder: DumpFolder, key: str) -> bool:
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (number, object) from a file of lines, or from a .json file with one object or array."""
+    """Yield (number, object) from a JSON Lines file, or from a .json file with one object or an array."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]
     if path.suffix != ".json" or begins not in (b"[", b"{"):
@@ -51,7 +51,7 @@ def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]
 
 
 def response_of(record: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Return the response and the request from a saved object, which itself is the request if none was saved."""
+    """Return the response and the request from a saved object. If no request was saved, the object stands in for it."""
     inside, request = record.get("response"), record.get("request")
     response = inside if isinstance(inside, Mapping) else record
     if isinstance(response.get("body"), Mapping):
@@ -65,7 +65,7 @@ def response_format(
 ) -> Format:  # fmt: skip
     """Return the format for a server's responses, which are recognised by a key.
 
-    `rows_of` returns the rows in one response; `rollout` is the note on responses without logprobs.
+    `rows_of` returns the rows of one response; `rollout` is the note for responses without logprobs.
     """
 
     def rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
@@ -84,7 +84,7 @@ def response_format(
         lines=True,
         lacks={
             "rollout": rollout,
-            "train": "responses have only the engine's logprobs; write them as Parquet together with the trainer's logprobs "
+            "train": "responses have only the engine's logprobs; write them as Parquet with the trainer's logprobs "
             "of the same tokens, and import that with `tim-trace import parquet`",
         },
         **told,
@@ -92,7 +92,7 @@ def response_format(
 
 
 _SAMPLED = f"rollout/sampling{LOGPROBS}"
-"""Column of logprobs under the sampling distribution, after temperature and truncation."""
+"""Column for logprobs under the sampling distribution, after temperature and truncation."""
 
 
 def _sglang_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -159,9 +159,8 @@ SGLANG = response_format(
     name="sglang",
     writes="your client: responses of `/generate`, requested with return_logprob=true",
     alignment="output_token_logprobs are (logprob, id, text) for each output token; output_token_sampling_logprobs "
-    "become the pass "
-    "rollout/sampling, and rollout minus rollout/sampling is the log of the mass that truncation kept",
-    rollout="the responses hold no logprobs; request them with return_logprob=true",
+    "become the pass rollout/sampling, and rollout minus rollout/sampling is the log of the mass kept by truncation",
+    rollout="the responses have no logprobs; request them with return_logprob=true",
 )
 
 
@@ -188,7 +187,7 @@ def _vllm_rows(fields: Fields, response: Mapping[str, Any]) -> Iterator[dict[str
 
 
 def _tokens(logprobs: Mapping[str, Any]) -> tuple[list[Any], list[Any] | None]:
-    """Return the tokens and logprobs from a choice in a completion response or a chat response."""
+    """Return the tokens and logprobs of a choice in a completion or chat response."""
     content = logprobs.get("content")
     if isinstance(content, list):
         entries = [entry if isinstance(entry, Mapping) else {} for entry in content]
@@ -220,5 +219,5 @@ VLLM = response_format(
     name="vllm",
     writes="your client: responses of `/v1/completions` or `/v1/chat/completions`, requested with logprobs and return_token_ids=true",
     alignment="logprobs belong to the choice's token_ids, or to tokens written as token_id:<id>",
-    rollout="the responses hold no logprobs; request them with logprobs=1 (chat: logprobs=true)",
+    rollout="the responses have no logprobs; request them with logprobs=1 (chat: logprobs=true)",
 )

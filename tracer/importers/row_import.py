@@ -1,4 +1,4 @@
-"""Record imported rows: group them by step, replace placeholders by NULL, and record each logprob column as a pass.
+"""Record imported rows: group them by step, turn placeholders into NULL, and record each logprob column as a pass.
 
 Shapes: B sequences in one step, R sequences (out of B) that a pass has scored.
 """
@@ -34,16 +34,16 @@ from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
-"""Logprob column -> standard pass that the column belongs to."""
+"""Logprob column -> its standard pass."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Other score columns, recorded with the pass `train` or, if it is missing, with `current` or `rollout`."""
+"""Other score columns. They are recorded with the pass `train` or, if it is missing, with `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},
     "advantage": either(SCORE, VALUES),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
 }
-"""Column in the trace -> kind of the column's cells."""
+"""Trace column -> kind of its cells."""
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
@@ -62,20 +62,20 @@ class Imported:
     passes: tuple[str, ...] = ()
     placeholders: Placeholders = field(default_factory=Placeholders)
     num_above_zero: int = 0
-    """Number of logprobs above 0, which are invalid but are kept unchanged."""
+    """Number of logprobs above 0, which are invalid but kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
     """Number of files read in this import; 0 for the format parquet."""
     num_known_files: int = 0
-    """Number of files that an earlier import had already read into the same trace."""
+    """Number of files that were already in the trace from an earlier import."""
     held_back: tuple[str, ...] = ()
-    """Incomplete parts of the dump that were left for a later import, one sentence each."""
+    """Incomplete parts of the dump, left for a later import; one sentence each."""
     missing: tuple[str, ...] = ()
     """Passes without logprobs in the files, one sentence each."""
 
 
 class RowImport:
-    """An import in progress: records rows as they are read; `result` is complete once it is closed."""
+    """An import in progress: records rows as they are read; `result` is complete once the import is closed."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class RowImport:
         *,
         ordered: bool,
     ):
-        """`source` is the format, `path` the location of the files. `ordered` means that steps never decrease."""
+        """`source` is the format, `path` the files' location. `ordered` means that steps never decrease."""
         self.result = Imported(folder=folder, format=source)
         self._contract = {"engine": None, "source": f"import {source}", "path": path}
         self._selection = selection
@@ -99,12 +99,12 @@ class RowImport:
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """Pass -> note to record if no row has a logprob from the pass."""
+        """Pass -> note to record if no row has a logprob of that pass."""
         self._where = path
 
     @property
     def state(self) -> Any:
-        """State of the trace writer that records the rows."""
+        """State of the writer that records the rows."""
         return self._writer.state
 
     @contextmanager
@@ -124,7 +124,7 @@ class RowImport:
         """Raise ImportFailed if no row was read or selected."""
         path = self._contract["path"]
         if not self._num_read:
-            raise ImportFailed(f"{path}: holds no rows")
+            raise ImportFailed(f"{path}: contains no rows; give files with one row per sequence")
         if not self.result.num_sequences:
             raise ImportFailed(f"{path}: none of its {self._num_read} sequences was selected; give a larger --sample")
 
@@ -133,7 +133,7 @@ class RowImport:
         self._recorder.add_contract(name, {**self._contract, **contract})
 
     def add_rows(self, rows: RowBatch, names: Mapping[str, str], passes: Mapping[str, str]) -> None:
-        """Record rows. `names`: column in the file -> in the trace; `passes`: column -> pass. Raises ImportFailed."""
+        """Record rows. `names` maps file columns to trace columns, `passes` columns to passes. Raises ImportFailed."""
         self._where = rows.file
         self._writer.check(rows.file)
         columns = Columns.of(rows, names, {ours: KINDS.get(ours, VALUES) for ours in names.values()})
@@ -150,7 +150,7 @@ class RowImport:
             if name not in self.result.passes:
                 self.result.passes += (name,)
                 self.add_pass(name)
-        # Rows are recorded together if they have the same step and the same set of non-NULL lists and rewards.
+        # Rows are recorded together if they have the same step and the same non-NULL lists and rewards.
         has = [columns.has(name) for name in GIVEN if name == "rewards" or columns.is_list(name)]
         for part in _groups(np.array(columns.list("step"), np.int64), *has):
             self._add_step(columns.take(part), [given[row] for row in kept[part]], passes)
@@ -167,7 +167,7 @@ class RowImport:
             self.result.num_metrics += len(values)
 
     def _finish(self) -> None:
-        """Judge the lists of zeros that were left open until all rows were read, and note the missing passes."""
+        """Decide about the lists of zeros that stayed undecided while rows were read, and note the missing passes."""
         for name in tuple(self._open):
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns += self._unowned
@@ -177,7 +177,7 @@ class RowImport:
                 self.result.missing += (f"{name}: {note}",)
 
     def _add_step(self, columns: Columns, seq_ids: list[str], named: Mapping[str, str]) -> None:
-        """Record sequences from one step that have the same non-NULL columns."""
+        """Record sequences of one step that have the same non-NULL columns."""
         steps, response_ids = columns.list("step"), columns.ragged("response_ids")
         assert steps is not None
         if response_ids is None:
@@ -214,7 +214,7 @@ class RowImport:
                 self._record(owner, _Scores(batch, columns, lone, as_holes(response_ids.take(lone)), True))
 
     def _pass_rows(self, columns: Columns, column: str, name: str, batch: Batch, lengths: np.ndarray) -> PassRows:
-        """Return a pass's logprobs for the sequences in `columns`, with -9999 and masked 0.0 marked as not recorded."""
+        """Return a pass's logprobs of the sequences in `columns`, with -9999 and masked 0.0 marked as not recorded."""
         rows = np.flatnonzero(columns.has(column))
         part = columns.take(rows)
         given = part.ragged(column)
@@ -225,7 +225,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores by the verdict on lists of zeros; hold them back if it is OPEN."""
+        """Record a pass's scores according to the verdict on lists of zeros; hold them back if it is OPEN."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:
@@ -267,7 +267,7 @@ def open_import(
     grows: bool,
     force: bool,
 ) -> Iterator[RowImport]:
-    """Open a RowImport for a new or a growing trace; a failed one leaves no files. Raises ImportFailed."""
+    """Open a RowImport for a new or a growing trace; a failed import leaves no files behind. Raises ImportFailed."""
     source = f"import {format} {url}"
     manifest = Manifest(run_id=str(uuid.uuid4()), created_at=now(), created_by=__version__, source=source)
     place = grown_trace(output) if grows else whole_trace(output, manifest, force=force)
@@ -283,15 +283,15 @@ def open_import(
 
 @dataclass(frozen=True, slots=True)
 class _Scores:
-    """Scores from one pass that are to be recorded."""
+    """Scores of one pass that are to be recorded."""
 
     batch: Batch
     columns: Columns
     rows: np.ndarray
-    """[R] indices of the scored sequences in the batch."""
+    """[R] row numbers of the scored sequences in the batch."""
     logprobs: Ragged
     is_owner: bool
-    """True if score columns other than logprobs belong to this pass."""
+    """True if the score columns other than logprobs belong to this pass."""
 
 
 def _given(columns: Columns, column: Column) -> Any:

@@ -1,4 +1,4 @@
-"""Import format of SkyRL: pickled TrainingInputBatch objects from `dump_data_batch`, read without SkyRL.
+"""Import format of SkyRL: pickled TrainingInputBatch objects written by `dump_data_batch`, read without SkyRL.
 
 Shapes: B sequences, S padded sequence length, T padded response length.
 """
@@ -47,7 +47,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     fields = reading.fields(batch, str(path), budget)
     sequences, attention = fields.array("sequences", 2), fields.array("attention_mask", 2)
     if sequences is None or attention is None or sequences.shape != attention.shape:
-        raise ImportFailed(f"{path}: lacks sequences or attention_mask, or their shapes differ")
+        raise ImportFailed(f"{path}: sequences or attention_mask is missing, or their shapes differ")
     per_token = {
         name: found
         for name in ("response_mask", "rollout_logprobs", "train_logprobs", "reference_logprobs", "advantage")
@@ -59,8 +59,8 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if not 0 < width <= sequences.shape[1] or any(
         array.shape != (len(sequences), width) for array in (*given, *per_token.values())
     ):
-        raise ImportFailed(f"{path}: masks and logprobs do not all have the shape [{len(sequences)}, response width]")
-    # In each row, the tokens before the first response token are the prompt.
+        raise ImportFailed(f"{path}: masks and logprobs must all have the shape [{len(sequences)}, response width]")
+    # The tokens before each row's first response token are the prompt.
     there, whole = attention.astype(bool), sequences.shape[1]
     mask = there[:, -width:] if is_response is None else there[:, -width:] & is_response.astype(bool)
     first = whole - width + np.where(mask.any(axis=1), mask.argmax(axis=1), width)
@@ -94,7 +94,7 @@ def _tensor(value: Mapping[str, Any], where: str, budget: Budget) -> Any:
     if value.get("format") == "torch":
         content = value.get("data")
         if not isinstance(content, BYTES):
-            raise NotPlain("a tensor without its bytes")
+            raise NotPlain("a tensor without data")
         return read_bytes(content, where, {}, budget)
     return raw_tensor(value.get("dtype"), value.get("shape"), value.get("data"))
 
@@ -109,7 +109,7 @@ SKYRL = Format(
     pattern=r"global_step_(\d+)_training_input\.pkl",
     read=_read,
     lacks={
-        "rollout": "no rollout_logprobs: SkyRL keeps them with generator.sampling_params.logprobs=0",
+        "rollout": "no rollout_logprobs; SkyRL writes them with generator.sampling_params.logprobs=0",
         "train": "no action_log_probs",
     },
 )

@@ -1,4 +1,4 @@
-"""Import format of slime, whose samples miles dumps too: rollout dumps, joined with train dumps (format version 2).
+"""Import format of slime: rollout dumps (miles dumps the same samples) joined with train dumps (format version 2).
 
 Shapes: T response tokens, S tokens in prompt and response together, L layers with a router.
 """
@@ -41,7 +41,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Column -> candidate fields in the dump. Columns that do not exist in a trace are used to compute those that do."""
+"""Column -> candidate fields in the dump. Names that are not trace columns are inputs for computing those that are."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
@@ -57,7 +57,7 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
     parts = []
     for step, names in sorted(by_step.items()):
         cut = next((name for name in names if is_cut(folder.path(name))), None)
-        waits = None if cut is None else f"{cut} is half-written and was left for a later import"
+        waits = None if cut is None else f"{cut} is incomplete and was left for a later import"
         if waits is None and trained and step not in trained and step > last:
             waits = f"step {step} has no train file yet and was left for a later import (--partial imports its rollout)"
         parts.append(Part(files=tuple(names), step=step, waits_for=waits))
@@ -65,7 +65,7 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
 
 
 def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    """Return two dicts, file -> rollout number: one for rollout files and one for train files."""
+    """Return two dicts of file -> rollout number: one for rollout files, one for train files."""
     trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
     rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
     return rollouts, trains
@@ -74,7 +74,8 @@ def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
 def framework_of(folder: DumpFolder) -> str | None:
     """Return "slime" or "miles", judging by the first readable file; None if neither framework wrote the dumps.
 
-    miles writes one train file per rank with `rollout_data`; its rollout files have `metadata`, those of slime do not.
+    miles writes one train file per rank with `rollout_data`, and its rollout files have `metadata`; those of slime do
+    not.
     """
     for names in reversed(dump_files(folder)):
         for name in names:
@@ -90,7 +91,7 @@ def framework_of(folder: DumpFolder) -> str | None:
 
 
 def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
-    """Return a sample's prompt and response ids: the last `response_length` tokens are the response."""
+    """Return a sample's prompt ids and response ids. The last `response_length` tokens are the response."""
     tokens, length = fields.ids("tokens"), fields.integer("response_length")
     if tokens is None or length is None or not 0 <= length <= len(tokens):
         raise ImportFailed(
@@ -100,7 +101,7 @@ def response_of(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
-    """Return the cells of a sample, except its values per token (`values_of`)."""
+    """Return a sample's cells, except its per-token values (see `values_of`)."""
     prompt, response = response_of(fields)
     mask = fields.flags("response_mask")
     if fields.get("is_removed") is True:
@@ -119,21 +120,21 @@ def sample_cells(fields: Fields, step: int) -> dict[str, Any]:
 
 
 def values_of(fields: Fields) -> dict[str, Values]:
-    """Return the sample's values per token, by column; an advantage of the whole sample is left out."""
+    """Return a sample's per-token values, by column; an advantage for the whole sample is left out."""
     one = isinstance(fields.get("advantage"), (int, float))
     given = [column for column in PER_TOKEN if not (one and column == "advantage")]
     return {column: values for column in given if (values := fields.values(column)) is not None}
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return a sample's experts, [S, L, slots]; the file lacks the last token, which had no forward pass."""
+    """Return a sample's experts [S, L, slots]. The file has none for the last token, which had no forward pass."""
     found = fields.array("experts", 3)
     if found is None:
         return None
     if len(found) != num_tokens - 1:
         raise ImportFailed(
-            f"{fields.where}: has router choices of {len(found)} tokens, expected {num_tokens - 1} for {num_tokens} tokens; "
-            "leave them out with --map rollout_routed_experts="
+            f"{fields.where}: has router choices for {len(found)} tokens, expected {num_tokens - 1} for {num_tokens} "
+            "tokens; leave them out with --map rollout_routed_experts="
         )
     return routed(found, num_tokens, fields.where)
 
@@ -157,14 +158,14 @@ def _reward_parts(reward: Any) -> dict[str, float] | None:
 
 
 def top_level(found: Any, where: str) -> Mapping[str, Any]:
-    """Return a dump's top-level dict. Raises ImportFailed if the dump is not a dict."""
+    """Return a dump's top-level dict. Raises ImportFailed if there is none."""
     if not isinstance(found, dict):
         raise ImportFailed(f"{where}: is not a dump of samples")
     return found
 
 
 def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """Return the samples in a dump. Raises ImportFailed if there is no list of samples."""
+    """Return the samples in a dump. Raises ImportFailed if there are none."""
     found = record.get("samples")
     if not isinstance(found, (list, tuple)) or not all(isinstance(sample, dict) for sample in found):
         raise ImportFailed(f"{where}: has no list of samples")
@@ -172,7 +173,7 @@ def samples_of(record: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]
 
 
 def named(indices: Iterable[str | None]) -> Iterator[str]:
-    """Yield a unique name per sample: the sample's index, with a suffix if the same index occurs again."""
+    """Yield a unique name per sample: its index, with a suffix if the index occurs again."""
     seen: dict[str, int] = {}
     for place, index in enumerate(indices):
         base = f"row-{place}" if index is None else index
@@ -188,18 +189,18 @@ class StepSamples:
         self.cells: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, cells: dict[str, Any]) -> None:
-        """Add cells for a sample from one file. Cells that are already set are not overwritten."""
+        """Add cells from one file to a sample. Cells that are already set are not overwritten."""
         known = self.cells.setdefault(name, {})
         for column, value in cells.items():
             if column == "response_ids" and column in known and not np.array_equal(known[column], value):
                 raise ImportFailed(
-                    f"step {self.step}, sample {name}: the rollout's and the trainer's files hold different tokens"
+                    f"step {self.step}, sample {name}: the rollout file and the train file have different tokens"
                 )
             if known.get(column) is None:
                 known[column] = value
 
     def batches(self, file: str) -> Iterator[RowBatch]:
-        """Yield the samples of the step, one row each."""
+        """Yield the step's samples, one row each."""
         rows = DumpRows(file, "sample")
         for number, (name, cells) in enumerate(self.cells.items(), start=1):
             rows.add(number, seq_id=name, **cells)
@@ -210,7 +211,7 @@ class StepSamples:
 def add_rollout(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, budget: Budget
 ) -> list[str]:
-    """Add the samples in a rollout dump; return their names in file order."""
+    """Add the samples in a rollout dump, and return their names in file order."""
     found = samples_of(record, where)
     fields = [reading.fields(sample, f"{where}, sample {place}", budget) for place, sample in enumerate(found)]
     names = list(named(each.text("seq_id") for each in fields))
@@ -242,7 +243,7 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
 def _add_trained(
     reading: Reading, samples: StepSamples, record: Mapping[str, Any], where: str, names: list[str], budget: Budget
 ) -> None:
-    """Add a train dump's samples; `rollout_position` is their index in the rollout dump and in `raw_reward`."""
+    """Add a train dump's samples; `rollout_position` is a sample's index in the rollout dump and in `raw_reward`."""
     if record.get("format_version") != _VERSION:
         raise ImportFailed(
             f"{where}: unsupported train dump version {record.get('format_version')!r}; expected {_VERSION}"
@@ -264,7 +265,7 @@ def _add_trained(
 
 
 def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> None:
-    """Raise ImportFailed if the listed data-parallel shards do not add up to the samples in the file."""
+    """Raise ImportFailed if the sizes of the listed data-parallel shards do not add up to the number of samples."""
     shards = record.get("dp_shards")
     listed = (
         [shard.get("sample_indices") for shard in shards if isinstance(shard, dict)] if isinstance(shards, list) else []
@@ -272,7 +273,7 @@ def _check_shards(record: Mapping[str, Any], where: str, num_samples: int) -> No
     total = sum(len(indices) for indices in listed if isinstance(indices, (list, tuple)))
     if all(isinstance(indices, (list, tuple)) for indices in listed) and listed and total != num_samples:
         raise ImportFailed(
-            f"{where}: has {num_samples} samples, but its {len(listed)} data-parallel shards list {total}"
+            f"{where}: has {num_samples} samples, but its {len(listed)} data-parallel shards list {total} in total"
         )
 
 
@@ -286,7 +287,7 @@ SLIME = Format(
     parts=dump_parts,
     read=_read,
     lacks={
-        "rollout": "no rollout_log_probs: slime keeps them with --use-rollout-logprobs or --use-tis",
-        "train": "no train dump: --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
+        "rollout": "no rollout_log_probs; slime writes them with --use-rollout-logprobs or --use-tis",
+        "train": "no train dump; --save-debug-train-data (or --dump-details) writes the trainer's log_probs",
     },
 )

@@ -1,4 +1,4 @@
-"""Read files of a dump with bounded memory: whole, by line, and as rows of JSON Lines or a JSON array."""
+"""Read a dump's files with bounded memory: whole, by line, or as rows of JSON Lines or a JSON array."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Maximum length of a line, bytes. A line with a sequence of one million tokens is shorter."""
+"""Maximum length of a line, bytes; enough for a sequence of one million tokens."""
 TIMES_AS_JSON = 16
-"""Upper estimate of the memory taken by parsed JSON, in bytes per byte of JSON text."""
+"""Upper estimate of the memory that parsed JSON takes, bytes per byte of text."""
 
 
 def opened(path: Path) -> BinaryIO:
@@ -29,35 +29,37 @@ def opened(path: Path) -> BinaryIO:
 
 
 def whole_content(path: Path, times: int = 2) -> bytes:
-    """Return a file's content. Raises ImportFailed if unreadable, or `times` its size does not fit in memory."""
+    """Return a file's content. Raises ImportFailed if it cannot be read, or if `times` its size exceeds the memory."""
     try:
         if (said := too_large(path.stat().st_size, times)) is not None:
             raise ImportFailed(f"{path}: {said}; split it, or import it on a larger machine")
         return path.read_bytes()
     except OSError as error:
-        raise ImportFailed(f"{path}: cannot be read ({error.strerror or first_line(error)})") from error
+        raise ImportFailed(
+            f"{path}: cannot be read ({error.strerror or first_line(error)}); check its permissions"
+        ) from error
 
 
 def _lines_of(file: Any, where: object) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and bytes of each line that is not blank. Raises ImportFailed for one above MAX_LINE."""
+    """Yield the number, from 1, and the bytes of each non-blank line. Raises ImportFailed for a line above MAX_LINE."""
     number = 0
     while line := file.readline(MAX_LINE + 1):
         number += 1
         if len(line) > MAX_LINE:
             raise ImportFailed(
-                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; is this a complete JSON Lines file?"
+                f"{where}, line {number}: is longer than {MAX_LINE:,} bytes; check that this is JSON Lines, not damaged"
             )
         if line.strip():
             yield number, line
 
 
 def json_names(filesystem: fsspec.AbstractFileSystem, name: str) -> list[str]:
-    """Return all keys of a JSON file's objects. Raises ImportFailed."""
+    """Return all keys of the objects in a JSON file. Raises ImportFailed."""
     return list(dict.fromkeys(key for _, record, _, _ in _json_objects(filesystem, name) for key in record))
 
 
 def json_rows(filesystem: fsspec.AbstractFileSystem, name: str, columns: Collection[str]) -> Iterator[RowBatch]:
-    """Yield a JSON file's objects, with those requested columns that exist. Raises ImportFailed, naming the line."""
+    """Yield the objects in a JSON file, with the requested columns that exist. Raises ImportFailed with the line."""
     objects = _json_objects(filesystem, name)
     while part := list(islice(objects, ROWS_AT_ONCE)):
         numbers, rows, units, sizes = zip(*part, strict=True)
@@ -71,9 +73,9 @@ _LINES = "each line is one object, or a .json file is one array of objects"
 
 
 def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object) from a JSON Lines file that may still grow, starting at line `first`.
+    """Yield (line number, object) from a JSON Lines file that may still be growing, starting at line `first`.
 
-    A last line without a newline is skipped unless it is complete JSON. Raises ImportFailed, naming the line.
+    An unterminated last line is skipped unless it is complete JSON. Raises ImportFailed with the line.
     """
     try:
         with opened(path) as file:
@@ -85,7 +87,7 @@ def read_lines(path: Path, first: int = 1) -> Iterator[tuple[int, dict[str, Any]
                     return
                 yield number, as_object(parsed(line, where, _LINE), where, _LINE)
     except OSError as error:
-        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise ImportFailed(f"{path}: cannot be read ({error.strerror or error}); check its permissions") from error
 
 
 def _is_whole(line: bytes) -> bool:
@@ -97,7 +99,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
-    """Yield a JSON file's objects: number in the file, object, what is counted (row or line), and size in bytes."""
+    """Yield (number in the file, object, unit of the number: row or line, size in bytes) from a JSON file."""
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
@@ -131,7 +133,7 @@ def _first_character(file: Any) -> bytes:
 
 def parsed(text: bytes, where: str, remedy: str) -> Any:
     """Parse JSON text. Raises ImportFailed."""
-    # Python's json has better error messages and accepts NaN.
+    # Python's json has better error messages and also accepts NaN.
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(text)
     try:

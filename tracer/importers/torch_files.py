@@ -1,4 +1,4 @@
-"""Read files written by torch.save and pickle.dump as arrays and plain values, without torch and without executing code."""
+"""Read torch.save and pickle.dump files as arrays and plain values, without torch and without executing code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BAD_ZIP = (
 )  # fmt: skip
 """Errors that zipfile raises for damaged files."""
 _MAX_INSIDE = 4
-"""Maximum nesting depth of files. A pickle may contain another torch.save file as bytes."""
+"""Maximum nesting depth of files: a pickle may contain another torch.save file as bytes."""
 
 
 def read_pickled(path: Path) -> Any:
@@ -39,7 +39,7 @@ def unpickled(content: bytes, where: str, shells: Mapping[tuple[str, str], Known
 
 
 def is_cut(path: Path) -> bool:
-    """Return True if a file is empty or is an incomplete zip file: still being written, or truncated."""
+    """Return True for an empty file or an incomplete zip file, which is truncated or still being written."""
     with path.open("rb") as file:
         begins = file.read(4)
         if begins != b"PK\x03\x04":
@@ -53,9 +53,9 @@ def is_cut(path: Path) -> bool:
 
 
 def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth: int = 0) -> Any:
-    """Read a torch.save or pickle.dump file from bytes within a budget; `depth` counts the files around it."""
+    """Read a torch.save or pickle.dump file from bytes within a budget; `depth` is its nesting depth in other files."""
     if depth > _MAX_INSIDE:
-        raise ImportFailed(f"{where}: holds pickles nested more than {_MAX_INSIDE} deep")
+        raise ImportFailed(f"{where}: contains pickles nested more than {_MAX_INSIDE} deep, which no framework writes")
     if content[:4] == b"PK\x03\x04":
         return _read_zip(content, where, shells, budget, depth)
     if content[257:262] == b"ustar":
@@ -63,7 +63,7 @@ def read_bytes(content: Bytes, where: str, shells: Names, budget: Budget, depth:
             f"{where}: is in torch's old tar format, which is not supported; save it again with a newer torch"
         )
     if content[:1] != b"\x80":
-        raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a file of torch.save")
+        raise ImportFailed(f"{where}: is neither a pickle (protocol 2 or later) nor a torch.save file")
     content = bytes(content)
     names = _names(where, shells, budget, depth)
     value, end = load(content, names, where, budget)
@@ -77,15 +77,17 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             odd = next((e for e in entries.values() if e.compress_type != zipfile.ZIP_STORED or e.flag_bits & 1), None)
             if odd is not None:
                 raise ImportFailed(
-                    f"{where}: its part {odd.filename!r} is compressed or encrypted, which torch.save never does"
+                    f"{where}: its entry {odd.filename!r} is compressed or encrypted, which torch.save never does"
                 )
             pickles = [name for name in entries if name.count("/") == 1 and name.endswith("/data.pkl")]
             if len(pickles) != 1:
-                raise ImportFailed(f"{where}: is a zip file without the data.pkl of torch.save")
+                raise ImportFailed(f"{where}: is a zip file without data.pkl, so torch.save did not write it")
             root = pickles[0].removesuffix("data.pkl")
             order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
             if order != b"little":
-                raise ImportFailed(f"{where}: was written on a big-endian machine, which is not supported")
+                raise ImportFailed(
+                    f"{where}: was written on a big-endian machine, which is not supported; save it again on another"
+                )
             storages: dict[str, Storage] = {}
 
             def storage(identity: Any) -> Storage:
@@ -107,12 +109,12 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
         if isinstance(error, ImportFailed):
             raise
         raise ImportFailed(
-            f"{where}: incomplete or damaged file of torch.save ({error}); wait until it is written, or copy it again"
+            f"{where}: incomplete or damaged torch.save file ({error}); wait until it is written, or copy it again"
         ) from error
 
 
 def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
-    """Return the bytes of an uncompressed zip entry without copying; for thousands, faster than ZipFile.read."""
+    """Return an uncompressed zip entry's bytes without copying; for thousands, faster than ZipFile.read."""
     if content[entry.header_offset : entry.header_offset + 4] != b"PK\x03\x04":
         raise zipfile.BadZipFile(f"Bad magic number for the part {entry.filename!r}")
     name_length, extra_length = _LENGTHS.unpack_from(content, entry.header_offset + _LENGTHS_AT)
@@ -124,11 +126,11 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""A zip entry's local header: its size, and offset and format of the lengths of file name and extra field."""
+"""Local header of a zip entry: its size, and offset and format of the lengths of file name and extra field."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
-    """Read torch.save's legacy format: consecutive pickles, followed by the storages' bytes."""
+    """Read torch.save's legacy format: consecutive pickles, followed by the bytes of the storages."""
     storages: dict[str, tuple[Storage, int]] = {}
 
     def storage(identity: Any) -> Storage:
@@ -145,14 +147,16 @@ def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: B
         made, numel = storages[key]
         size = numel * _item_size(made.dtype)
         if int.from_bytes(content[start : start + 8], "little") != numel or len(content) < start + 8 + size:
-            raise ImportFailed(f"{where}: ends within the bytes of a tensor; the file is half-written or damaged")
+            raise ImportFailed(
+                f"{where}: ends within a tensor's data; the file is incomplete or damaged, so copy it again"
+            )
         budget.take(size)
         made.content, start = content[start + 8 : start + 8 + size], start + 8 + size
     return value
 
 
 def _storage_id(identity: Any) -> tuple[str | None, str, int]:
-    """Return the dtype, key and number of elements from a storage's persistent id."""
+    """Return the dtype, key and number of elements in a storage's persistent id."""
     if not (isinstance(identity, tuple) and len(identity) in (5, 6) and identity[0] == "storage"):
         raise NotPlain("malformed storage")
     _, kind, key, _, numel, *view = identity
@@ -178,12 +182,12 @@ class _DtypeName(_StorageKind):
 
 
 def _item_size(dtype: str | None) -> int:
-    """Return the size of one element, bytes; 1 if the storage has no dtype."""
+    """Return the size of an element, bytes; 1 if the storage has no dtype."""
     return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Return name -> tensor for a TensorDict that was saved as one storage."""
+    """Return name -> tensor of a TensorDict that was saved as one storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
@@ -192,13 +196,13 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
             raise NotPlain(f"a TensorDict whose {name!r} is not a plain tensor")
         dtype, shape, start, stop, padding = leaf
         if not 0 <= start <= stop - padding <= stop <= len(content):
-            raise NotPlain(f"a TensorDict whose {name!r} is outside its bytes")
+            raise NotPlain(f"a TensorDict whose {name!r} lies outside its data")
         found[name] = raw_tensor(dtype, shape, content[start : stop - padding])
     return found
 
 
 def _tensors_of(state: Any) -> dict[str, Any]:
-    """Return name -> tensor for a TensorDict that was saved as a state dict."""
+    """Return name -> tensor of a TensorDict that was saved as a state dict."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
         raise NotPlain("malformed TensorDict")
@@ -218,7 +222,7 @@ class _TensorDict:
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return name -> tensor for a TensorDict in any saved form. Raises NotPlain for other values."""
+    """Return name -> tensor of a TensorDict in any saved form. Raises NotPlain for other values."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")
@@ -226,7 +230,7 @@ def tensors_in(value: Any) -> dict[str, Any]:
 
 
 def _names(where: str, shells: Names, budget: Budget, depth: int) -> Names:
-    """Return the allowlist of names: plain classes, torch's tensor classes, and the framework's own classes."""
+    """Return the allowlist of names: plain classes, torch's tensor classes and the framework's own classes."""
 
     def nested(content: Any) -> Any:
         if not isinstance(content, BYTES):

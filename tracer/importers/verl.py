@@ -1,4 +1,4 @@
-"""Import format of verl: pickled DataProto objects (gen_batch.dp, or any saved batch), and texts from rollout_data_dir.
+"""Import format of verl: pickled DataProto objects (gen_batch.dp or any saved batch), and text from rollout_data_dir.
 
 Shapes: B sequences, P padded prompt length, T padded response length, L layers with a router, S experts selected per token.
 """
@@ -56,14 +56,14 @@ def _parts(folder: DumpFolder) -> list[Part]:
     texts = [Part(files=(name,), step=int(found[1])) for name, found in folder.matching(_TEXT)]
     if batches and texts:
         raise ImportFailed(
-            f"{folder.url}: holds batches (*.dp) and texts (*.jsonl) of the same sequences; give the folder of only "
-            f"one of them"
+            f"{folder.url}: contains both batches (*.dp) and text (*.jsonl) of the same sequences; give a folder with "
+            f"only one of them"
         )
     return batches or texts
 
 
 def _step_of(folder: DumpFolder, name: str) -> int | None:
-    """Return a batch's step from meta.json in its folder or, without it, from the last number in its path."""
+    """Return a batch's step from the meta.json in its folder or, without one, from the last number in its path."""
     meta = folder.beside(name, "meta.json")
     found = None
     try:
@@ -98,13 +98,13 @@ def _read(reading: Reading) -> Iterator[RowBatch]:
     if step is None:
         step = reading.fields(meta, str(path), budget).integer("step")
     if step is None:
-        raise ImportFailed(f"{path}: has no step; put it into a folder named after its step, for example 7/{path.name}")
+        raise ImportFailed(f"{path}: has no step; move it to a folder named after its step, for example 7/{path.name}")
     temperature = reading.fields(meta, str(path), budget).number("temperature")
     yield _rows(fields, str(path), step, temperature)
 
 
 def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors and other columns from a DataProto, and the DataProto's meta_info."""
+    """Return the tensors and other columns of a DataProto, and its meta_info."""
     found = unpickled(content, where, _SHELLS)
     state = found.state if isinstance(found, Shell) else None
     try:
@@ -124,15 +124,15 @@ def _batch(content: bytes, where: str, budget: Budget) -> tuple[dict[str, Any], 
 
 
 def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the tensors from a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
+    """Return the tensors of a batch saved with VERL_DATAPROTO_SERIALIZATION_METHOD=numpy."""
     if len(batch) != 3 or not isinstance(batch[2], dict):
-        raise NotPlain("unexpected form of its tensors")
+        raise NotPlain("its tensors have an unexpected form")
     plain = {name: value for name, value in batch[2].items() if isinstance(value, tuple) and len(value) == 3}
     return {name: raw_tensor(*value) for name, value in plain.items()}
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Return the rows of a batch: prompts [B, P] padded on the left, responses and their values [B, T] on the right."""
+    """Return a batch's rows: prompts [B, P] padded on the left; responses and their values [B, T] on the right."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
         raise ImportFailed(f"{where}: has no responses; save the batch after generation")
@@ -141,7 +141,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
     attention = fields.array("attention_mask", 2)
     if attention is None or attention.shape != (num_rows, prompt_width + width):
         raise ImportFailed(
-            f"{where}: attention_mask does not have the shape [{num_rows}, {prompt_width + width}] of prompts and responses"
+            f"{where}: attention_mask must have the shape [{num_rows}, {prompt_width + width}] of prompts and responses"
         )
     is_token = attention.astype(bool)
     responded, prompted = Padding.of(is_token[:, prompt_width:]), Padding.of(is_token[:, :prompt_width])
@@ -165,7 +165,7 @@ def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> R
 
 
 def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
-    """Return a column's array; None if it is missing or has another number of dimensions."""
+    """Return a column as an array; None if it is missing or has another number of dimensions."""
     return fields.array(column, dimensions) if np.ndim(settled(fields.get(column))) == dimensions else None
 
 
@@ -175,19 +175,19 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
         return None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
         raise ImportFailed(
-            f"{where}: rewards have the shape {list(rewards.shape)}, but responses {list(responded.mask.shape)}"
+            f"{where}: rewards have shape {list(rewards.shape)}, but responses {list(responded.mask.shape)}"
         )
     masks = responded.mask[:, : rewards.shape[1]]
     return np.array([row[mask].sum() for row, mask in zip(rewards, masks, strict=True)], np.float64)
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's choices [B, P + T, L, S]; None without, or after the trainer's replaced them (R2)."""
+    """Return the engine's choices [B, P + T, L, S]; None if missing, or if the trainer's choices replaced them (R2)."""
     found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
-            f"{where}: routed_experts has the shape {list(found.shape)}, but attention_mask {list(shape)}; leave it out with "
-            "--map routed_experts="
+            f"{where}: routed_experts has shape {list(found.shape)}, but attention_mask {list(shape)}; leave it out "
+            "with --map routed_experts="
         )
     return found
 
@@ -195,7 +195,7 @@ def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray |
 def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) -> np.ndarray | None:
     found = _array(fields, column, 2)
     if found is not None and found.shape != shape:
-        raise ImportFailed(f"{where}: {column} has the shape {list(found.shape)}, but the responses {list(shape)}")
+        raise ImportFailed(f"{where}: {column} has shape {list(found.shape)}, but responses {list(shape)}")
     return found
 
 
@@ -208,7 +208,7 @@ def _text_row(fields: Fields, name: str, number: int) -> list[dict[str, Any]]:
 
 VERL = Format(
     name="verl",
-    writes="`skip.rollout.dump_dir`, `DataProto.save_to_disk`, or `trainer.rollout_data_dir` (texts only)",
+    writes="`skip.rollout.dump_dir`, `DataProto.save_to_disk`, or `trainer.rollout_data_dir` (text only)",
     files="*.dp or <step>.jsonl",
     columns=COLUMNS,
     alignment="tensors are [B, T]; index i belongs to responses[i]; prompts are padded on the left, responses on the right",
@@ -219,6 +219,6 @@ VERL = Format(
         "rollout": "no rollout_log_probs; verl keeps them with actor_rollout_ref.rollout.calculate_log_probs=True, and "
         "the text in rollout_data_dir has none",
         "train": "no old_log_probs: gen_batch.dp is written before the trainer scores it, and rollout_data_dir is text; call "
-        "batch.save_to_disk(PATH) after compute_log_prob, and import that",
+        "batch.save_to_disk(PATH) after compute_log_prob, and import that file",
     },
 )

@@ -1,4 +1,4 @@
-"""Attaches the weights of a Hugging Face folder to a policy version of a trace without weights."""
+"""Attach the weights in a Hugging Face folder to a policy version of a trace without weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .reader import WeightReader
 _DECIDING = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
 )  # fmt: skip
-"""Config entries that must match between the attached model's config and the recorded one."""
+"""Config entries that must be the same in the attached model's config and the recorded one."""
 _TOLD = 8
 """Maximum number of versions or tensors listed in an error."""
 
@@ -42,7 +42,7 @@ class Attached:
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if the folder's tokenizer was stored as well. It is not stored if the trace already has one."""
+    """True if the folder's tokenizer was stored too; it is not if the trace already has one."""
 
 
 def attach(
@@ -53,15 +53,15 @@ def attach(
     tokenizer: str | os.PathLike[str] | None = None,
     force: bool = False,
 ) -> Attached:
-    """Store the weights of a Hugging Face folder as a policy version, so that an imported dump can be replayed.
+    """Store the weights in a Hugging Face folder as a policy version, so that an imported dump can be replayed.
 
-    `folder` holds config.json and safetensors files, as written by `save_pretrained`, for one of transformers' own
+    `folder` contains config.json and safetensors files, as written by `save_pretrained`, for one of transformers' own
     model classes; code in the folder is never run. The model's config is stored with the weights, and so is the
-    tokenizer from `tokenizer`, by default from `folder`. Weights are stored in the same format as recorded ones. If
-    attaching is interrupted, the trace is left without a partial result.
+    tokenizer from `tokenizer`, or else from `folder`. Weights are stored in the same format as recorded ones. If
+    attaching is interrupted, nothing partial is left in the trace.
 
     With `force`, weights attached earlier are replaced. Recorded weights cannot be replaced, since later versions are
-    stored as changes relative to them.
+    stored as changes to them.
 
     Raises InvalidOption if no row of the trace has the version, if the version already has weights, or if the model's
     vocabulary or size does not match the trace; WeightsMissing if the folder has no readable weights; NotInstalled
@@ -101,7 +101,7 @@ def attach(
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption and others."""
+    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption, others."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
@@ -116,18 +116,21 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         import transformers
     except ImportError as error:
         raise NotInstalled(
-            "attaching weights needs torch and transformers, like a replay: pip install transformers"
+            "attaching weights needs torch and transformers, as a replay does: pip install transformers"
         ) from error
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid config
-        raise WeightsMissing(f"{path / 'config.json'}: cannot be read ({first_line(error)})") from error
+        raise WeightsMissing(
+            f"{path / 'config.json'}: cannot be read ({first_line(error)}); restore it from a copy"
+        ) from error
     name = str((config.architectures or ["none"])[0])
     kind: Any = getattr(transformers, name, None)
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     if not is_model or not hasattr(kind, "generate"):
         raise WeightsMissing(
-            f"{path / 'config.json'}: names the architecture {name}, which is not a language model in the installed transformers"
+            f"{path / 'config.json'}: names the architecture {name}, which is not a language model of the installed "
+            "transformers"
         )
     try:
         model, told = kind.from_pretrained(
@@ -136,16 +139,18 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         )  # fmt: skip
     except Exception as error:
         raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a copy") from error
-    for words, names in (("lacks", told["missing_keys"]), ("has another shape of", told["mismatched_keys"])):
+    for words, names in (("has no", told["missing_keys"]), ("has another shape of", told["mismatched_keys"])):
         if names:
-            raise WeightsMissing(f"{path}: {words} {_listed(sorted(map(str, names)))}; is it a complete {name}?")
+            raise WeightsMissing(
+                f"{path}: {words} {_listed(sorted(map(str, names)))}; check that it is a complete {name}"
+            )
     with torch.no_grad():
         _put_own_dtypes(model, path)
     return model, _tokenizer(path, tokenizer)
 
 
 def _put_own_dtypes(model: Any, path: Path) -> None:
-    """Replace each tensor that transformers loaded in another dtype by the bits stored in the folder."""
+    """Replace tensors that transformers loaded in another dtype with the bits stored in the folder."""
     from safetensors import safe_open
 
     tensors = model.state_dict(keep_vars=True)
@@ -167,14 +172,14 @@ def _tokenizer(path: Path, given: str | os.PathLike[str] | None) -> Any:
         return transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers may raise anything for an invalid tokenizer
         raise InvalidOption(
-            f"{place}: no tokenizer can be loaded from it ({first_line(error)})", option="tokenizer"
+            f"{place}: contains no tokenizer that can be loaded ({first_line(error)})", option="tokenizer"
         ) from error
 
 
 def _check_version(snapshot: Snapshot, version: int) -> None:
-    """Raise InvalidOption if no row of the trace has the given version. If rows have no versions at all, accept any."""
+    """Raise InvalidOption if no row of the trace has this version; if rows have no versions at all, accept any."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version < 1 << 40:
-        raise InvalidOption(f"got {version!r}; a policy version is a number of optimizer updates, 0 or more")
+        raise InvalidOption(f"got {version!r}; give a policy version: a number of optimizer updates, 0 or more")
     there: set[int] = set()
     for table in (SEQUENCES, SCORES):
         for rows in _columns(snapshot, table, ["policy_version"]):
@@ -191,7 +196,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     for known in snapshot.writers:
         if known.model.get("adapters"):
             raise InvalidOption(
-                f"{where}: was recorded with adapters, whose weights a folder of one model does not contain"
+                f"{where}: was recorded with adapters, whose weights are not in the folder of a single model"
             )
         recorded = known.model.get("config")
         if isinstance(recorded, dict):
@@ -205,8 +210,8 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     vocab_size = int(_size(config, "vocab_size") or 0)
     if most >= vocab_size:
         raise InvalidOption(
-            f"{there}: has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; is it the model that was "
-            "trained?"
+            f"{there}: has a vocabulary of {vocab_size:,} tokens, but {where} contains token {most:,}; check that it "
+            "is the model that was trained"
         )
 
 
@@ -216,7 +221,7 @@ def _size(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield the given columns of a table, one file at a time, without the columns that a file lacks."""
+    """Yield these columns of a table, one file at a time, as far as each file has them."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
@@ -225,15 +230,15 @@ def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[p
 
 
 def _to_replace(store: Store, version: int, force: bool) -> list[str]:
-    """Return the writers whose weights for a version will be replaced. Raises InvalidOption if not allowed."""
+    """Return the writers whose weights of a version will be replaced. Raises InvalidOption if that is not allowed."""
     states = {state.writer: state for state in store.writers()[0]}
     reader = WeightReader(store, tuple(states.values()))
     writers = [record.writer for record in reader.parts.get(version, ())]
     recorded = [name for name in writers if name not in states or states[name].attached_from is None]
     if recorded:
         raise InvalidOption(
-            f"{store.url}: has weights of version {version} that were recorded and cannot be replaced; import or copy the "
-            "run without its weights to attach others"
+            f"{store.url}: has recorded weights of version {version}, which cannot be replaced; to attach others, "
+            "import or copy the run without its weights"
         )
     if writers and not force:
         raise InvalidOption(
@@ -244,7 +249,7 @@ def _to_replace(store: Store, version: int, force: bool) -> list[str]:
 
 
 def _remove(store: Store, folder: Path, name: str) -> None:
-    """Remove weights attached by a writer, whose state is marked first, so that readers ignore them."""
+    """Remove weights that a writer attached; its state is marked first, so that readers ignore them."""
     path = f"{WRITERS}/{name}.json"
     write_part(folder, path, replace(store.writer(name), is_removed=True).to_json().encode())
     for file in (*store.files(WEIGHTS), *store.folders(WEIGHTS)):

@@ -1,4 +1,4 @@
-"""Reads checkpoints saved by a run as Hugging Face folders, writes a version as one, and finds a trace's weights."""
+"""Read checkpoints that a run saved as Hugging Face folders, write a version as one, and find a trace's weights."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""Name of a dtype in safetensors -> name in torch."""
+"""dtype name in safetensors -> name in torch."""
 _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
 class CheckpointReader:
-    """Reads policy versions that a run saved as Hugging Face folders; the number that ends a name is the version."""
+    """Reads policy versions that a run saved as Hugging Face folders; a name ends with the version number."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -42,7 +42,7 @@ class CheckpointReader:
         return sorted(self.folders)
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Memory-map every tensor of a version, whatever `attempt` and `is_lazy`. Raises WeightsMissing."""
+        """Memory-map every tensor of a version; `attempt` and `is_lazy` have no effect. Raises WeightsMissing."""
         if version not in self.folders:
             there = ", ".join(map(str, self.versions)) or "none"
             raise WeightsMissing(f"{self.folder}: has no checkpoint of version {version}; available: {there}")
@@ -50,7 +50,7 @@ class CheckpointReader:
 
 
 def read_folder(folder: Path) -> dict[str, Tensor]:
-    """Memory-map every tensor of a Hugging Face folder's safetensors files. Raises WeightsMissing."""
+    """Memory-map every tensor in a Hugging Face folder's safetensors files. Raises WeightsMissing."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Tensor] = {}
@@ -72,14 +72,16 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
         for name, entry in header.items():
             dtype = DTYPES.get(entry["dtype"])
             if dtype is None:
-                raise WeightsMissing(f"{path}: {name} is {entry['dtype']}, which is not supported")
+                raise WeightsMissing(
+                    f"{path}: {name} is {entry['dtype']}, which is not supported; save it in another dtype"
+                )
             first, last = (start + offset for offset in entry["data_offsets"])
             tensors[name] = Tensor(dtype, np.asarray(mapped[first:last]).view(bits_type(dtype)).reshape(entry["shape"]))
     return tensors
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with `architectures`, which vLLM needs and a model never loaded from disk lacks."""
+    """Return a model's config with `architectures`, which vLLM needs; models never loaded from disk have none."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}
@@ -95,19 +97,20 @@ def write_folder(
 ) -> None:
     """Write weights, a model's config and tokenizer files to a folder that `from_pretrained` can load.
 
-    If `prefix` is `adapter_`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use,
+    With `prefix` `adapter_`, PEFT can load the folder as an adapter. Raises InvalidOption if the folder is in use, and
     StorageError if it cannot be written.
     """
     from safetensors import TensorSpec, serialize_file
 
     documents = {f"{prefix}config.json": json.dumps(dict(config), indent=2).encode() + b"\n", **tokenizer}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InvalidOption(f"{folder}: exists and is not an empty folder; give a new one")
+        raise InvalidOption(f"{folder}: exists and is not an empty folder; give a new folder")
     shared: dict[int, str] = {}
     arrays: dict[str, np.ndarray] = {}
     specs = {}
     for own, tensor in tensors.items():
-        # A tied tensor is one object under several names. It is written once, since the config ties it again on loading.
+        # A tied tensor is one object under several names. It is written once, since loading ties it again by the
+        # config.
         if shared.setdefault(id(tensor), own) == own:
             arrays[own] = np.ascontiguousarray(tensor.bits)
             specs[own] = TensorSpec(
@@ -126,14 +129,15 @@ def write_folder(
 
 
 FOLDER_VARIABLE = "TIM_TRACE_WEIGHTS_FROM"
-"""Name of the environment variable that sets --weights-from for every command."""
+"""Environment variable that sets --weights-from for every command."""
 
 
 def open_weights(store: Store, weights_from: str | os.PathLike[str] | None = None) -> WeightReader | CheckpointReader:
-    """Return a reader of a trace's policy versions: `.versions`, `.load(version)`.
+    """Return a reader for a trace's policy versions: `.versions`, `.load(version)`.
 
-    Checkpoints outside the trace are read only from a folder given by the user: `weights_from` or TIM_TRACE_WEIGHTS_FROM. The
-    folder recorded in the trace itself is reported but not read, since the trace may come from an untrusted source.
+    Checkpoints outside the trace are read only from a folder that the user gives: `weights_from` or
+    TIM_TRACE_WEIGHTS_FROM. The folder recorded in the trace is reported but not read, since the trace may come from an
+    untrusted source.
     """
     manifest = store.manifest()
     writers, damaged = store.writers()

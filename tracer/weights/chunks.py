@@ -1,16 +1,16 @@
 """Arrays of bits in Zarr v3 format, one row per version, compressed chunk by chunk, or as sparse changes.
 
 Metadata and chunks follow the Zarr v3 specification (core 3.0, codecs `bytes` and `blosc`), so any Zarr library reads
-them. No Zarr library is used for writing, for two reasons. Such a library spends 10 ms and starts threads per array,
-which would slow every training step of a small model; and its threads are no longer available at interpreter exit.
+them. No Zarr library is used for writing, for two reasons: it would spend 10 ms and start threads for each array, which
+would slow every training step of a small model, and its threads are no longer available at interpreter exit.
 
-At a small learning rate, an update changes few of a half-precision model's weights, and most of the changed ones by one
-unit in the last place. A change is stored as two numbers: the distance from the previous changed element, and the
-difference between the new and the old bits, as unsigned integers with wraparound. Differences from several updates can
-be added in any order, and undone.
+At a small learning rate, an update changes few of a half-precision model's weights, and most of those by one unit in
+the last place. A change is stored as two numbers: the distance from the previous changed element, and the difference
+between the new and the old bits, as unsigned integers with wraparound. Differences from several updates can be added in
+any order, and undone.
 
-Shapes: R rows (versions) in a segment, E elements in a row (all tensors of one dtype), C elements in a chunk, K of them
-changed, G bytes that encode distances."""
+Shapes: R rows (versions) in a segment, E elements in a row (all tensors of one dtype), C elements in a chunk, K changed
+elements in a chunk, G bytes that encode distances."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _T = TypeVar("_T")
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Bytes per element -> the unsigned integer type that holds its bits."""
+"""Bytes per element -> unsigned integer type of that size."""
 Bits = dict[str, np.ndarray]
-"""dtype -> [E] bits of all tensors with that dtype."""
+"""dtype -> [E] bits of all tensors of that dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def bits_type(dtype: str) -> Any:
-    """Return the unsigned integer type with a dtype's size."""
+    """Return the unsigned integer type that has the size of a dtype."""
     return BITS[ITEM_BYTES[dtype]]
 
 
 def part(bits: Bits, tensor: StoredTensor) -> np.ndarray:
-    """Return a tensor's elements from the row that holds all tensors of its dtype."""
+    """Return a tensor's elements from the row with all tensors of its dtype."""
     return bits[tensor.dtype][tensor.start : tensor.start + tensor.numel]
 
 
@@ -60,7 +60,7 @@ def group_document(attributes: dict[str, Any]) -> bytes:
 
 
 def array_document(dtype: str, rows: int, num_elements: int) -> bytes:
-    """Return the metadata for a dtype's [R, E] array, in which a missing chunk means all zeros."""
+    """Return the metadata of a dtype's [R, E] array, in which a missing chunk means all zeros."""
     document = {
         "zarr_format": 3,
         "node_type": "array",
@@ -100,14 +100,14 @@ def write_row(
 
 
 def written_chunks(num_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the indices of chunks with a nonzero size, and the sum of all sizes."""
+    """Return the indices of chunks whose size is not zero, and the sum of all sizes."""
     return [index for index, size in enumerate(num_bytes) if size], sum(num_bytes)
 
 
 def map_chunks(work: Callable[[int], _T], num_chunks: int, encoders: Sequence[Worker]) -> list[_T]:
-    """Call `work` with every chunk's index, on the encoder threads, and return the results in order."""
+    """Call `work` with every chunk's index on the encoder threads, and return the results in order."""
     if num_chunks <= 1:
-        # For a small model, waking another thread would slow training more than encoding in this thread does.
+        # For a small model, waking another thread would slow training more than encoding in this thread.
         return [work(0)]
     found: dict[int, _T] = {}
 
@@ -132,21 +132,21 @@ def _write_chunk(path: Path, part_C: np.ndarray, size: int) -> int:
 
 
 def decode_chunk(encoded: bytes, dtype: str, size: int, out_C: np.ndarray | None = None) -> np.ndarray:
-    """Decode a chunk with `size` elements to [C] bits, into `out_C` if given. Raises ValueError."""
+    """Decode a chunk of `size` elements to [C] bits, into `out_C` if given. Raises ValueError."""
     kind = np.dtype(bits_type(dtype))
     if int.from_bytes(encoded[4:8], "little") != size * kind.itemsize:
-        raise ValueError(f"it does not hold {size:,} elements of {dtype}")
+        raise ValueError(f"it does not contain {size:,} elements of {dtype}")
     return decoded(encoded, kind, size, out_C)
 
 
 def decoded(encoded: bytes, kind: np.dtype[Any], most: int, out: np.ndarray | None = None) -> np.ndarray:
-    """Decode a blosc buffer that holds at most `most` numbers, into `out` if given. Raises ValueError."""
-    # Checked first, since blosc allocates as much memory as the buffer's header says.
+    """Decode a blosc buffer of at most `most` numbers, into `out` if given. Raises ValueError."""
+    # Check first, since blosc allocates as much memory as the buffer's header says.
     num_bytes = int.from_bytes(encoded[4:8], "little")
     if len(encoded) < 16 or num_bytes > most * kind.itemsize or num_bytes % kind.itemsize:
         raise ValueError(f"it does not contain a whole number of {kind.itemsize}-byte values, at most {most:,}")
     if int.from_bytes(encoded[12:16], "little") != len(encoded):  # blosc would read past the end
-        raise ValueError(f"it has {len(encoded):,} bytes, which is incomplete")
+        raise ValueError(f"it is incomplete: it has only {len(encoded):,} bytes")
     try:
         return np.frombuffer(_CODEC.decode(encoded, out), kind)
     except RuntimeError as error:
@@ -164,7 +164,7 @@ def changes_key(row: int, index: int) -> str:
 
 
 Changes = tuple[np.ndarray, np.ndarray]
-"""[K] positions of the changed elements in a chunk, ascending, and [K] differences between their new and old bits."""
+"""[K] positions of a chunk's changed elements, ascending, and [K] differences between their new and old bits."""
 
 _LONGEST = 255
 """Byte value that means: add the next byte to the distance."""
@@ -174,14 +174,14 @@ _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """Return the changes in a chunk. `delta_C` is the XOR between its new bits, `bits_C`, and its old ones."""
+    """Return a chunk's changes. `delta_C` is the XOR of its new bits, `bits_C`, and its old ones."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])
 
 
 def added(several: Sequence[Changes]) -> Changes:
-    """Return the sum of several changes to one chunk."""
+    """Return the sum of several changes to the same chunk."""
     places = np.concatenate([places_K for places_K, _ in several])
     if not len(places):
         return several[0]
@@ -195,7 +195,7 @@ def added(several: Sequence[Changes]) -> Changes:
 
 
 def write_changes(path: Path, changes: Changes) -> int:
-    """Write a chunk's changes. Return the file's size on disk in bytes."""
+    """Write a chunk's changes, and return the file's size on disk in bytes."""
     places_K, differences_K = changes
     distances_K = np.diff(places_K, prepend=-1)
     num_longest_K = distances_K // _LONGEST
@@ -208,7 +208,7 @@ def write_changes(path: Path, changes: Changes) -> int:
 
 
 def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
-    """Decode the changes to a chunk with `size` elements. Raises ValueError."""
+    """Decode the changes to a chunk of `size` elements. Raises ValueError."""
     end = 8 + int.from_bytes(encoded[:8], "little")
     kind = np.dtype(bits_type(dtype))
     distances_G = decoded(encoded[8:end], np.dtype(np.uint8), 2 * size)
@@ -219,14 +219,14 @@ def decode_changes(encoded: bytes, dtype: str, size: int) -> Changes:
     places_K = np.cumsum(distances_G, dtype=np.int64)[ends_K]
     places_K -= 1
     if places_K[0] < 0 or places_K[-1] >= size:
-        raise ValueError(f"it changes elements beyond its {size:,}")
+        raise ValueError(f"it changes elements beyond the last of {size:,}")
     return places_K, np.asarray((folded_K >> 1) ^ -(folded_K & 1))  # undoes _folded
 
 
 def apply_changes(bits_C: np.ndarray, changes: Changes, *, undo: bool = False) -> None:
     """Apply changes to a chunk in place, or undo them."""
     places_K, differences_K = changes
-    # This takes half the time of `bits[places] += ...`.
+    # This takes half as long as `bits[places] += ...`.
     np.add.at(bits_C, places_K, -differences_K if undo else differences_K)
 
 

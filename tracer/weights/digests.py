@@ -14,21 +14,21 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Bytes per element -> name of an integer dtype of that size that both torch and NumPy have."""
+"""Bytes per element -> name of an integer dtype of that size that torch and NumPy both have."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
-"""An int; for a tensor on an accelerator an int64 tensor, which `resolved` converts to an int."""
+"""An int; on an accelerator, an int64 tensor, which `resolved` converts to an int."""
 
 _coefficients: dict[Any, Any] = {}
 
 
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
-    """Return the digest of a tensor, after rounding it to a floating `dtype` and moving it to `device`, where given.
+    """Return a tensor's digest, after rounding it to a floating `dtype` and moving it to `device`, if given.
 
-    On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator the bytes are read as 32-bit lanes,
-    each is multiplied by an odd number that depends on its position, and the digest is the sum modulo 2^64, so that
-    only the sum leaves the device. Digests computed on different device types are not comparable. The tensor is cast
-    and moved in pieces. If `through` is given, the tensor is rounded to that dtype before it is rounded to `dtype`.
+    On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator, the bytes are read as 32-bit lanes,
+    each lane is multiplied by an odd number that depends on its position, and the digest is the sum modulo 2^64, so
+    that only the sum leaves the device. Digests from different device types cannot be compared. The tensor is cast and
+    moved in pieces. If `through` is given, the tensor is rounded to that dtype before it is rounded to `dtype`.
     """
     tensor = tensor.detach()
     if device is None or tensor.device.type == device.type:
@@ -43,7 +43,7 @@ def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any =
 
 
 def resolved(digests: Sequence[Digest]) -> list[int]:
-    """Return digests as integers between 0 and 2^64 - 1. All are copied from the accelerator at once."""
+    """Return digests as integers from 0 to 2^64 - 1; all are copied from the accelerator at once."""
     import torch
 
     places = [index for index, value in enumerate(digests) if not isinstance(value, int)]
@@ -56,7 +56,7 @@ def resolved(digests: Sequence[Digest]) -> list[int]:
 
 
 def _of_few(tensor: Any, dtype: Any) -> int:
-    """Return the digest of a small tensor as `_of_bytes` does, but with fewer torch calls."""
+    """Return a small tensor's digest, the same as `_of_bytes` but with fewer torch calls."""
     import torch
 
     cast = tensor.to(dtype).contiguous()
@@ -64,7 +64,7 @@ def _of_few(tensor: Any, dtype: Any) -> int:
 
 
 def _of_bytes(tensor: Any, dtype: Any, through: Any = None) -> int:
-    """Return the XXH3-64 of a tensor's bytes, casting it in pieces that fit in the CPU cache."""
+    """Return the XXH3-64 of a tensor's bytes; the tensor is cast in pieces that fit into the CPU cache."""
     import torch
 
     found = xxhash.xxh3_64()
@@ -86,7 +86,7 @@ def _sum(tensor: Any, dtype: Any, device: Any, through: Any = None) -> Any:
         if bytes_.numel() % 4:
             bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.numel() % 4))
         elif bytes_.storage_offset() % 4:
-            bytes_ = bytes_.clone()  # Reading lanes requires aligned memory.
+            bytes_ = bytes_.clone()  # reading lanes requires aligned memory
         lanes_C = bytes_.view(torch.int32)
         total = total * _signed(_PRIME) + (lanes_C * coefficients_C[: lanes_C.numel()]).sum()
     return total
@@ -97,7 +97,7 @@ def _cast(piece: Any, dtype: Any, through: Any) -> Any:
 
 
 def _runs(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield 1-D parts of a tensor in row-major order, each with at most `most` elements."""
+    """Yield 1-D parts of a tensor in row-major order, with at most `most` elements each."""
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(most)
     elif tensor[0].numel() > most:
@@ -109,7 +109,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield a tensor's elements in pieces of exactly `most`, the last perhaps shorter; none if it is empty."""
+    """Yield a tensor's elements in pieces of exactly `most`; the last may be shorter; none if it is empty."""
     import torch
 
     held: list[Any] = []

@@ -1,4 +1,4 @@
-"""Layout of a model's tensors: which of them share memory, and which shard of each this process holds."""
+"""Layout of a model's tensors: which of them share memory, and which shard of each this process has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...schemas.errors import InvalidRecord
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout
 
 _WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Wrapper modules added by FSDP1 and activation checkpointing. A state_dict leaves them out of tensor names."""
+"""Wrapper modules added by FSDP1 and activation checkpointing, which a state_dict leaves out of tensor names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -21,19 +21,19 @@ class FlatPart:
     values: Any
     """1-D tensor with the shard's elements."""
     start: int
-    """Index of the shard's first element in the flattened parameter."""
+    """Index of the shard's first element in the whole parameter."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     requires_grad: bool
     is_replicated: bool
-    """True if every process holds the whole parameter."""
+    """True if every process has the whole parameter."""
 
     @property
     def dtype(self) -> Any:
         return self.values.dtype
 
     def numel(self) -> int:
-        """Return the number of elements in the whole parameter, as DTensor.numel does."""
+        """Return the number of elements in the whole parameter, like DTensor.numel."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -44,11 +44,10 @@ class FlatPart:
 
 
 def model_tensors(model: Any) -> dict[str, Any]:
-    """Return the tensors in a model's state_dict in the form this process holds them: whole tensors, DTensors and
-    FlatParts.
+    """Return the tensors of a model's state_dict as this process holds them: whole tensors, DTensors and FlatParts.
 
-    state_dict() itself is never called, since its hooks gather parameters under FSDP1 and reshard them under FSDP2. If
-    a single process ran these hooks, it would wait for the others in a collective that they never call.
+    state_dict() itself is never called, since its hooks gather parameters under FSDP1 and reshard them under FSDP2. A
+    single process that ran these hooks would wait for the others in a collective that they never call.
     """
     sharded = _sharded(model)
     tensors: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def model_tensors(model: Any) -> dict[str, Any]:
 
 
 def model_parameters(model: Any) -> list[Any]:
-    """Return a model's parameters in the form this process holds them, without duplicates, as in `model_tensors`."""
+    """Return a model's parameters as this process holds them, without duplicates, as in `model_tensors`."""
     import torch
 
     kinds = (torch.nn.Parameter, FlatPart)
@@ -71,12 +70,12 @@ def model_parameters(model: Any) -> list[Any]:
 
 
 def num_elements(parameter: Any) -> int:
-    """Return the number of elements in the whole parameter, even if ZeRO-3 has replaced it by an empty tensor."""
+    """Return the number of elements in the whole parameter, even if ZeRO-3 has replaced it with an empty tensor."""
     return int(getattr(parameter, "ds_numel", None) or parameter.numel())
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Return module -> name -> this process's shard under FSDP1 or FSDP2, even if currently gathered."""
+    """Return module -> name -> this process's shard under FSDP1 or FSDP2, even if it is currently gathered."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
@@ -84,7 +83,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
             groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
             for shard in (shard for group in groups if group is not None for shard in group.fsdp_params):
                 info = shard._module_info
-                # Before the first forward, a module may hold another tensor than the shard registered with FSDP2.
+                # Before the first forward, a module may hold a tensor other than the shard registered with FSDP2.
                 current = info.module._parameters.get(info.param_name)
                 tensor = current if is_sharded(current) else shard.sharded_param
                 for owner, name in zip(
@@ -101,12 +100,12 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
 
 
 def flat_parameter(module: Any) -> Any:
-    """Return FSDP1's flat parameter of a module; None if FSDP1 does not manage the module."""
+    """Return a module's flat parameter of FSDP1; None if FSDP1 does not manage the module."""
     return getattr(vars(module).get("_handle"), "flat_param", None)
 
 
 def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
-    """Yield the shards of the parameters in FSDP1's flat parameter."""
+    """Yield the shards of the parameters in an FSDP1 flat parameter."""
     # Before the first forward, the flat parameter is the shard itself; later it may be the gathered parameter.
     shard = getattr(flat, "_local_shard", flat).detach()
     parameters = flat._params or [flat] * len(flat._shapes)
@@ -122,7 +121,7 @@ def _flat_parts(flat: Any, *, is_replicated: bool) -> Iterator[FlatPart]:
 
 
 def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
-    """Return a layout with one array per dtype and tied tensors once. Raises InvalidRecord for other dtypes."""
+    """Return a layout with one array per dtype and tied tensors only once. Raises InvalidRecord for other dtypes."""
     places: dict[str, int] = {}
     stored: list[StoredTensor] = []
     tied: dict[str, str] = {}
@@ -146,7 +145,7 @@ def layout_of(tensors: Mapping[str, Any]) -> WeightLayout:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Return True if a tensor is distributed over processes (a DTensor, a FlatPart)."""
+    """Return True if a tensor is distributed over processes (a DTensor or FlatPart)."""
     return isinstance(tensor, FlatPart) or type(tensor).__name__ == "DTensor" or hasattr(tensor, "device_mesh")
 
 
@@ -156,7 +155,7 @@ def replicated(tensor: Any) -> Any:
 
 
 def local_part(tensor: Any) -> Any:
-    """Return the shard of a tensor that this process holds."""
+    """Return this process's shard of a tensor."""
     if isinstance(tensor, FlatPart):
         return tensor.values
     tensor = tensor.detach()

@@ -1,4 +1,4 @@
-"""Reads the weights of recorded policy versions, bit for bit. Errors name the missing parts.
+"""Read the weights of recorded policy versions, bit for bit. Errors name the missing parts.
 
 Shapes: E elements in a segment's tensors of one dtype, N elements in a tensor, C elements in a chunk.
 """
@@ -34,7 +34,7 @@ from .chunks import (
 )
 
 SUPPLIES = "record with --weights delta, attach a folder (tim-trace weights RUN --attach VERSION DIR)"
-"""Ways to supply a trace's weights, for use in error messages."""
+"""Ways to supply a trace's weights, for error messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Tensor:
     """A tensor's bits and dtype."""
 
     dtype: str
-    """The dtype's name in torch."""
+    """dtype, as torch names it."""
     bits: np.ndarray
     """Unsigned integers in the tensor's shape."""
 
@@ -65,7 +65,7 @@ class LazyTensor(Tensor):
 class WeightReader:
     """Reads the policy versions whose weights a trace stores.
 
-    The version read last is kept in memory, so that reading its successor only needs one delta. Two kinds of versions
+    The version read last is kept in memory, so that reading its successor needs only one delta. Two kinds of versions
     are not kept: the first one read, since it may be the only one, and versions larger than half of the machine's
     memory.
     """
@@ -88,7 +88,7 @@ class WeightReader:
         """One sentence for each damaged or missing part."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """(version, attempt) with a damaged or missing part -> a sentence describing the damage."""
+        """(version, attempt) with a damaged or missing part -> a sentence about the damage."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
         """Chunks kept in memory, (segment, dtype, chunk) -> version and bits: every chunk of the version read last, or only the
@@ -147,7 +147,7 @@ class WeightReader:
         return sorted(self._by_attempt)
 
     def attempts(self, version: int) -> list[int]:
-        """Return the numbers of the training attempts that stored a version; 0 stands for an unknown attempt."""
+        """Return the training attempts that stored a version; 0 stands for an unknown attempt."""
         return sorted(self._by_attempt[version])
 
     def _parts(self, version: int, attempt: int | None) -> list[WeightVersion]:
@@ -171,12 +171,12 @@ class WeightReader:
         return self._layouts[record.segment]
 
     def load(self, version: int, attempt: int | None = None, *, is_lazy: bool = False) -> dict[str, Tensor]:
-        """Load every tensor of a version by name. Tied tensors are included under each of their names.
+        """Load every tensor of a version by name; a tied tensor appears under each of its names.
 
-        A resumed run may have stored a version in several training attempts; by default the newest attempt is read.
-        With `is_lazy`, a tensor is read and checked against its hash only when its bits are accessed, which must happen
-        before another version is loaded. Raises WeightsMissing if the version or any writer's part of it is missing,
-        and DamagedTrace if the bits differ from the recorded ones.
+        A resumed run may have stored a version in several training attempts; by default the newest one is read. With
+        `is_lazy`, a tensor is read and verified only when its bits are accessed, which must happen before another
+        version is loaded. Raises WeightsMissing if the version or any writer's part of it is missing, and DamagedTrace
+        if the bits differ from the recorded ones.
         """
         if version not in self._by_attempt:
             raise WeightsMissing(f"{self.store.url}: has no weights of version {version}; {self._range()}")
@@ -217,7 +217,7 @@ class WeightReader:
         return found
 
     def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
-        """Return name -> tensor, each read only when its bits are accessed."""
+        """Return name -> tensor; each tensor is read only when its bits are accessed."""
         places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
         tied: dict[str, str] = {}
         segments = {record.segment for record in parts}
@@ -237,8 +237,8 @@ class WeightReader:
             if shape is not None and count != math.prod(shape):
                 held = ", ".join(sorted(record.segment for record in parts))
                 raise WeightsMissing(
-                    f"{self.store.url}: version {parts[0].version}: {name} has {count:,} of {math.prod(shape):,} elements; "
-                    f"part of the tensor is missing because a writer's files are (found: {held})"
+                    f"{self.store.url}: version {parts[0].version}: {name} has only {count:,} of {math.prod(shape):,} "
+                    f"elements, because some writers' files are missing (found: {held}); restore them from a copy"
                 )
             found[name] = LazyTensor(own[0][1].dtype, partial(self._assembled, own))
         return found | {name: found[kept] for name, kept in tied.items()}
@@ -258,7 +258,7 @@ class WeightReader:
         return whole
 
     def _read(self, record: WeightVersion, tensor: StoredTensor) -> np.ndarray:
-        """Return [N] bits of one tensor stored by a writer, checked against the recorded hash."""
+        """Return the [N] bits of a tensor stored by a writer, verified against the recorded hash."""
         size = self._chunk_size(record, tensor.dtype)
         found_N = np.zeros(tensor.numel, bits_type(tensor.dtype))
         end = tensor.start + tensor.numel
@@ -277,7 +277,7 @@ class WeightReader:
         )
 
     def _chunk(self, record: WeightVersion, dtype: str, index: int) -> np.ndarray:
-        """Return [C] bits of one chunk in a version."""
+        """Return the [C] bits of one chunk of a version."""
         key, path = (record.segment, dtype, index), self._path(record)
         held = self._held.pop(key, None)
         chunk_C = None if held is None else self._moved(*held, path, dtype, index)
@@ -285,7 +285,7 @@ class WeightReader:
             chunk_C = self._empty(record, dtype, index)
             for step in path:
                 self._apply(step, dtype, index, chunk_C)
-        # The first version is not kept: it may be the only one.
+        # The first version is not kept, since it may be the only one.
         rows = self._rows_read.setdefault(record.writer, set())
         rows.add((record.segment, record.row))
         num_bytes = sum(ITEM_BYTES[kind] * count for kind, count in self._elements(record).items())
@@ -308,7 +308,7 @@ class WeightReader:
             for step in path[shared:]:
                 self._apply(step, dtype, index, chunk_C)
         except (DamagedTrace, WeightsMissing):
-            return None  # A read that starts at the keyframe reports the damage.
+            return None  # a read that starts at the keyframe reports the damage
         return chunk_C
 
     def _shown(self, record: WeightVersion) -> str:
@@ -327,7 +327,7 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the records needed to rebuild a version, in order, starting with the keyframe. Raises WeightsMissing."""
+        """Return the records needed to rebuild a version, in order from the keyframe on. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]
@@ -359,7 +359,8 @@ class WeightReader:
             for dtype, chunks in record.chunks.items():
                 if dtype not in counts:
                     raise DamagedTrace(
-                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array"
+                        f"{self._shown(record)}: version {record.version} has chunks of {dtype}, but no array; "
+                        "restore it from a copy"
                     )
                 size = chunk_elements(dtype, counts[dtype])
                 are_inside = all(0 <= index * size < max(counts[dtype], 1) for index in chunks)
@@ -371,14 +372,14 @@ class WeightReader:
         return self._chunk_sets[key]
 
     def _apply(self, record: WeightVersion, dtype: str, index: int, target: np.ndarray, *, undo: bool = False) -> None:
-        """Apply a chunk stored for one version to `target`, or undo it. Only sparse changes can be undone."""
+        """Apply a version's stored chunk to `target`, or undo it; only sparse changes can be undone."""
         if index not in self._chunks_of(record).get(dtype, ()):
             return
         size = self._chunk_size(record, dtype)
         is_changes = record.base_row is not None and not record.is_keyframe
         key = (changes_key if is_changes else chunk_key)(record.row, index)
         relative = f"{WEIGHTS}/{record.segment}/{dtype}/{key}"
-        # A full-size keyframe chunk is decoded directly into the target.
+        # A full-size keyframe chunk is decoded straight into the target.
         in_place = record.is_keyframe and len(target) == size
         try:
             encoded = self.store.read_bytes(relative)
@@ -390,18 +391,17 @@ class WeightReader:
             what = "keyframe" if record.is_keyframe else "delta"
             raise DamagedTrace(
                 f"{self.store.shown(relative)}: the {what} for version {record.version} is missing or damaged "
-                f"({error}); no version "
-                f"of {record.segment} that depends on it can be rebuilt"
+                f"({error}); no version of {record.segment} that depends on it can be rebuilt"
             ) from error
         if not in_place:
             np.bitwise_xor(target, part_C[: len(target)], out=target)
 
     @property
     def told_checkpoints(self) -> str:
-        """Sentence on the checkpoint folder recorded in the trace, and how to read it."""
+        """Sentence about the checkpoint folder recorded in the trace, and how to read it."""
         return (
-            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}, which is not read unless "
-            f"you give the folder: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
+            f"they are in checkpoints outside the trace, recorded as {self.checkpoints!r}; this folder is read only if "
+            f"you give it: {option('weights_from', 'DIR')}, or TIM_TRACE_WEIGHTS_FROM=DIR for commands without "
             f"that option"
         )
 

@@ -1,4 +1,4 @@
-"""Writes the weights of each policy version during training.
+"""Write the weights of each policy version during training.
 
 Shapes: E elements in all tensors of one dtype.
 """
@@ -39,21 +39,19 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change. A segment gets more as long as its deltas together are smaller than its
-keyframe.
-"""
+"""Versions per segment if many elements change; more as long as all deltas together are smaller than the keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Maximum share of changed elements for an update to be stored as sparse changes; above it, all bits are."""
+"""Maximum share of changed elements in an update that is stored as sparse changes; above it, all bits are stored."""
 STRIDE = 4
-"""Row r stores changes to row r - STRIDE ** n, the largest power that divides r: few rows rebuild a version."""
+"""Row r stores changes to row r - STRIDE ** n, for the largest power that divides r: few rows rebuild a version."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of changed shares from the keyframe on: applying them then takes as long as reading a keyframe."""
+"""Maximum sum of changed shares since the keyframe; applying them then takes as long as reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum bytes of a version in pinned memory, whose copy the caller need not await; others cannot use it."""
+"""Maximum size of a version in pinned memory, bytes; callers need not wait for its copy. Nothing else can use it."""
 
 ENCODERS = 2
 """Number of compression threads."""
@@ -67,7 +65,7 @@ class WeightWriter:
     """Copies weights to the host, and writes them to disk on a separate thread.
 
     Host memory holds two copies of the weights: the version being written and the previous one. A call that submits a
-    version waits until the previous one is written; the time spent waiting is recorded.
+    version waits until the previous one is written, and the wait is counted.
     """
 
     def __init__(
@@ -80,18 +78,18 @@ class WeightWriter:
         most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):
-        """`account` is called with the record of each metadata file written: path in the trace -> record."""
+        """`account` is called with path in the trace -> SealedFile of each metadata file written."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
         """Sizes of the segment's keyframe and of its deltas, bytes."""
         self._is_few = True
-        """True if all rows after the keyframe in the current segment are stored as sparse changes."""
+        """True if all rows after the current segment's keyframe are stored as sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
-        """For each level, the changes not yet summed into the next one: single rows, sums over STRIDE rows, ..."""
+        """For each level, the changes not yet summed into the next level: single rows, sums over STRIDE rows, ..."""
         self._on_the_way: list[int] = []
-        """[rows] number of changed elements to apply to rebuild each row of the segment from the keyframe."""
+        """[rows] number of changed elements to apply when a row of the segment is rebuilt from the keyframe."""
         self._segment = Segment(writer, -1)
         self._worker = Worker(max_bytes=0, patience=patience)
         self._encoders = [Worker(max_bytes=0) for _ in range(ENCODERS)]
@@ -119,10 +117,10 @@ class WeightWriter:
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Store a policy version, unless already stored. `tensors` maps state_dict names to tensors on any device,
-        whole or sharded.
+        """Store a policy version, unless it is already stored. `tensors` maps state_dict names to tensors on any
+        device, whole or sharded.
 
-        Return as soon as the caller may modify the tensors again. For CUDA tensors the current stream waits for the
+        Returns as soon as the caller may modify the tensors again. For CUDA tensors the current stream waits for the
         copy, and the caller waits only if the version is larger than PINNED_BYTES. Raises InvalidRecord for an
         unsupported dtype.
         """
@@ -150,13 +148,13 @@ class WeightWriter:
             worker.close(signs=signs)
 
     def abandon(self) -> None:
-        """Give up on the writer's threads, without waiting for them."""
+        """Abandon the writer's threads without waiting for them."""
         for worker in (self._worker, *self._encoders):
             worker.abandon()
 
     def _write(self, version: int, layout: WeightLayout, bits: Bits) -> None:
         last, known = self._last, self._written
-        # The delta is computed in place of the previous copy, and its memory is then reused for the next copy.
+        # The delta is computed in the previous copy's memory, which is then reused for the next copy.
         delta = {dtype: np.bitwise_xor(bits[dtype], last[dtype], out=last[dtype]) for dtype in last}
         num_changed = {t.name: int(np.count_nonzero(part(delta, t))) for t in layout.tensors} if delta else None
         plan = None
@@ -203,9 +201,9 @@ class WeightWriter:
     def _plan(
         self, row: int, delta: Bits, bits: Bits, *, is_few: bool
     ) -> tuple[int, ChunkChanges] | tuple[None, None] | None:
-        """Return how to store a version as the given row of the segment; None if a new segment has to be started.
+        """Return how to store a version as this row of the segment; None if a new segment must be started.
 
-        A version is stored as changes relative to a base row or, without one, as the XOR with the previous row's bits.
+        A version is stored as changes to a base row or, without one, as the XOR with the previous row's bits.
         """
         if not self._is_few or (not is_few and row == 1):
             self._is_few, self._recent = False, []
@@ -241,7 +239,7 @@ class WeightWriter:
         return map_chunks(find, -(-len(bits_E) // size), self._encoders)
 
     def _write_changes(self, folder: Path, row: int, of_chunks: list[Changes]) -> tuple[list[int], int]:
-        """Write a row's sparse changes. Return the indices of the changed chunks, and the size on disk in bytes."""
+        """Write a row's sparse changes; return the indices of the changed chunks, and their size on disk in bytes."""
 
         def write(index: int) -> int:
             changes = of_chunks[index]
@@ -269,7 +267,7 @@ def _added(several: list[list[Changes]], index: int) -> Changes:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits, None once complete."""
+    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits, or None once complete."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

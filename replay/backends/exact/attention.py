@@ -1,7 +1,7 @@
-"""Attention over a KV cache, with results that do not depend on keys hidden from the query.
+"""Attention over a KV cache. Its results do not depend on keys that a query does not see.
 
-An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys it sees, the scale of a
-key or a value only on its token, so prefill, chunks and decode cut the same numbers into the same slices.
+An unseen key has a weight of exactly 0. The scale of a query's weights depends only on the keys that it sees, and the
+scale of a key or value only on its token, so prefill, chunks and decode slice the same numbers in the same way.
 
 Shapes: B rows, W width of the cache, S keys in the cache, T queries, C queries per block, A query heads, N key heads, G
 = A / N query heads per key head, D head width.
@@ -18,21 +18,20 @@ from .functions import Precision, exp, power_of_two
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17
-"""Maximum context length in tokens. Sums over more keys might not be exact."""
+"""Maximum context length, tokens. Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Device -> maximum number of attention scores in memory at a time, but at least those of one query. The values are
-sized for the CPU cache, or to keep a GPU busy with few launches (256 MB, and six to eight times as much for
-intermediate results)."""
+"""Device -> maximum number of attention scores in memory at a time, but at least those of one query. They fit into a
+CPU's cache, or keep a GPU busy with few launches (256 MB, and six to eight times as much for intermediate results)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The keys that each query in a forward pass sees."""
+    """The keys that each query of a forward pass sees."""
 
     keys_BTS: Any
     """bool: true if the query sees the key."""
     first_T: list[int]
-    """Index of the first key that the query sees in any row; kept on the host, copied once per forward pass."""
+    """Index of the first key that the query sees in any row; on the host, copied once per forward pass."""
     last_T: list[int]
     """Index of the last key that the query sees in any row."""
 
@@ -50,11 +49,10 @@ class KeyValueCache:
         self._key_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._value_exponents = torch.zeros(*shape, 1, dtype=torch.int64, device=device)
         self._broken = torch.zeros(*shape, dtype=torch.bool, device=device)
-        """True for tokens whose value vector is not finite. The result is NaN only for queries that see such a
-        token."""
+        """True for tokens whose value vector is not finite; only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
-        """Store the keys and values of the tokens from `start` on."""
+        """Store the keys and values of tokens from `start` on."""
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
         keys = sliced(keys_BNTD, self._key_bits, self._count)
@@ -74,7 +72,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Skip the keys before the first and after the last that the block sees.
+            # Skip keys before the first and after the last one that the block sees.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]

@@ -1,8 +1,8 @@
-"""Rounding, and exp, log, sine and cosine from correctly rounded float64 operations only.
+"""Rounding, and exp, log, sine and cosine built from correctly rounded float64 operations only.
 
-torch's own differ between the body and the tail of a tensor, and between CPU and GPU. IEEE 754 fixes the results of +, -,
-*, /, sqrt and rounding to an integer, so functions built from these give the same bits at every position of a tensor, in
-every batch and on every device. Each is a separate torch operation, since a fused one may skip a rounding.
+torch's own functions differ between the body and the tail of a tensor, and between CPU and GPU. IEEE 754 fixes the
+results of +, -, *, /, sqrt and rounding to an integer, so functions built from these give the same bits everywhere in a
+tensor, in every batch and on every device. Each step is a separate torch operation, since fusing may skip a rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _LOG2_E = float.fromhex("0x1.71547652b82fep+0")
-# ln 2 and pi / 2 as sums: the first parts have 33 bits, so that a product with an integer below 2**20 is exact
+# ln 2 and pi / 2 as sums. The first parts have 33 bits, so that their product with an integer below 2**20 is exact
 # (Cody and Waite, Software Manual for the Elementary Functions, 1980).
 _LN2 = (float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33"))
 _HALF_PI = (
@@ -90,7 +90,7 @@ def power_of_two(exponent: Any) -> Any:
 
 
 def divided(x: Any, number: float) -> Any:
-    """Return x / number, rounded once: with a Python number as divisor, a GPU multiplies by the reciprocal."""
+    """Return x / number, rounded once; with a Python number as divisor, a GPU would multiply by the reciprocal."""
     return x / torch.full((1,), number, dtype=x.dtype, device=x.device)
 
 
@@ -105,7 +105,7 @@ class Precision:
     def slices(self) -> int:
         """Slices per number: two represent at least 36 bits relative to a vector's largest element, three at least 51.
 
-        Sums of an fp64 replay are thus as accurate as float64's; rotary tables are float32, as in transformers.
+        Sums in an fp64 replay are therefore as accurate as in float64; rotary tables are float32, as in transformers.
         """
         return 3 if self.dtype == torch.float64 else 2
 

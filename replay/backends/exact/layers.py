@@ -1,4 +1,4 @@
-"""The layers of a decoder except attention: linear, norm, rotary embedding, experts, head.
+"""The layers of a decoder, apart from attention: linear, norm, rotary embedding, experts, head.
 
 Shapes: M tokens, K inputs, O outputs, H hidden width, I inner width, E experts, J experts per token, D head width,
 C tokens per chunk, V vocabulary.
@@ -15,16 +15,16 @@ from .functions import Precision, cosine_and_sine, divided, exp, log, rounded, s
 from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_units
 
 ROWS = 2048
-"""Maximum number of tokens per matrix product; it bounds the memory used."""
+"""Maximum number of tokens per matrix product, which bounds memory use."""
 CHUNK_BYTES = 128 << 20
-"""Maximum size of the float64 logits in memory at a time."""
+"""Maximum size of float64 logits in memory at a time, bytes."""
 
 
 class Linear:
     """Linear layer whose weight is sliced only once."""
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
-        """`output_dtype` is the dtype that the result is rounded to; None for that of the activations."""
+        """`output_dtype` is the dtype that the result is rounded to; None for the dtype of the activations."""
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
         self._bits = bits_for(weight_OK.shape[1], precision.slices)
@@ -51,13 +51,13 @@ class RmsNorm:
         self._precision = precision
 
     def __call__(self, x: Any) -> Any:
-        """Return x normalised, in its shape."""
+        """Return x normalised, in its own shape."""
         mean = divided(sum_of_squares(x, self._precision.slices), x.shape[-1])
         return self._precision.round(self._precision.round(x / (mean + self._epsilon).sqrt()) * self._weight)
 
 
 class Rotary:
-    """Rotary position embedding, with transformers' frequencies for the model."""
+    """Rotary position embedding with transformers' frequencies for the model."""
 
     def __init__(self, module: Any, precision: Precision):
         self._frequencies = module.inv_freq.detach().to(torch.float64)
@@ -116,17 +116,17 @@ class Router:
 
 
 class Experts:
-    """The experts in a mixture, each a gated layer; each token uses J of them."""
+    """The experts of a mixture, each a gated layer; each token uses J of them."""
 
     def __init__(self, experts: list[Mlp], precision: Precision):
         self._experts, self._precision = experts, precision
 
     def __call__(self, x_MH: Any, experts_MJ: Any, weights_MJ: Any) -> Any:
-        """Return [M, H]: the weighted outputs of each token's experts, added in order of index."""
+        """Return [M, H]: the weighted outputs of each token's experts, added in order of expert index."""
         result_MH = torch.zeros_like(x_MH)
         sorted_N, order_N = experts_MJ.flatten().sort(stable=True)
         tokens_N, weights_N1 = order_N // experts_MJ.shape[1], weights_MJ.flatten()[order_N, None]
-        # One copy from the device per layer: the end of each expert's tokens.
+        # Copy from the device once per layer: the end of each expert's tokens.
         numbers_E = torch.arange(len(self._experts) - 1, device=x_MH.device)
         ends = torch.searchsorted(sorted_N, numbers_E, right=True).tolist()
         parts = zip(self._experts, tokens_N.tensor_split(ends), weights_N1.tensor_split(ends), strict=True)
@@ -150,7 +150,7 @@ class Mixture:
 
 
 class ExactHead:
-    """The projection to the vocabulary, sliced once, and its log-softmax."""
+    """Projection to the vocabulary, sliced only once, and its log-softmax."""
 
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
         """`projection_dtype` is the dtype that logits are first rounded to; None for the dtype of the activations."""

@@ -1,4 +1,4 @@
-"""A decoder of exact layers over the weights of a transformers model.
+"""A decoder of exact layers with the weights of a transformers model.
 
 Shapes: B rows, T tokens per row in a forward pass, S tokens per row including cached ones, H hidden width, M = B T, A
 heads, D head width.
@@ -33,14 +33,16 @@ def check(identity: Mapping[str, Any]) -> None:
         )
     if config.get("hidden_act", "silu") != "silu":
         raise CannotReplay(
-            f"engine exact: activation {config['hidden_act']!r} is not supported, only silu; use {option('engine', 'hf')}"
+            f"engine exact: activation {config['hidden_act']!r} is not supported, only silu is; use "
+            f"{option('engine', 'hf')}"
         )
     rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rotary.get("rope_type") or rotary.get("type") or "default"
     if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise CannotReplay(
-            f"engine exact: rotary embedding {kind!r} is not supported: its angles depend on the sequence length, or it covers "
-            f"only part of a head; default, linear, llama3 and yarn over the whole head work; use {option('engine', 'hf')}"
+            f"engine exact: rotary embedding {kind!r} is not supported, because its angles depend on the sequence "
+            "length or it covers only part of a head; default, linear, llama3 and yarn over the whole head work; use "
+            f"{option('engine', 'hf')}"
         )
 
 
@@ -52,7 +54,7 @@ class Operator:
     attribute: str
     """Name of the owner's attribute that holds the operator."""
     is_heads_first: bool = False
-    """True if inputs and outputs are [B, heads, T, D]; else tokens come first, [M, ...] or [B, T, ...]."""
+    """True if inputs and outputs are [B, heads, T, D]; else tokens come first: [M, ...] or [B, T, ...]."""
 
 
 class Core:
@@ -62,7 +64,7 @@ class Core:
         self._scaling, self._precision = scaling, precision
 
     def __call__(self, query_BATD: Any, key_BNTD: Any, value_BNTD: Any, cache: KeyValueCache, seen: Seen) -> Any:
-        """Add the tokens' keys and values to the cache; return the attention output [B, A, T, D]."""
+        """Add the tokens' keys and values to the cache, and return the attention output [B, A, T, D]."""
         cache.add(key_BNTD, value_BNTD, seen.keys_BTS.shape[2] - seen.keys_BTS.shape[1])
         return self._precision.round(cache.attend(query_BATD.contiguous(), seen, self._scaling))
 
@@ -79,7 +81,7 @@ class ExactModel:
 
     @property
     def precision(self) -> Precision:
-        """Precision of the activations, from the dtype of the embedding."""
+        """Precision of the activations, which is the dtype of the embedding."""
         return Precision(self.held.get_input_embeddings().weight.dtype)
 
     @property
@@ -88,7 +90,7 @@ class ExactModel:
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Discard the sliced weights. To be called after new weights are loaded."""
+        """Discard the sliced weights; call this after new weights are loaded."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
@@ -102,7 +104,7 @@ class ExactModel:
             self._layers = [_layer(module, self.config, precision) for module in base.layers]
 
     def operators(self) -> dict[str, Operator]:
-        """Return the operators by transformers' names; `<attention>.attention` is the attention core."""
+        """Return the operators under transformers' names; `<attention>.attention` is the attention core."""
         self.prepare()
         names = {id(module): name for name, module in self.held.named_modules()}
         base = self.held.base_model
@@ -122,8 +124,7 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Return the head; `dtype` is the dtype that logits are first rounded to, or None for the dtype of the
-        activations."""
+        """Return the head; `dtype` is the dtype that logits are first rounded to, None for the activations' dtype."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
@@ -133,7 +134,8 @@ class ExactModel:
         """Return one empty cache per layer. Raises CannotReplay if sums over this many tokens are not exact."""
         if width > MOST_KEYS:
             raise CannotReplay(
-                f"engine exact: {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}"
+                f"engine exact: got {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}; "
+                "replay shorter ones"
             )
         shape = (num_rows, self.config.num_key_value_heads, width, self._head_width)
         return [KeyValueCache(*shape, self.precision, self.device) for _ in range(self.config.num_hidden_layers)]
@@ -145,7 +147,7 @@ class ExactModel:
     def hidden(self, ids_BT: Any, positions_BS: Any, rows_BS: Any, caches: list[KeyValueCache]) -> Any:
         """Return the last hidden states [B, T, H] float64 for the last T of S tokens.
 
-        The caches must already have the keys and values of the other tokens.
+        The caches must already contain the keys and values of the other tokens.
 
         `rows_BS` numbers the rows, which do not attend to each other; 0 is padding.
         """
@@ -176,10 +178,7 @@ class ExactModel:
 
 
 def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int | None]) -> dict[int | None, Seen]:
-    """Return sliding window size -> the keys that each of the last tokens sees.
-
-    Data is copied to the host once for all window sizes.
-    """
+    """Return sliding window size -> keys that each of the last tokens sees; copied to the host once for all sizes."""
     keys = [_seen(rows_BS, positions_BS, start, window) for window in windows]
     any_LTS = torch.stack([keys_BTS.any(dim=0) for keys_BTS in keys]).to(torch.uint8)
     first_LT, last_LT = any_LTS.argmax(dim=-1), any_LTS.shape[-1] - 1 - any_LTS.flip(-1).argmax(dim=-1)
@@ -188,8 +187,7 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
 
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """Return [B, T, S]: True if a token sees a key, which is its own or that of an earlier token in its row and
-    window."""
+    """Return [B, T, S]: True if a token sees a key: its own, or an earlier one in its row and window."""
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]
@@ -200,7 +198,7 @@ def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> An
 
 
 def _layer(module: Any, config: Any, precision: Precision) -> SimpleNamespace:
-    """Return the operators of a layer, under the names that transformers gives them; `attention` is the core."""
+    """Return a layer's operators under transformers' names; `attention` is the core."""
     given = module.self_attn
     projections = ("q_proj", "k_proj", "v_proj", "o_proj")
     attention: dict[str, Any] = {name: _linear(getattr(given, name), precision) for name in projections}

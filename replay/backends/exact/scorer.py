@@ -1,4 +1,4 @@
-"""Scoring with exact layers: prefill, packed, or through the KV cache, with the same bits.
+"""Scoring with exact layers: prefill, packed, or through the KV cache, always with the same bits.
 
 Shapes: B rows in a forward pass (1 if packed), W row length including padding, N scored tokens, H hidden width.
 """
@@ -27,7 +27,7 @@ from .model import ExactModel, check
 class ExactScorer(BatchScorer):
     """Scores a token bit-identically for every batch, padding, chunking and thread count.
 
-    Positions count only a row's own tokens, so that padding does not shift them.
+    Positions count only a row's own tokens, so padding does not shift them.
     """
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
@@ -48,12 +48,12 @@ class ExactScorer(BatchScorer):
         ]
         scored_N = torch.from_numpy(batch.scored_N).to(self._model.device)
         head = self._model.head(self._temperature, self._head_dtype)
-        # A token is predicted from the hidden state before it.
+        # The hidden state before a token predicts it.
         return head.logprobs(torch.cat(parts, dim=1).flatten(0, 1)[scored_N - 1], ids_BW.flatten()[scored_N])
 
 
 def laid(batch: ForwardBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return [B, W] ids, positions within the row, and row numbers (0 for padding) of a forward."""
+    """Return [B, W] ids, positions within the row, and row numbers (0 for padding) of a forward pass."""
     if isinstance(batch, PackedBatch):
         rows_W = np.repeat(np.arange(len(batch.rows)) + 1, [row.num_tokens for row in batch.rows])
         return batch.ids_BW, batch.positions_W[None], rows_W[None]
@@ -67,19 +67,20 @@ class ExactArmScorer(HfScorer):
         super().__init__(run, arm, contract, device)
         if run.model_factory is not None:
             raise CannotReplay(
-                f"engine exact: uses its own layers and does not take a model factory; use {option('engine', 'hf')}"
+                "engine exact: uses its own layers, so it cannot run a model factory's model; use "
+                f"{option('engine', 'hf')}"
             )
         check(run.model)
         autocast = self.numerics.autocast
         if autocast is not None:
             raise CannotReplay(
-                f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.numerics.dtype}, and this engine "
-                f"computes in one dtype; add {option('dtype', 'bf16')}, fp16, fp32 or fp64"
+                f"engine exact: the recorded pass used autocast to {autocast} over weights of {self.numerics.dtype}, "
+                f"but this engine computes in one dtype; add {option('dtype', 'bf16')}, fp16, fp32 or fp64"
             )
 
     @property
     def key(self) -> LoadKey:
-        """Arms with equal keys share a model."""
+        """Key of the model that the arm needs; arms with equal keys share a model."""
         return ("exact", self.arm.dtype, self.numerics.dtype, self.arm.quantize, self.adapter)
 
     @property

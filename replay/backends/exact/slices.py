@@ -1,11 +1,11 @@
-"""Exact products and sums, whose result does not depend on the order of summation.
+"""Exact products and sums, whose results do not depend on the order of summation.
 
 A vector is cut into slices of few bits, stored as integers in float64. Products of such integers, and all their partial
 sums, are integers below 2**53, which float64 represents exactly: a BLAS may add them in any order, with any number of
 threads, on any device, and gets the same bits. The few sums of slices are then added in a fixed order. This is the
 error-free transformation of matrix multiplication by Ozaki, Ogita, Oishi and Rump (Numer. Algorithms 59, 2012).
 
-A vector's scale is a power of two derived from that vector alone (a token's activations, a row of a weight, one key), so
+A vector's scale is a power of two derived from that vector alone (a token's activations, a row of a weight, a key), so
 a token's result does not depend on its neighbours in the batch.
 
 Shapes: M rows on the left, N rows on the right, K summed over.
@@ -21,11 +21,11 @@ import torch
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest exponent: the product of two scales stays within float64. No float32 reaches it."""
+"""Largest exponent, so that the product of two scales stays within float64. No float32 reaches it."""
 _UNIT_BITS = 33
 """Bits of a limb in `sum_of_units`."""
 UNITS = 1 << (53 - _UNIT_BITS)
-"""Maximum count of numbers that `sum_of_units` adds exactly."""
+"""Maximum count of numbers that `sum_of_units` can add exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Slices:
     """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), truncated."""
 
     parts: tuple[Any, ...]
-    """Float64 tensors of integers, each of the shape of x: the first up to 2**bits, the others up to 2**(bits - 1)."""
+    """Float64 tensors of integers in the shape of x: the first up to 2**bits, the others up to 2**(bits - 1)."""
     exponent: Any
-    """int64, the last axis of length 1: the magnitude of every element is below 2**exponent."""
+    """int64, last axis of length 1: every element's magnitude is below 2**exponent."""
     bits: int
 
 
 def bits_for(length: int, count: int) -> int:
-    """Return the bits per slice for which sums over `length` products of slices are exact.
+    """Return the number of bits per slice with which sums over `length` products of slices are exact.
 
     Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger,
     except by a quarter with three slices.
@@ -51,8 +51,8 @@ def bits_for(length: int, count: int) -> int:
 def sliced(x: Any, bits: int, count: int) -> Slices:
     """Cut vectors along the last axis into `count` slices.
 
-    The error is at most 2**-(count * bits) of the vector's largest element. A vector with a NaN or an infinity becomes NaN
-    as a whole.
+    The error is at most 2**-(count * bits) of the vector's largest element. A vector with a NaN or an infinity becomes
+    all NaN.
     """
     exponent, finite = exponents(x)
     rest = x * power_of_two(bits - exponent).masked_fill_(~finite, float("nan"))
@@ -65,7 +65,7 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return an exponent bounding each vector along the last axis, and True where it is finite; both keep the axis."""
+    """Return an exponent that bounds each vector along the last axis, and whether it is finite; both keep the axis."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
@@ -75,9 +75,9 @@ def exponents(x: Any) -> tuple[Any, Any]:
 def matmul(left: Slices, right: Slices) -> Any:
     """Return left @ right.T, [..., M, N] float64, for `left` [..., M, K] and `right` [..., N, K].
 
-    Slice products of order `count` or higher are dropped. With `count` slices of b bits the absolute error is at most
+    Slice products of order `count` or higher are dropped. With `count` slices of b bits, the absolute error is at most
     6 K 2**(-count b) max|left row| max|right row|, plus 2**-52 of the result. For two slices and K = 4096, b is 20 and
-    that is 2**-37 K max max; the known bound of a float32 sum is 2**-24 K sum|left||right|.
+    the bound is 2**-37 K max max; the known bound of a float32 sum is 2**-24 K sum|left||right|.
     """
     total = _total(left, right, lambda a, b: a @ b.mT)
     total.mul_(power_of_two(left.exponent - left.bits))
@@ -85,13 +85,13 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """As `matmul`, if the left elements already include the right side's exponents; right's parts are [..., K, N]."""
+    """Like `matmul`, if the left elements already include the right side's exponents; right's parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
 
 def sum_of_squares(x: Any, count: int) -> Any:
-    """Return the sum of squares along the last axis, [..., 1] float64; error as of `matmul`."""
+    """Return the sum of squares along the last axis, [..., 1] float64, with the same error bound as `matmul`."""
     slices = sliced(x, bits_for(x.shape[-1], count), count)
     total = _total(slices, slices, lambda a, b: (a * b).sum(dim=-1, keepdim=True))
     return total.mul_(power_of_two(2 * (slices.exponent - slices.bits)))
@@ -108,7 +108,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, smallest terms first: each is exact, and adding two orders rounds once per element."""
+    """Sum over the orders, smallest terms first. Each is exact, and adding two orders rounds once per element."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
@@ -117,5 +117,5 @@ def _total(left: Slices, right: Slices, contract: Any) -> Any:
             same_order += contract(left.parts[index], right.parts[order - index])
         total = same_order if total is None else total.mul_(2.0**-left.bits).add_(same_order)
     assert total is not None
-    # The sign of an exact zero depends on the library's summation order; this makes it +0.
+    # The sign of an exact zero depends on the library's summation order; adding 0.0 makes it +0.
     return total.add_(0.0)
