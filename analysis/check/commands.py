@@ -141,6 +141,13 @@ def triangulate(data: PairData, dtype: str | None) -> Advice:
     return Advice(f"tim-trace triangulate {_trace(data)} --steps {step} --arm dtype={other} --arm lm-head=fp32")
 
 
+def locate(data: PairData, against: str) -> Advice:
+    """Return a `tim-trace locate` command that compares one step as recorded with a replay under the options
+    `against`."""
+    step = int(data.sample.steps[-1])
+    return Advice(f"tim-trace locate {_trace(data)} --steps {step} --against {shlex.quote(against)}")
+
+
 RECORD = "tim-trace record --weights delta -o RUN -- COMMAND"
 """Command that records a run together with the weights that a replay needs."""
 

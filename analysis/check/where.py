@@ -240,8 +240,8 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
             f"writer_{side}": np.array(own.writers, object), f"contract_{side}": np.array(own.contracts, object),
             f"version_{side}": _known(own.versions), f"forward_row_{side}": own.forward_row, f"pad_left_{side}": own.pad_left,
         }  # fmt: skip
-    batches = {size: sample.steps * 1_000_000 + order // size for size in _MICRO_BATCHES}
-    columns |= {f"not_first_of_{size}": order % size > 0 for size in batches}
+    columns |= {f"not_first_of_{size}": order % size > 0 for size in _MICRO_BATCHES}
+    batches = {str(size): sample.steps * 1_000_000 + order // size for size in _MICRO_BATCHES}
     for size, batch in {**batches, "step": sample.steps}.items():
         columns |= {
             f"shorter_{name}_of_{size}": lengths < _largest(lengths, batch)

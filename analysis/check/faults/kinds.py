@@ -16,7 +16,7 @@ from ..pair_data import PairData
 from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, level, precisions
 from ..where import Where
 from .sampling import PENALTY
-from .values import UNRELATED
+from .values import SIDES, UNRELATED
 from .weights import WEIGHTS, measured
 
 MIN_SECOND = 0.2
@@ -26,6 +26,8 @@ MAX_ROUNDING = 0.1
 in turn, none of 1,304 healthy runs is below it, and 3 of 92 pairs of executions on an H100; of 495 by an author whose random
 policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a time.
 """
+CLEAR_LAG = 2.5
+"""Minimum |along_movement|, in standard errors, to report which side's weights are behind."""
 TAIL_RATIO = 10.0
 """Logit error above which a token is in the tail, in multiples of the median: rounding alone reaches six to eight."""
 
@@ -186,8 +188,12 @@ def _finding(
     broken: Broken | None = None
     if kind == "noise" and twins.is_known:
         unsteady = "a" if twins.a > twins.b else "b"
-        broken = "trainer" if (unsteady == "a") == (data.names["b"] == "rollout") else "engine"
+        broken = SIDES.get(data.names[unsteady], "computation")
         numbers["side"] = data.names[unsteady]
+    if kind == "weights":
+        along = float(numbers["along_movement"] or 0.0)
+        behind = "b" if along > CLEAR_LAG else "a" if along < -CLEAR_LAG else ""
+        broken = SIDES.get(data.names.get(behind, ""), "computation")
     return KINDS[kind][0].finding(
         data, "judged", inside, weight=probability, next=_next(data, kind), broken=broken, numbers=numbers
     )

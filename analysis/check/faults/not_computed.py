@@ -238,8 +238,8 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
     off = other.logprobs[where] - value
     if value <= IMPOSSIBLE_LOGPROB:
         return bool(np.median(np.abs(off)) > abs(value) / 2)
-    usual = float(np.median(np.abs(data.sample.d[rest]))) if rest.any() else 0.0
-    far = np.abs(off) > max(0.1, 10 * usual)
+    usual, large = np.quantile(np.abs(data.sample.d[rest]), [0.5, 0.9]) if rest.any() else (0.0, 0.0)
+    far = np.abs(off) > max(0.1, 10 * usual, large)
     if far.sum() < 2 or np.std(off) <= 0.05 or -1e-5 < value < 0:
         return False
     if value != 0.0:
@@ -379,9 +379,11 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
     beside = others & np.isin(steps, steps[copied])
     beside = beside if beside.any() else others
-    # It is measured in rows at the level of rounding, if there are any: in a row with a fault, no token is equal.
+    # It is measured in rows at the level of rounding. If all other rows have a fault, equal rows may be the only right ones.
     fine = beside & (np.bincount(data.seq, data.d**2, size) / np.maximum(num, 1) < allowed_noise(data) ** 2)
-    telling_others = (fine if fine.any() else beside)[data.seq] & (data.b < -1e-3)
+    if not fine.any():
+        return []
+    telling_others = fine[data.seq] & (data.b < -1e-3)
     seq, equal = data.seq[telling_others], data.d[telling_others] == 0.0
     equal_elsewhere = float(np.mean(equal)) if len(equal) else 1.0
     # If nothing was copied, fully equal rows occur together with mostly equal ones.

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ...statistics.moments import pearson
 from .. import commands
 from ..features import exact_rows, sampled_mean, sampled_score
-from ..finding import Fault, Finding, Number
+from ..finding import Broken, Fault, Finding, Number
 from ..kinds import judged, judged_words
 from ..likelihood import Hypothesis, of_signs, predicting
 from ..pair_data import PairData, declared
@@ -81,6 +82,8 @@ LOW_PRECISION = Fault(
 )
 _SAMPLED = {
     "unknown": ": they belong to different tokens, in no known order, or to different models",
+    "improbable": ", and {side} gives the sampled tokens {mean_lower:.3g} nats on average, {other} {mean_higher:.3g}: {side} scored "
+    "other tokens or another text, or its weights are broken",
     "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
     "distribution, so {side} holds other values",
     "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
@@ -115,6 +118,8 @@ UNRELATED = Fault(
         "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly"
     },
 )
+SIDES: dict[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
+"""Pass -> what must be fixed if its values are wrong."""
 MIN_CORRELATION = 0.3
 """Correlation between the logprobs of two passes below which they belong to different tokens or models. With rounding,
 different weights or a different temperature it stays above 0.8; for unrelated values it is 0."""
@@ -363,33 +368,46 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
-    side, sampled, mean = "b", "unknown", None
+    side, sampled, mean, broken = "b", "unknown", None, UNRELATED.broken
+    means = {name: float(np.mean(getattr(data, name))) for name in "ab"}
+    lower, higher = sorted(means, key=lambda each: means[each])
+    if means[lower] < min(2 * means[higher], means[higher] - 1):
+        side, sampled, broken = lower, "improbable", SIDES.get(data.names[lower], "computation")
     known = {name: sampled_score(data, name) for name in "ab" if getattr(data.sample, name).entropy is not None}
     if known:
         name = min(known, key=lambda each: abs(known[each]))
-        side, mean = ("b" if name == "a" else "a"), sampled_mean(data, name)
-        sampled = "from_other" if abs(known[name]) < 6 or abs(mean) < 0.1 else "from_neither"
+        mean = sampled_mean(data, name)
+        is_from_other = abs(known[name]) < 6 or abs(mean) < 0.1
+        if not is_from_other:
+            sampled, broken = "from_neither", "computation"
+        elif sampled == "unknown":
+            side, sampled = ("b" if name == "a" else "a"), "from_other"
     finding = UNRELATED.finding(
-        data, "no_correlation", next=commands.tokens(data), broken="computation" if sampled == "from_neither" else None,
+        data, "no_correlation", next=commands.tokens(data), broken=broken,
         numbers={
             "side": data.names[side], "other": data.names["b" if side == "a" else "a"], "num_tokens": data.num_kept,
-            "correlation": correlation, "sampled": sampled, "sampled_mean": mean,
+            "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
         },
     )  # fmt: skip
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the correlation between the passes within token ids; None if too few ids repeat, or if the values of an id
+    """Return the rank correlation between the passes within token ids; None if too few ids repeat, or if the values of an id
     vary no more than rounding.
     """
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
     if often.sum() < 200:
         return None
-    own = [(values - (np.bincount(place, values) / counts)[place])[often] for values in (data.a, data.b)]
     least = 5 * allowed_noise(data) * float(np.sqrt(np.mean(data.rest[often] ** 2)))
-    return pearson(*own) if min(np.std(each) for each in own) > least else None
+    own = {}
+    for name, values in (("a", data.a), ("b", data.b)):
+        if np.std((values - (np.bincount(place, values) / counts)[place])[often]) <= least:
+            return None
+        ranks = _ranks(values)
+        own[name] = (ranks - (np.bincount(place, ranks) / counts)[place])[often]
+    return pearson(own["a"], own["b"])
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
