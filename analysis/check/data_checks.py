@@ -85,7 +85,10 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
     return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
 
 
-_EXPLAINED_BY = {"advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"}}
+_EXPLAINED_BY = {
+    "advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"},
+    "advantages_scaled": {"advantages_by_length"},
+}  # fmt: skip
 """Code -> codes that explain it."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ROWS = f"""
