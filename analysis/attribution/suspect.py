@@ -44,7 +44,7 @@ _BY_EVIDENCE = {
     "earlier_weights_at_distance": "engine", "earlier_weights_of_several_steps": "engine", "not_sampled_so": "engine",
     "trainer_disagrees": "trainer", "logprobs_of_other_rows": "recording", "logprobs_in_other_rows": "recording",
 }  # fmt: skip
-"""Evidence codes from equal prefixes or rows that prove by themselves what to fix -> the component to fix."""
+"""Code of evidence from equal prefixes or rows, which is conclusive by itself -> the component to fix."""
 _BY_FAULT = {fault.code: fault.broken for fault in ALL} | dict.fromkeys(WEIGHT_CAUSES, "engine")
 
 

@@ -139,11 +139,11 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "advantages_steady": "sign, scale and mean of the advantages match the rewards",
     },
     "staleness": {
-        "declared_fresh": "according to the recorded policy versions, every step was sampled and scored with the same weights",
+        "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
         "engine_stands_still": "for {still_share:.0%} of {num_openings:,} repeated prefixes the engine's logprobs are bitwise "
         "the same as at earlier steps, and the trainer's for {trainer_share:.0%}: the engine gets no new "
         "weights",
-        "declared_fresh_and_still": "according to the recorded policy versions, every step was sampled and scored with the same weights, but the engine's "
+        "declared_fresh_and_still": "according to the recorded policy versions, each step was sampled with the weights that scored it, but the engine's "
         "logprobs contradict this",
         "no_declared_lag": "the recorded policy versions show no lag between sampling and scoring weights",
         "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",

@@ -178,7 +178,7 @@ ENTROPY_GAINED = 2.0
 """Entropy has exploded above this multiple of its initial value."""
 ENTROPY_CLIMBS = 2.5
 """An entropy bonus is the cause if entropy rises gradually and for good to at least this multiple of its value just
-before the drop: so it did in 14 of 14 such collapses in six benchmark suites, and in 11 of 187 with other causes."""
+before the drop. It did in 14 of 14 collapses from an entropy bonus in six benchmark suites, and in 11 of 187 others."""
 ENTROPY_STAYS = 0.9
 """An entropy bonus is the cause only if rising entropy keeps at least this share of its peak up to the end of the run;
 in a broken policy, entropy decreases again."""
@@ -324,7 +324,7 @@ ENTROPY_HIGHER = 0.9
 WEIGHTS_DIFFER = 1e-5
 """Two trainers have different weights if mean logprobs of a response differ by this many nats; fp32 kernels: 1e-7."""
 NORM_DIFFERS = 1e-3
-"""Two runs' gradient norms are different from this relative difference on; kernels alone cause less."""
+"""Two runs' gradient norms differ if their relative difference is at least this; kernels alone cause less."""
 SAME_LOGPROB = 1e-4
 """Minimum tolerance, in nats, when comparing mean logprobs for the same tokens under the same weights; three times the
 earlier mismatch if that is larger."""

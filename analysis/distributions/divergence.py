@@ -83,7 +83,7 @@ def tv_terms(logp: Array, logq: Array) -> Array:
 
 
 def entropy(logp: Array) -> Array:
-    """Return [C] the entropy of each row of logprobs, nats."""
+    """Return the entropy [C] of each row of logprobs, nats."""
     from scipy.special import entr
 
     return entr(np.exp(logp)).sum(axis=1)
@@ -130,7 +130,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return [C] the largest absolute difference of the logits, each row centred on the tokens with mass on both
+    """Return the largest absolute difference [C] of the logits, each row centred on the tokens with mass on both
     sides.
     """
     with np.errstate(invalid="ignore"):

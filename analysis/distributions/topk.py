@@ -128,7 +128,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return [C, K] the column of each token in b's list: its index in a's list, or the length of a's list."""
+    """Return the column [C, K] of each token in b's list: its index in a's list, or the length of a's list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride
@@ -152,7 +152,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return [C] the id of the most probable token, and [C] bool: True if another one may be as probable."""
+    """Return the id [C] of the most probable token, and [C] bool: True if another one may be as probable."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]

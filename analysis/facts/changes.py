@@ -148,7 +148,7 @@ class FirstChange:
     undecided: tuple[str, ...]
     """Other series with an overlapping interval: which of them changed first is undecided."""
     may_be_first: bool
-    """True if no other series has certainly changed earlier."""
+    """False if another series certainly changed earlier."""
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:

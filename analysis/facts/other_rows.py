@@ -215,7 +215,7 @@ def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewar
 
 
 def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
-    """Return [N] the prompt `shift` prompts after that of each row within the step, wrapping around."""
+    """Return for each row the prompt `shift` prompts after its own in the step, wrapping around, [N]."""
     starts_step = np.r_[True, rollouts.step[1:] != rollouts.step[:-1]]
     starts = starts_step | np.r_[True, rollouts.prompt[1:] != rollouts.prompt[:-1]]
     place = np.cumsum(starts) - 1
@@ -227,7 +227,7 @@ def _prompt_beside(rollouts: Rollouts, shift: int) -> np.ndarray:
 
 
 def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
-    """Return [N] the latest reward that the same response got before `step`; NaN if there is none."""
+    """Return the latest reward [N] that the same response got before `step`; NaN if there is none."""
     _, number = np.unique(rollouts.whole, return_inverse=True)
     earned = np.full(int(number.max(initial=-1)) + 1, np.nan)
     before = (rollouts.step < step) & np.isfinite(rollouts.reward)

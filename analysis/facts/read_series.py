@@ -97,7 +97,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "adam_second_moment": ("optimizer/second_moment",),
     "reward": ("reward", "critic/rewards/mean", "rewards/mean", "reward/mean", "critic/score/mean", "train/reward"),
 }
-"""Series -> its names in the logs of frameworks and of the recorder; the first that the trace has is used."""
+"""Series -> its names in the logs of frameworks and of the recorder; the first one found in the trace is used."""
 
 LAST_WORDS: dict[str, tuple[str, ...]] = {
     "grad_norm": ("grad_norm", "gradient_norm", "total_norm"),

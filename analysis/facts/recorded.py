@@ -44,7 +44,7 @@ FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
 """Kinds of changes that follow the policy, and so may be consequences of an earlier change in an input."""
 
 CLEAR_SD = 4.0
-"""Minimum size, in standard deviations, of a change in an input that is certain and can have consequences."""
+"""From this size up, in standard deviations, a change in an input is certain and can have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -264,7 +264,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
 
 
 def _beside_others(total_nW: Array, count_nW: Array) -> Array:
-    """Return [n, W] each writer's mean divided by that of all others; NaN if either is missing."""
+    """Return each writer's mean divided by that of all others, [n, W]; NaN if either is missing."""
     others = total_nW.sum(1, keepdims=True) - total_nW, count_nW.sum(1, keepdims=True) - count_nW
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (total_nW / count_nW) / (others[0] / others[1])

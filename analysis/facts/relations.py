@@ -313,7 +313,7 @@ def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tup
 
 
 def _spanning(first: np.ndarray, last: np.ndarray, weight: np.ndarray, num: int) -> np.ndarray:
-    """Return [num] the total weight of the intervals, from `first` to `last`, that contain each index."""
+    """Return the total weight [num] of the intervals, from `first` to `last`, that contain each index."""
     held: np.ndarray = np.cumsum(np.bincount(first, weight, num + 1) - np.bincount(last + 1, weight, num + 1))[:num]
     return held
 

@@ -74,7 +74,7 @@ ascending or descending response length, in the step or in each group; the rewar
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return [N] the index of the row whose reward each row takes in the named order; its own index if groups differ in
+    """Return the index [N] of the row whose reward each row takes in the named order; its own index if groups differ in
     size.
     """
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])

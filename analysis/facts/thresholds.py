@@ -71,12 +71,12 @@ LACKING_OF_PERMUTED = 0.1
 LENGTH_PAYS = 0.5
 """The reward depends on length above this correlation within groups; it is at most 0.5 in correct tasks."""
 LENGTH_EXPLAINS = 0.8
-"""Length explains reward differences above this correlation with them."""
+"""Length explains reward differences if it correlates with them more than this."""
 LENGTH_IS_ALL = 0.98
-"""Length explains reward differences above this correlation with them if only some rewards differ."""
+"""If only some rewards differ, length explains the differences if it correlates with them more than this."""
 LENGTH_EXPLAINS_WITHIN = 0.85
-"""Length explains reward differences above this correlation with them within steps, or for a bonus that
-grows steadily."""
+"""Within steps, or for a bonus that grows steadily, length explains reward differences if it correlates with them more
+than this."""
 ALMOST_ALL = 0.9
 """Minimum share of responses whose reward changes when a reward begins to depend on length."""
 MOVES_SD = 6.0

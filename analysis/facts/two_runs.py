@@ -69,7 +69,7 @@ def _matched(
 
 
 def _numbered(kind_N: np.ndarray) -> np.ndarray:
-    """Return [N] the number of earlier rows with the same key."""
+    """Return the number [N] of earlier rows with the same key."""
     order = np.argsort(kind_N, kind="stable")
     ordered, places = kind_N[order], np.arange(len(kind_N))
     begins = (

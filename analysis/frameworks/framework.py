@@ -86,7 +86,7 @@ class Framework:
 def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]) -> None:
     """Raise InvalidOption unless a value is one of the choices."""
     if value not in choices:
-        raise InvalidOption(f"got {value!r}; {framework} knows {', '.join(choices)}", option=option)
+        raise InvalidOption(f"got {value!r}; {framework} has {', '.join(choices)}", option=option)
 
 
 def option_field(

@@ -35,9 +35,9 @@ class Trl(Framework):
     )
     """Level of the ratios, and whether those outside the bounds are clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
-    """Upper bound of ratios; infinity means none."""
+    """Upper bound of ratios; infinity for no bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
-    """Lower bound of ratios; None means none."""
+    """Lower bound of ratios; None for no bound."""
     trainer: str = option_field("grpo", "Trainer whose loss is used (grpo).", choices=("grpo", "rloo"))
     """Trainer whose loss is used, `grpo` or `rloo`."""
     loss_type: str = option_field(
@@ -55,7 +55,7 @@ class Trl(Framework):
     )
     """Ratios above 1 + epsilon_high are clipped, with cispo above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
-    """Upper bound of the ratio, whatever the sign of the advantage; None means none."""
+    """Upper bound of the ratio, whatever the sign of the advantage; None for no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )

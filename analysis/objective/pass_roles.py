@@ -176,7 +176,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Return the loss with default bounds, for another kind of loss; denominator and correction stay."""
+    """Return the loss with default bounds, to change its kind but keep its denominator and correction."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

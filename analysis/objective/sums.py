@@ -258,7 +258,7 @@ class LossRows:
 
 
 def shares(loss: Loss, rows: LossRows) -> Array:
-    """Return [R] the factor of the loss on each token's term; with aggregation `sequence`, on the sequence's term.
+    """Return the factor [R] of the loss on each token's term; with aggregation `sequence`, on the sequence's term.
 
     An update with micro-batches that were not recorded is treated as one batch.
     """
@@ -283,7 +283,7 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return [R] the number of tokens in the row's micro-batch, times the number of micro-batches in its
+    """Return the number [R] of tokens in the row's micro-batch, times the number of micro-batches in its
     update.
     """
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])

@@ -130,7 +130,7 @@ def largest_interval(values_N: Array, unit_N: np.ndarray, confidence: float) -> 
 
 
 def parts_of(unit_N: np.ndarray) -> np.ndarray:
-    """Return [N] the part of each element; whole groups are distributed at random over at most PARTS parts."""
+    """Return the part [N] of each element; whole groups are distributed at random over at most PARTS parts."""
     groups_N, num_groups = numbered(unit_N)
     part_of_group = np.empty(num_groups, np.int64)
     dealt = np.arange(num_groups) % min(PARTS, num_groups)
@@ -184,7 +184,7 @@ def f_quantile(probability: float, numerator: int, denominator: int) -> float:
 
 
 def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return [N] the group index of each element, in order of first occurrence, and the number of groups."""
+    """Return the group index [N] of each element, in order of first occurrence, and the number of groups."""
     _, first, place_N = np.unique(unit_N, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
@@ -192,7 +192,7 @@ def numbered(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _units(unit_N: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return [N] the resampling unit of each element, and the number of groups."""
+    """Return the resampling unit [N] of each element, and the number of groups."""
     groups_N, num_groups = numbered(unit_N)
     return groups_N % MOST_UNITS, num_groups
 

@@ -153,6 +153,6 @@ def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
 
 
 def _fallen(start: int, n: int) -> np.ndarray:
-    """Return [E, N] the completed share of a decline that begins at `start`, for each candidate end."""
+    """Return the completed share [E, N] of a decline that begins at `start`, for each candidate end."""
     ends = np.unique(np.linspace(start + 1, n - 1, min(n - 1 - start, _LARGEST_E)).round().astype(int))
     return np.asarray(np.clip((np.arange(n) - start) / (ends[:, None] - start), 0.0, 1.0))

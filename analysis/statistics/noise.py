@@ -115,7 +115,7 @@ def half_square_difference(values: np.ndarray, lag: int) -> float:
 
 
 def running_median(values: np.ndarray, width: int, beyond: Literal["reflect", "edge"]) -> np.ndarray:
-    """Return [n] the running median over `width` values. `beyond` the ends, values are mirrored (`reflect`) or the last
+    """Return the running median [n] over `width` values. `beyond` the ends, values are mirrored (`reflect`) or the last
     is repeated (`edge`).
 
     For an even width, scipy's median filters take the upper of the two middle values.

@@ -25,9 +25,9 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte for each character of byte-level BPE, the inverse of bytes_to_unicode in GPT-2's encoder.py.
+    """Return character -> byte of byte-level BPE, the inverse of bytes_to_unicode in GPT-2's encoder.py.
 
-    Printable Latin-1 bytes are characters of the same number, the others start at U+0100.
+    Printable Latin-1 bytes stand for themselves, the others for U+0100 and up.
     """
     own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in own]

@@ -165,7 +165,7 @@ def counted(mask: Any, lengths_N: np.ndarray) -> np.ndarray | None:
 
 
 def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
-    """Return [T] the values of lists, cut or padded with NaN to the given lengths."""
+    """Return the values [T] of lists, cut or padded with NaN to the given lengths."""
     values, own_N = flat(lists)
     found = array_of(values)
     if np.array_equal(own_N, lengths_N):
@@ -177,7 +177,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return [T] each token's advantage, or that of its sequence if it has none; None if no token has one."""
+    """Return each token's advantage, or else its sequence's, [T]; None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

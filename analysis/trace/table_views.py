@@ -221,7 +221,7 @@ def no_rows(schema: pa.Schema) -> pa.Table:
 
 
 def rows_of(files: Sequence[RunFile], columns: str) -> str:
-    """Return a query for columns of several files, and the run of each row, that reads them in one scan."""
+    """Return a query that reads columns of several files, and the run of each row, in one scan."""
     urls, runs = f"[{', '.join(quoted(url) for _, url in files)}]", {run for run, _ in files}
     if len(runs) == 1:
         return f"SELECT {quoted(*runs)} AS run, {columns} FROM read_parquet({urls})"

@@ -137,7 +137,7 @@ def _other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np
 
 
 def _cut(facts: Facts) -> list[Evidence]:
-    """Detect response lengths that are no longer reached, while many responses end exactly at the new maximum."""
+    """Detect a new maximum length at which many responses end exactly, although earlier ones were longer."""
     if facts.fall is None:
         return []
     # A limit may also have been changed long before.
