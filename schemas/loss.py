@@ -173,7 +173,7 @@ def _typed(name: str, value: str, kind: str) -> Any:
         return value if kind.startswith("str") else int(value) if kind.startswith("int") else float(value)
     except (KeyError, ValueError) as error:
         wanted = "true or false" if kind == "bool" else "a number"
-        raise InvalidOption(f"{name} cannot be {value!r}; it is {wanted}", option="loss") from error
+        raise InvalidOption(f"{name} cannot be {value!r}; give {wanted}", option="loss") from error
 
 
 def _own(values: Mapping[str, Any]) -> Loss:
