@@ -325,7 +325,9 @@ _weights_from = click.option(
 
 
 _model_factory = click.option(
-    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model, if transformers lacks its class."
+    "--model-factory",
+    metavar="MODULE:FUNCTION",
+    help="Function that builds the model, if transformers lacks its class.",
 )
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
@@ -900,7 +902,9 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
-@click.option("--arm", metavar="CHANGES", help="Execution a, in the syntax of replay's --arm; default: the recorded settings.")
+@click.option(
+    "--arm", metavar="CHANGES", help="Execution a, in the syntax of replay's --arm; default: the recorded settings."
+)
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
@@ -1141,16 +1145,16 @@ def export_(trace: str, **options: Any) -> None:
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
-    """Fail if a run meets a failure condition, for the CI of training code.
+    """Fail if a run violates a condition, for the CI of training code.
 
     Like stats, gate stores the sums of each sequence in the trace.
 
-    A condition describes the failure. Its metric is tim.NAME (a column of stats, or a per-step metric of the alerts),
-    verl.NAME (a column of stats --like verl) or check (the result of the check command). It covers all tokens of the
-    run, each step separately (any step), or the tokens of the last N steps (last N steps). A warning is printed if the
-    run passes as a whole but single steps fail. The exit code is 1 if a condition is met, and 2 if the trace is damaged
-    or incomplete, unless --partial is given. The verdict is `cannot tell` if the confidence interval, over groups of
-    sequences, contains the bound or cannot be computed.
+    A condition names a metric and the values with which the run fails. The metric is tim.NAME (a column of stats, or a
+    per-step metric of the alerts), verl.NAME (a column of stats --like verl) or check (the result of the check command).
+    It covers all tokens of the run, each step separately (any step), or the tokens of the last N steps (last N steps). A
+    warning is printed if the run passes as a whole but single steps fail. The exit code is 1 if a condition fails, and 2
+    if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the confidence
+    interval, over groups of sequences, contains the bound or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")

@@ -121,9 +121,7 @@ def gradient_sentence(found: GradientReport) -> str:
     logged = [step for step in found.steps if step.reproduced is not None]
     wrong = [step for step in logged if not step.reproduced]
     if not logged:
-        return (
-            "No gradient norm was logged for these steps, so there is nothing to check the gradients against."
-        )
+        return "No gradient norm was logged for these steps, so there is nothing to check the gradients against."
     if not wrong:
         steps = f"all {len(logged)} steps" if len(logged) > 1 else "the step"
         return f"The recorded gradient norm was reproduced to the last digit in {steps} that logged one."

@@ -76,9 +76,7 @@ def stats(
         if exact:
             raise InvalidOption("has no effect on a framework's metrics, which include no quantiles", option="exact")
         if database.ray is not None:
-            raise InvalidOption(
-                "has no effect on a framework's metrics, which a single process computes", option="ray"
-            )
+            raise InvalidOption("has no effect on a framework's metrics, which a single process computes", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):

@@ -165,7 +165,9 @@ def _errors(
             advance(sum(tokens[step] for step in unit[1]))
     for name, parts in found.items():
         if not parts:
-            raise NothingToCompare(f"no token of these steps has a logprob in train, rollout and {name}; choose other steps")
+            raise NothingToCompare(
+                f"no token of these steps has a logprob in train, rollout and {name}; choose other steps"
+            )
     return {name: joined(parts) for name, parts in found.items()}, num_different
 
 
