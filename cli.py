@@ -1350,7 +1350,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} zeros in all-zero lists were kept because another pass has logprob 0 there too"
+            f"{holes.certain:,} zeros in all-zero lists were kept because another pass has probability 1 there too"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} logprobs are above 0, which is invalid; kept unchanged")

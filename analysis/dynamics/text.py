@@ -18,7 +18,7 @@ SUMMARY: Mapping[str, str] = {
     "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows a straight "
     "line.",
     "moved_first": "{onset} changed first{followers}.",
-    "first_undecided": "The data cannot tell which of these changed first: {onsets}.",
+    "first_undecided": "The data do not show which of these changed first: {onsets}.",
     "fall": "{outcome} {verb} from step {step} on{interval}, {before:.3g} to {after:.3g}; find the cause with tim-trace "
     "attribute.",
     "later": "After the selected steps, {outcome} {verb} from step {step} on.",
