@@ -672,7 +672,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
     normal.
 
-    Start here. This command runs attribute and check, reports the precision of each side, compares the trace's figures
+    Start here. This command runs attribute and check, reports the precision of each side, compares the trace's metrics
     with published values and alert levels (each under its own definition), and reports which questions the replays in
     the trace answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
     """
@@ -1027,8 +1027,8 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and
-    against it, a probability, and the cheapest replay or rerun that would decide. One run gives observational evidence;
-    a baseline run makes it a controlled experiment.
+    against it, a probability, and the cheapest replay or rerun that would settle it. One run gives observational
+    evidence; a baseline run makes it a controlled experiment.
     """
     from .analysis.attribution.text import attribution_json, attribution_text
 
@@ -1090,7 +1090,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 
     The command waits for a run that does not exist yet, and ends with the recording; Ctrl-C ends only the view. Each
     alert is shown with the step at which it first fired: published levels under their own definitions, and tim-trace's
-    own rule (docs/evidence/alerts.md). Alerts are not a verdict; diagnose gives one. Nothing is written to the trace.
+    own rules (docs/evidence/alerts.md). Alerts are not a verdict; diagnose gives one. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.watched import latest_rows, watched_json

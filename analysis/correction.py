@@ -176,7 +176,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Bounds on k1 = -d there are bounds on the inverse ratio."""
+    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Its bounds on k1 = -d bound the inverse ratio."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

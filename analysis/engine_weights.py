@@ -22,7 +22,7 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Codes for why an engine's weights differ from the trainer's weights, as used in the finding `weights_differ`."""
+"""Codes for why an engine's weights differ from the trainer's, used in the finding `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
@@ -114,7 +114,7 @@ class EngineFault:
 
     cause: str
     tensor: str
-    """Name of the tensor that was furthest behind at the version of the fault."""
+    """Name of the differing tensor with the oldest bits at this version."""
     version: int
     """Version of the trainer's weights when weights last differed."""
     holds_version: int | None
@@ -318,7 +318,7 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
 
     Each row has the trainer's version, the version at which the engine last received the tensor, the latest version
     whose bits the engine has, whether they agree, the number of versions at which they differed, and why. With `by`
-    module, layers are grouped, and each row shows the tensor furthest behind.
+    module, layers are grouped, and each row shows the tensor with the oldest bits.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
@@ -363,7 +363,7 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name, preferring rows that differ, then the one furthest behind."""
+    """Keep one row per name: the one that differed at most versions, and of these the one with the oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

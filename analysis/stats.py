@@ -147,8 +147,8 @@ def approximate(rows: Rows) -> list[str]:
     if not error:
         return []
     return [
-        f"p50_abs_d, p95_abs_d and p99_abs_d are within {error:.1%} of the exact values; for exact values, use "
-        f"{option('exact')}, which reads the tokens a second time"
+        f"p50_abs_d, p95_abs_d and p99_abs_d are accurate to {error:.1%}; for exact values, use {option('exact')}, which "
+        f"reads the tokens a second time"
     ]
 
 

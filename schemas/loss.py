@@ -141,7 +141,7 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
     """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`.
 
-    Fields that are not given are taken from `recorded`, or have their defaults.
+    Other fields are taken from `recorded`, or have their defaults.
 
     Raises InvalidOption.
 

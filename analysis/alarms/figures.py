@@ -167,7 +167,7 @@ def sustained(flags: np.ndarray, times: int) -> np.ndarray:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return the [n] median of `window` values, ending `gap` values before each value; NaN with fewer or no finite ones."""
+    """Return [n] medians of the `window` values that end `gap` before each value; NaN if they are too few or not finite."""
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]

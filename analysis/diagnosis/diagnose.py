@@ -53,8 +53,8 @@ def diagnose(
 
     Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the
     precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
-    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) asks about part of the run; other steps are
-    still used as evidence, as in `attribute`.
+    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) limits the questions to part of the run; other
+    steps are still used as evidence, as in `attribute`.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

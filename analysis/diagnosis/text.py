@@ -232,7 +232,7 @@ def broken_text(found: Diagnosis) -> str:
         other = (
             f", not {broken.other}, for which the evidence is weaker"
             if broken.is_stronger
-            else f"; {broken.other} is broken too, but did not cause the drop"
+            else f"; {broken.other} too, but it did not cause the drop"
         )
     return f"{broken.side}{since} (found by {' and '.join(broken.by)}){other}"
 

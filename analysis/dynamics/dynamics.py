@@ -47,8 +47,8 @@ def dynamics(
 
     Changes have 95 % intervals; if the intervals of two changes overlap, their order is undecided. The result also has the
     growth rate of k3, and the questions that the trace cannot answer. The onset of a collapse is the one that `attribute`
-    finds. `steps` (3:80, :100, 2:200:2) asks about part of the run; other steps are still used to find its changes, as in
-    `attribute`.
+    finds. `steps` (3:80, :100, 2:200:2) limits the question to part of the run; other steps are still used to find its
+    changes, as in `attribute`.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """

@@ -74,7 +74,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """The full analysis of a run. Printing a report gives the verdict; a notebook shows the HTML page."""
+    """The full analysis of a run. Printing a report prints the verdict; a notebook shows the HTML page."""
 
     _text = "tim_trace.analysis.report.contents:report_text"
     _page = "tim_trace.analysis.report.page.page:page"

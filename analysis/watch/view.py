@@ -233,7 +233,7 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """Return an empty table without rules or headers, whose last column may hold long texts."""
+    """Return an empty table without rules or headers; its last column wraps long texts."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1

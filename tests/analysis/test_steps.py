@@ -307,7 +307,7 @@ def test_a_choice_of_no_step_names_the_option(whole):
 
 def test_a_choice_of_steps_without_sequences_names_the_option(whole):
     for verb in (stats, check, diagnose, corrections, objective):
-        with pytest.raises(NothingToCompare, match="steps='0' selects no step with a series"):
+        with pytest.raises(NothingToCompare, match="steps='0' selects steps without"):
             verb(whole, steps="0")
 
 

@@ -260,9 +260,7 @@ def test_bits_are_stronger_than_what_is_inferred_from_series(invalid):
 def test_a_cause_beside_an_invalid_comparison_leaves_both_to_fix(invalid):
     found = caused(invalid, suspect("data", MOVED))
     assert found.broken == BrokenSide(side="data", since=7, by=("attribute",), other="recording")
-    assert (
-        broken_text(found) == "data since step 7 (found by attribute); recording is broken too, but did not cause the drop"
-    )
+    assert broken_text(found) == "data since step 7 (found by attribute); recording too, but it did not cause the drop"
 
 
 def test_a_trainer_that_did_not_cause_the_mismatch_is_not_its_side(unclear):
