@@ -43,25 +43,25 @@ if TYPE_CHECKING:
     from .replay.sample import Sample
 
 SECTIONS = {
-    "begin with": {
-        "record": "Run a command and record what its trainer and vLLM do.",
+    "getting started": {
+        "record": "Run a command and record its trainer and vLLM.",
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Is the comparison valid, what differs, and is it normal?",
         "report": "Write everything known about a run to one HTML page.",
         "watch": "Show a run while it is recorded, and its first alerts.",
         "replay": "Score recorded steps again under different numerics.",
-        "sql": "Query traces in DuckDB SQL.",
+        "sql": "Query traces with DuckDB SQL.",
         "stats": "Measure the mismatch by run, step or sequence.",
-        "gate": "Fail if a run violates conditions, for CI.",
+        "gate": "Fail CI if a run violates a condition.",
     },
-    "more to look at": {
+    "inspecting and exporting traces": {
         "info": "Show what a trace contains, who wrote it, and what is missing.",
         "verify": "Verify every byte of a trace against its checksums.",
-        "compact": "Merge the files of many writers into few.",
-        "query": "Run a named query, or list all.",
+        "compact": "Merge a trace's many files into few.",
+        "query": "Run a named query, or list them all.",
         "export": "Write a run for pandas, TensorBoard or W&B.",
     },
-    "more to judge by": {
+    "analyzing a run": {
         "check": "Find faults that make the comparison invalid.",
         "compare": "Find what differs first between two runs.",
         "corrections": "Show what each correction would have cut, and its cost.",
@@ -69,21 +69,21 @@ SECTIONS = {
         "dynamics": "Show when each series changed, and what changed first.",
         "attribute": "Find whether and when a run collapsed, and the likely cause.",
     },
-    "more to replay": {
+    "replaying in depth": {
         "triangulate": "Split the mismatch between trainer and engine.",
         "gradient": "Recompute gradients, as recorded and under each arm.",
         "locate": "Find the layer and operator where two executions diverge.",
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Section of `--help` -> command -> its purpose, in a line of 80 columns."""
+"""Section of `--help` -> command -> its purpose, at most 80 columns."""
 
 
 class _Failure(click.ClickException):
     """A TimTraceError as a click exception."""
 
     def __init__(self, error: TimTraceError, options: Collection[str]):
-        """Create the error as shown to the user; `options` are the options of the command that failed."""
+        """Format `error` for the user; `options` are the option names of the command that failed."""
         flag = "" if error.option is None else "--" + error.option.replace("_", "-")
         super().__init__(f"{flag}: {_told(error, error.message)}" if flag in options else _told(error, str(error)))
         self.exit_code = error.exit_code  # type: ignore[misc]  # click declares one for the class
@@ -93,7 +93,7 @@ _damage_told: list[str] = []
 """Damaged or missing parts of the command's traces, one sentence each."""
 
 _left_out: list[str] = []
-"""Notes on hidden columns of the printed tables."""
+"""Notes on columns hidden from printed tables."""
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def _plain_warnings() -> Iterator[None]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Release objects held by an error's frames: a DuckDB connection open at exit prints an error."""
+    """Clear an error's traceback frames: a DuckDB connection that they keep open would print an error at exit."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -142,15 +142,15 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum response tokens of a run for which `record` computes sums at the end; otherwise the first query does."""
+"""`record` computes the sums of runs with at least this many response tokens; for others the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
 class Commands(click.Group):
-    """Commands in sections; a TimTraceError is printed as one line and sets the exit code."""
+    """Command group with sections in its help; prints a TimTraceError as one line and exits with its code."""
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
-        """Add a command; every command has -q and shows option defaults."""
+        """Add a command, give it -q, and show option defaults in its help."""
         for param in cmd.params:
             if isinstance(param, click.Option):
                 param.show_default = True
@@ -187,7 +187,7 @@ class Commands(click.Group):
 
 
 class _FrameworkOption(click.Option):
-    """An option of one or more frameworks; missing from the arguments unless given on the command line."""
+    """Option of one or more frameworks, passed to the command only if it is on the command line."""
 
     def __init__(self, declared: DeclaredOption):
         self.declared = [declared]
@@ -265,8 +265,8 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result by NAME_text, NAME_rows and NAME_json of the module that `_text` names, with further arguments;
-        without NAME_json, its JSON is its fields and NAME_sentence."""
+        """Print a result with NAME_text, NAME_rows or NAME_json from the module named in its `_text`; `text` and `rows` are
+        extra arguments for them. Without NAME_json, the JSON is the result's fields and NAME_sentence."""
         module, _, function = found._text.partition(":")
         name, renderers = function.removesuffix("_text"), vars(import_module(module))
 
@@ -289,15 +289,15 @@ class _Form:
 
 _CSV = click.option(
     "--csv", "as_csv", is_flag=True,
-    help="Print CSV, with every digit; text is printed as recorded, so a spreadsheet may read it as a formula.",
+    help="Print CSV at full precision. Recorded text is not escaped: a spreadsheet may run it as a formula.",
 )  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 
 
 def _prints(
-    *, csv: bool = True, wide: bool = True, json: str = "Print JSON, with every digit."
+    *, csv: bool = True, wide: bool = True, json: str = "Print JSON at full precision."
 ) -> Callable[[Any], Any]:
-    """Add --json, with `csv` also --csv and with `wide` also --wide, to a command, which receives them as `form`."""
+    """Add --json, and optionally --csv and --wide, to a command, which receives them as `form`."""
 
     def add(function: Any) -> Any:
         @wraps(function)
@@ -325,7 +325,9 @@ _weights_from = click.option(
 
 
 _model_factory = click.option(
-    "--model-factory", metavar="MODULE:FUNCTION", help="Function that builds a model class that transformers lacks."
+    "--model-factory",
+    metavar="MODULE:FUNCTION",
+    help="Function that builds the model, if transformers lacks its class.",
 )
 _partial = click.option("--partial", is_flag=True, help="Use the readable part of a damaged trace.")
 _confidence = click.option(
@@ -337,13 +339,13 @@ _allow_kernel = click.option(
 )  # fmt: skip
 
 
-def _by(*values: str, help: str = "What each row is about.") -> Callable[[Any], Any]:
+def _by(*values: str, help: str = "What each row describes.") -> Callable[[Any], Any]:
     """Return the option `--by`; the first of `values` is the default."""
     return click.option("--by", default=values[0], type=click.Choice(values), help=help)
 
 
 def _arm_options(command: Any) -> Any:
-    """Add each option of an arm to a command."""
+    """Add one option per field of Arm to a command."""
     for field in reversed(fields(Arm)):
         described: ArmOption = field.metadata["option"]
         kind = {"int": int, "float": float, "bool": bool}.get(str(field.type).partition(" ")[0], str)
@@ -357,7 +359,7 @@ def _arm_options(command: Any) -> Any:
 
 
 def _address(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """Return the value of --ray. Raises InvalidOption, with a hint, if the value is not an address."""
+    """Validate and return the value of --ray. Raises InvalidOption if it is not an address."""
     from .tracer.cluster import check_address
 
     if value is not None:
@@ -376,7 +378,7 @@ _gpus_per_arm = click.option(
 
 
 def _example(text: str) -> Callable[[click.Command], click.Command]:
-    """End a command's help with an example that is run by a test."""
+    """Append an example, which a test runs, to a command's help."""
 
     def add(command: click.Command) -> click.Command:
         command.epilog = "\b\nExample:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
@@ -402,7 +404,7 @@ def main() -> None:
 )
 @click.option(
     "--capture-fraction", default=1.0, type=float, metavar="F",
-    help="Share of the sequences whose distributions are kept.",
+    help="Share of sequences whose distributions are kept.",
 )  # fmt: skip
 @click.option(
     "--weights", default="auto", type=click.Choice(["auto", "delta", "none"]),
@@ -413,25 +415,25 @@ def main() -> None:
 )
 @click.option(
     "--weights-from", metavar="DIR",
-    help="Folder of the Hugging Face checkpoints saved by the run, to read weights from instead.",
+    help="Read weights from the Hugging Face checkpoints that the run saves in this folder, instead of recording them.",
 )  # fmt: skip
 @click.option("--routing", is_flag=True, help="Record the router choices of a mixture of experts for every token.")
 @click.option(
     "--engine-weights", default="given", type=click.Choice(["given", "held", "none"]),
-    help="Digests of vLLM's weights to record: of the tensors sent to vLLM, or also of the tensors it holds at every "
-        "version.",
+    help="Weight digests to record at every version: of the tensors sent to vLLM (given), or also of those in its memory "
+        "(held).",
 )  # fmt: skip
-@click.option("--resume", is_flag=True, help="Add to the existing trace: the run resumes from a checkpoint.")
+@click.option("--resume", is_flag=True, help="Append to the existing trace, for a run that resumes from a checkpoint.")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
-    help="Seconds to wait for an unresponsive file system before a process stops recording and continues.",
+    help="Seconds that a process waits for an unresponsive file system; then it continues without recording.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite an existing trace, but nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
 def record(output: str, capture: str, capture_fraction: float, command: Sequence[str], **options: Any) -> None:
     """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
-    Every Python process that COMMAND starts is recorded, with no change to its code. The exit code is COMMAND's. RUN is
+    Every Python process that COMMAND starts is recorded; its code needs no change. The exit code is COMMAND's. RUN is
     a folder, or a URL such as s3://bucket/run, to which the trace is uploaded while COMMAND runs. On several nodes, run
     this command on each node with the same folder.
     """
@@ -471,7 +473,7 @@ tim-trace import auto outputs/token_exports -o runs/mine
 @click.option("-o", "--output", required=True, metavar="RUN", help="Folder to write the trace to.")
 @click.option(
     "--map", multiple=True, metavar="THEIRS=OURS",
-    help="Read the column or field THEIRS as OURS; can be repeated. THEIRS= omits it.",
+    help="Import the column or field THEIRS as OURS; can be repeated. THEIRS= skips it.",
 )  # fmt: skip
 @_steps
 @click.option(
@@ -481,17 +483,17 @@ tim-trace import auto outputs/token_exports -o runs/mine
     metavar="F",
     help="Share of the sequences to import, selected by a hash of their names.",
 )
-@click.option("--partial", is_flag=True, help="Also import incomplete steps and files, as far as they are available.")
+@click.option("--partial", is_flag=True, help="Also import the readable part of incomplete steps and files.")
 @click.option("--force", is_flag=True, help="Overwrite an existing trace.")
 def import_(format: str, path: str, output: str, map: Sequence[str], **options: Any) -> None:
-    """Make a trace from another tool's files, or add new data to it.
+    """Convert another tool's files to a trace, or add their new data to an existing one.
 
     FORMAT is auto, parquet, verl, slime, miles, skyrl, prime-rl, nemo-rl, vllm, sglang, trl, areal, open-instruct,
-    torchtitan or ms-swift; docs/reference/import-formats.md lists what each one reads. Importing a folder
+    torchtitan or ms-swift; docs/reference/import-formats.md lists the files each one reads. Importing a folder
     again is incremental. No code in the files is executed.
 
     FORMAT parquet is the neutral format: one row per sequence, in Parquet or JSON, with the columns step,
-    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (docs/reference/trace-format.md has them all).
+    prompt_ids, response_ids, rollout_logprobs, train_logprobs and others (listed in docs/reference/trace-format.md).
     PATH is a file or a folder; for parquet also a pattern or a URL (s3://bucket/dump).
     """
     from .analysis.trace.sums import summarize
@@ -524,7 +526,7 @@ def info(traces: Sequence[str], form: _Form) -> None:
 @click.argument("trace", metavar="RUN")
 @_prints()
 def verify(trace: str, form: _Form) -> None:
-    """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
+    """Verify every byte, row count, chunk and version of a trace against its checksums.
 
     The exit code is 2 if something is damaged or missing. Other commands verify only what they read.
     """
@@ -577,7 +579,7 @@ def compact(trace: str, form: _Form, **options: Any) -> None:
 @click.option("--unsafe", is_flag=True, help="Allow the query to write, and to read other files.")
 @_prints()
 def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
-    """Answer a query in DuckDB SQL over one trace or several.
+    """Run a DuckDB SQL query on one or more traces.
 
     Views: sequences, scores, passes, metrics, steps, tokens, changes (everything recorded that changed), and operators
     and patches (results of locate). Table macros: pair('a', 'b'), pair_sequences, pair_steps, pair_runs, with d =
@@ -604,8 +606,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
     """List the named queries, or run one over one or more traces.
 
-    The header of each query documents its units, the source of its formula and how to interpret it; print it with
-    --sql.
+    Each query's header gives the units, the source of the formula and the interpretation; --sql prints it.
     """
     from .analysis.queries.catalogue import listed, named_query
     from .analysis.trace.columns import parse_pair
@@ -628,23 +629,22 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @click.argument("traces", nargs=-1, required=True, metavar="RUN...")
 @_pair
 @_steps
-@_by("run", "step", "sequence", "layer", help="What each row is about; layer: router choices.")
+@_by("run", "step", "sequence", "layer", help="What each row describes; layer: router choices.")
 @click.option(
     "--exact", is_flag=True,
-    help="Compute exact quantiles for runs of any size; by default, quantiles are accurate to 0.1 % above 33,554,432 "
-        "tokens.",
+    help="Compute exact quantiles at any run size; by default, they are accurate to 0.1 % above 33,554,432 tokens.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
-    help="Print a framework's own metrics under its own definitions; see its options below.",
+    help="Print the metrics of this framework, as it defines them; its options are below.",
 )  # fmt: skip
 @_ray
 @_prints()
 def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, form: _Form, **options: Any) -> None:
-    """Measure how much the logprobs of two passes differ, in one row per run, step or sequence.
+    """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in sums/ and index/ of a finished, writable local trace, so that the next call need
-    not read tokens.
+    Stores the sums of each sequence in sums/ and index/ of a finished, writable local trace, so that the next call reads
+    no tokens.
     """
     from .analysis.stats import approximate, likeness
     from .analysis.views import open_database
@@ -672,7 +672,7 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
     normal.
 
-    Begin here. This command runs attribute and check, reports the precision of each side, compares the trace's figures
+    Start here. This command runs attribute and check, reports the precision of each side, compares the trace's metrics
     with published values and alert levels (each under its own definition), and reports which questions the replays in
     the trace answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
     """
@@ -696,7 +696,7 @@ def check(trace: str, form: _Form, **options: Any) -> None:
     The exit code is 1 if a fault was found, and 2 if the trace is damaged or incomplete, unless --partial is given.
     Temperature, truncation, shifts, wrong rows, masks, placeholders, retokenised text, units, padding, stale or partly
     synchronised weights, caches, adapters, quantisation, low precision, router flips: each fault is reported with its
-    evidence, its size, the share of affected tokens and a command to confirm it, most probable first.
+    evidence, its size, the share of affected tokens and a command to confirm it, most likely first.
     """
     found = _asked(analysis.check, trace, held_back=options["ray"], **options)
     form.result(found)
@@ -730,16 +730,16 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
     "run",
     "step",
     "length",
-    help="What the rows of each correction are about; length: quarters of the sequences by number of tokens.",
+    help="What each row describes; length: quartiles of sequence length in tokens.",
 )
 @click.option("--token-threshold", default=2.0, type=float, metavar="C", help="Threshold of token-tis and token-mis.")
 @click.option(
     "--sequence-threshold", default=2.0, type=float, metavar="C", help="Threshold of sequence-tis and sequence-mis."
 )
-@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Ratios that icepop keeps.")
+@click.option("--icepop", default="0.5_5.0", metavar="LOW_HIGH", help="Range of token ratios that icepop keeps.")
 @click.option(
     "--geometric", default="0.999_1.002", metavar="LOW_HIGH",
-    help="Range of the geometric mean of a sequence's ratios that geometric keeps.",
+    help="Range of a sequence's geometric mean ratio that geometric keeps.",
 )  # fmt: skip
 @click.option(
     "--veto", default=1e-4, type=float, metavar="R",
@@ -750,7 +750,7 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
 def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    Thresholds are the published ones by default; verl's presets always use verl's own. Every row shows the full rule,
+    Thresholds default to the published ones; verl's presets always use verl's own. Every row shows the full rule,
     the ratio that the source bounds (verl's k1 bounds the inverse ratio), and the condition for keeping a token in
     terms of rho = exp(d).
     """
@@ -767,9 +767,9 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
     "loss, e.g. gspo,clip_high=0.01 or correction=token_mask,correction_high=2.",
 )  # fmt: skip
 @_confidence
-@_by("run", "step", help="What each row is about; run adds the worst steps.")
+@_by("run", "step", help="What each row describes; run adds the worst steps.")
 @_ray
-@_prints(json="Print JSON, with every digit and every step.")
+@_prints(json="Print JSON at full precision, with every step.")
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
@@ -825,8 +825,8 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
 
-    Without options, steps are replayed as recorded. This is always done first, as a check: it reproduces the recorded
-    bits, or reports what differs here. Steps that an arm already has are skipped.
+    Without options, steps are replayed with the recorded settings. Every replay starts with this check: it reproduces the
+    recorded bits, or reports what differs on this machine. Steps that an arm already has are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
     from .tracer.scored_passes import replayed_pair
@@ -853,7 +853,7 @@ def replay(trace: str, form: _Form, **options: Any) -> None:
 @_allow_kernel
 @_ray
 @_gpus_per_arm
-@_by("side", "arm", help="What each row of --csv is about.")
+@_by("side", "arm", help="What each row of --csv describes.")
 @_prints()
 def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Split the mismatch between trainer and engine, and measure how much of it each single change removes."""
@@ -868,8 +868,8 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 @_steps
 @click.option(
     "--arm", multiple=True, metavar="CHANGES",
-    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above); can be repeated. Supported options "
-        "of replay: "
+    help="Another gradient to compute, e.g. dtype=bf16,correction=none (see above); can be repeated. Options shared with "
+        "replay: "
     f"{', '.join(names_for(GRADIENT))}.",
 )  # fmt: skip
 @click.option(
@@ -886,15 +886,13 @@ def triangulate(trace: str, by: str, form: _Form, **options: Any) -> None:
 def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    The gradient as recorded comes first, and its norm is compared with the gradient norm that the trainer logged. An
-    arm is one or more changes separated by commas: the options of forward and backward that --arm lists;
-    logprobs=train|rollout|current|replay/NAME, the logprobs that the loss uses instead of the trainer's (rollout is
-    bypass mode); correction=none|exact|token_exact|sequence_exact, or token_truncate:2, token_mask:0.5_5,
-    sequence_truncate:2, sequence_mask:3. correction=exact has the untruncated weights train / rollout. name=NAME names
-    an arm.
+    The recorded settings come first, and the resulting norm is compared with the one that the trainer logged. An arm is
+    one or more changes separated by commas: the options that --arm lists; logprobs=train|rollout|current|replay/NAME, the
+    logprobs that the loss uses instead of the trainer's (rollout is bypass mode); or
+    correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
+    sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
-    bias is the norm of the difference from the gradient as recorded, variance the variance of the mean over
-    micro-batches.
+    bias is the norm of the difference from the recorded gradient; variance is that of the mean over micro-batches.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -904,7 +902,9 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 @main.command()
 @click.argument("trace", metavar="RUN")
 @click.option("--steps", default="-1", metavar="STEP", help="One recorded step; -1 is the last.")
-@click.option("--arm", metavar="CHANGES", help="Execution a, in the syntax of replay's --arm; by default as recorded.")
+@click.option(
+    "--arm", metavar="CHANGES", help="Execution a, in the syntax of replay's --arm; default: the recorded settings."
+)
 @click.option("--against", default="dtype=fp64", metavar="CHANGES", help="Execution b.")
 @click.option(
     "--sequences", default="8", metavar="WHICH",
@@ -925,7 +925,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--keep/--no-keep", default=True,
     help="Store the result in the trace, for sql and diagnose; replaces an earlier result with the same options.",
 )  # fmt: skip
-@_by("kind", "operator", "layer", "patch", help="What each row of --csv is about.")
+@_by("kind", "operator", "layer", "patch", help="What each row of --csv describes.")
 @_prints()
 def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Find the operator where two executions of recorded tokens diverge, with proof.
@@ -967,7 +967,7 @@ def locate(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--attach", "attached", nargs=2, type=(int, str), metavar="VERSION DIR",
     help="Store the weights of a Hugging Face folder as a version, so that an imported dump can be replayed.",
 )  # fmt: skip
-@click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if not the same.")
+@click.option("--tokenizer", metavar="DIR", help="With --attach: folder of the tokenizer, if it is elsewhere.")
 @click.option("--force", is_flag=True, help="With --attach: overwrite attached weights.")
 @click.option("-v", "--verbose", is_flag=True, help="With --engine: also list tensors that agree.")
 @_prints()
@@ -976,16 +976,16 @@ def weights(
     exported: tuple[int, str] | None, attached: tuple[int, str] | None, tokenizer: str | None, force: bool, verbose: bool,
     form: _Form,
 ) -> None:  # fmt: skip
-    """List the versions of the weights: their size, and the share of elements that changed.
+    """List the weight versions, with their size and the share of elements that changed.
 
     --attach reads a folder written by save_pretrained, including the model's config and tokenizer.
     """
     from .analysis.weights import OK, engine_weights_text
 
     if attached is None and (tokenizer is not None or force):
-        raise click.UsageError("--tokenizer and --force go with --attach")
+        raise click.UsageError("--tokenizer and --force require --attach; add it or drop them")
     if verbose and not engine:
-        raise click.UsageError("--verbose goes with --engine")
+        raise click.UsageError("--verbose requires --engine; add it or drop --verbose")
     if attached is not None and exported is not None:
         raise click.UsageError("--attach and --export cannot be combined; choose one")
     if attached is not None:
@@ -1027,8 +1027,8 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and
-    against it, a probability, and the cheapest replay or rerun that would decide. With one run this is an observation;
-    with a baseline run it is an intervention.
+    against it, a probability, and the cheapest replay or rerun that would settle it. One run gives observational
+    evidence; a baseline run makes it a controlled experiment.
     """
     from .analysis.attribution.text import attribution_json, attribution_text
 
@@ -1049,7 +1049,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     "--width", default="column", metavar="INCHES|NAME",
     help="Width of these figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
 )  # fmt: skip
-@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of those figures.")
+@click.option("--font", default="DejaVu Sans", metavar="NAME", help="Font of these figures.")
 @click.option("--title", is_flag=True, help="Put a title above each of these figures.")
 @click.option("--control", metavar="RUN2", help="Baseline run: same seeds, one thing different; see attribute.")
 @_pair
@@ -1058,10 +1058,10 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 def report(
     traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
 ) -> None:
-    """Write everything known about a run into one HTML file, or as figures for papers.
+    """Write everything known about a run to one HTML page, or as figures for papers.
 
-    The first RUN is reported; the series of the others are drawn in the same charts. The page needs no network: it
-    contains verdict, series, mismatch, tokens and provenance, with the query behind each figure.
+    The report is about the first RUN; its charts also show the series of the others. The page works offline and contains
+    the verdict, series, mismatch, tokens and provenance, with the query behind each figure.
     """
     paths = (output, png, svg, pdf)
     if not any(paths):
@@ -1082,15 +1082,15 @@ def report(
     help="Steps to show (the latest that fit): 3, 2:8, -10: (the last ten), all, or several of these separated by "
         "commas.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, help="Print one view and exit (default if the output is not a terminal).")
+@click.option("--once", is_flag=True, help="Print the current view and exit (default if the output is not a terminal).")
 @_pair
-@_prints(wide=False, json="Print one view as JSON, with every digit.")
+@_prints(wide=False, json="Print the current view as JSON, at full precision.")
 def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
     """Show a run while it is recorded: its latest steps, its series so far, and the first alerts.
 
     The command waits for a run that does not exist yet, and ends with the recording; Ctrl-C ends only the view. Each
     alert is shown with the step at which it first fired: published levels under their own definitions, and tim-trace's
-    own rule (docs/evidence/alerts.md). Alerts are not a verdict; diagnose gives one. Nothing is written to the trace.
+    own rules (docs/evidence/alerts.md). Alerts are not a verdict; diagnose gives one. Nothing is written to the trace.
     """
     from .analysis.watch.screen import can_redraw, show
     from .analysis.watch.watched import latest_rows, watched_json
@@ -1118,7 +1118,7 @@ def watch(trace: str, once: bool, form: _Form, **options: Any) -> None:
 @_steps
 @click.option("--force", is_flag=True, help="Replace existing files.")
 def export_(trace: str, **options: Any) -> None:
-    """Write a run's sequences, or its figures by step, as files of another tool.
+    """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     parquet: one row per sequence with tokens, the logprobs of each pass and d, plus the logged values; import parquet
     reads both. tensorboard and wandb: the mismatch by step and every logged number; the wandb run is written offline.
@@ -1131,9 +1131,8 @@ def export_(trace: str, **options: Any) -> None:
 @click.argument("trace", metavar="RUN")
 @click.option(
     "--fail-on", required=True, multiple=True, metavar="CONDITION",
-    help="check, or a number and its bound, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
-        "steps'; "
-    "can be repeated.",
+    help="check, or a metric and its bound, e.g. tim.k3>1e-3, 'verl.k3_kl>=0.05 any step' or 'tim.k3>1e-3 last 20 "
+        "steps'; can be repeated.",
 )  # fmt: skip
 @_pair
 @_confidence
@@ -1146,16 +1145,16 @@ def export_(trace: str, **options: Any) -> None:
 )
 @_prints()
 def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> None:
-    """Fail if a figure of a run violates a condition, for use in the CI of training code.
+    """Fail if a run violates a condition, for the CI of training code.
 
-    Conditions on columns of stats write sums into the trace, as stats does.
+    Like stats, gate stores the sums of each sequence in the trace.
 
-    A condition describes the failure: tim.NAME is a column of stats or a per-step figure of the alerts, verl.NAME a
-    column of stats --like verl, check the check of the comparison. A condition covers all tokens of the run, each step
-    separately (any step), or the tokens of the last N steps (last N steps). A warning is printed if a condition passes
-    over the run while single steps violate it. The exit code is 1 if a value violates its condition, and 2 if the trace
-    is damaged or incomplete, unless --partial is given. The interval over groups of sequences shows how certain that
-    is: the verdict is `cannot tell` if the interval contains the bound, or if there is no interval.
+    A condition names a metric and the values with which the run fails. The metric is tim.NAME (a column of stats, or a
+    per-step metric of the alerts), verl.NAME (a column of stats --like verl) or check (the result of the check command).
+    It covers all tokens of the run, each step separately (any step), or the tokens of the last N steps (last N steps). A
+    warning is printed if the run passes as a whole but single steps fail. The exit code is 1 if a condition fails, and 2
+    if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the confidence
+    interval, over groups of sequences, contains the bound or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")
@@ -1167,7 +1166,7 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
 
 def _asked(verb: Callable[..., Any], *arguments: Any, held_back: Any = False, **options: Any) -> Any:
-    """Call a verb with a progress bar and, with `held_back`, without the output of libraries."""
+    """Call a verb with a progress bar; with `held_back`, suppress the output of libraries."""
     with _library_output_held_back() if held_back else nullcontext():
         return verb(*arguments, progress=_progress, **options)
 
@@ -1177,7 +1176,7 @@ def _size(path: str) -> str:
 
 
 def _print_json(value: Any) -> None:
-    """Print a result as a JSON object, with rows under `rows` and damaged parts of the traces under `damaged`."""
+    """Print a JSON object: a result's fields (or its table under `rows`), and under `damaged` the damaged files."""
     found = value if isinstance(value, dict) else {"rows": value}
     _print(to_json({"damaged": list(_damage_told)} | found))
 
@@ -1256,7 +1255,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        TextColumn("done, left"),
+        TextColumn("elapsed, remaining"),
         TimeRemainingColumn(),
     )
     with Progress(
@@ -1270,7 +1269,7 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
     if recording.note is not None:
         return str(recording.note)
     if not recording.is_there:
-        return f"{output} was removed while the command ran: the recording is lost"
+        return f"{output} was removed while the command ran, so the recording is lost; run the command again"
     if not recording.num_sequences and not recording.num_eval_sequences:
         return _nothing_recorded(output, recording)
     waited = sum(writer.waited_s for writer in recording.writers)
@@ -1285,17 +1284,17 @@ def _recorded(output: str, recording: Any, pair: str | None) -> str:
 def _nothing_recorded(output: str, recording: Any) -> str:
     if recording.exit_code:
         return (
-            f"nothing was recorded to {output}: the command failed before that, with exit code {recording.exit_code}; "
-            f"see its error above"
+            f"nothing was recorded to {output}: the command failed first, with exit code {recording.exit_code}; see its "
+            f"error above"
         )
     said = [sentence for writer in recording.writers for sentence in (*writer.not_recorded, writer.error)]
     reasons = dict.fromkeys(filter(None, said))
     if reasons:
         return "\n".join([f"nothing was recorded to {output}:", *reasons])
     return (
-        f"nothing was recorded to {output}: no process made a trainer with the functions of TRL's GRPOTrainer or of verl's "
-        "PPOTrainer, or called vllm.LLM.generate or vllm's AsyncLLM.generate. Is the command Python, started without -I, -E or "
-        "-S, and is tim-trace installed in its environment? For a custom training loop use tim_trace.Recorder"
+        f"nothing was recorded to {output}: no process used TRL's GRPOTrainer or verl's PPOTrainer, or called vLLM's "
+        "LLM.generate or AsyncLLM.generate. Start Python without -I, -E and -S, in an environment with tim-trace "
+        "installed; for a custom training loop, use tim_trace.Recorder"
     )
 
 
@@ -1305,17 +1304,17 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
-        yield ("the trace has no pass `train`, so the engine's tokens were scored; d is the mismatch with the engine")
+        yield "the trace has no pass `train`, so d compares the replay with the engine's logprobs"
     elif broken:
         from .analysis.replay_text import not_held_reason
 
         yield (
             f"the recorded bits were not reproduced in {len(broken)} steps (first: step {broken[0].step}), because "
-            f"{not_held_reason(str(broken[0].not_held))}; differences to `train` are not due to the arm alone; differences here: "
+            f"{not_held_reason(str(broken[0].not_held))}; differences from `train` are not due to the arm alone; changed here: "
             f"{'; '.join(broken[0].differs)}"
         )
     elif any(not result.identity_held for result in results):
-        yield "the recorded bits were not reproduced, although nothing in the contract differs here"
+        yield "the recorded bits were not reproduced, although the settings and versions match the recorded ones"
     yield f"next: tim-trace stats {trace} --pair {pair} --by step"
 
 
@@ -1326,7 +1325,7 @@ def _sampled(sample: Sample) -> str:
 
 
 def _attached(trace: str, found: Any) -> str:
-    """Return a text that names the attached weights, and the next command."""
+    """Describe the attached weights, and name the next command."""
     tokenizer = " and its tokenizer" if found.has_tokenizer else ""
     return (
         f"attached {found.num_tensors:,} tensors ({found.num_bytes:,} bytes){tokenizer} from {found.folder} as version "
@@ -1351,7 +1350,7 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
         )
     if holes.certain:
         parts.append(
-            f"{holes.certain:,} values in all-zero lists were kept because another pass is equally certain there"
+            f"{holes.certain:,} zeros in all-zero lists were kept because another pass has probability 1 there too"
         )
     if imported.num_above_zero:
         parts.append(f"{imported.num_above_zero:,} logprobs are above 0, which is invalid; kept unchanged")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Advice(str):
-    """A text made of a command and a remark, which are also kept separately.
+    """A command with a remark, as one string and as separate attributes.
 
     >>> advice = Advice("tim-trace record -- X", "keeps weights")
     >>> str(advice), advice.command, advice.remark
@@ -26,4 +26,4 @@ class Advice(str):
 
 
 NOTHING = Advice()
-"""Advice for the case that there is no next step."""
+"""Advice without a next step."""

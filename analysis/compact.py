@@ -1,4 +1,4 @@
-"""Merge the many files in a trace into a few, so that readers open fewer files and each step is stored in one place."""
+"""Merge a trace's many files into a few ordered by step, so that readers open fewer files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Compaction(Result):
 
     trace: str
     tables: Rows
-    """One row per table: files and bytes before and after, and files left as they are: replays, and files already large."""
+    """One row per table: files and bytes before and after, and files left unmerged (replays and already large files)."""
 
     @property
     def has_changed(self) -> bool:
@@ -107,5 +107,5 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
 
 def compaction_text(found: Compaction, width: int | None = None) -> str:
     if not found.has_changed:
-        return f"{found.trace}: nothing to merge, the trace has few files"
+        return f"{found.trace}: nothing to merge; the trace already has few files"
     return to_text(found.tables, width)

@@ -100,7 +100,7 @@ def published(
 
 
 def define(connection: duckdb.DuckDBPyConnection, corrections: Iterable[Correction], zones: str | None = None) -> None:
-    """Define the correction macros for some rules. `zones` is a query that returns zones already read."""
+    """Define the correction macros for the given rules; with `zones`, they read precomputed zones from this query."""
     rules = list(corrections)
     columns = [field.name for field in fields(Correction)]
     values: list[dict[str, Any]] = [{"place": place, **asdict(rule)} for place, rule in enumerate(rules)]
@@ -120,14 +120,14 @@ MACROS = MacroFile[Database](
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """Return the lower and the upper token bounds from all rules, each ascending. The bounds divide ratios into zones."""
+    """Return the lower and the upper token bounds of all rules, each ascending; they divide token ratios into zones."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return an SQL expression for one number: how many of the rules' bounds each statistic of a sequence exceeds."""
+    """Return an SQL expression for one integer that encodes which of the rules' bounds a sequence's statistics pass."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -144,7 +144,7 @@ def _sequence_class(rules: list[Correction]) -> str:
 
 
 def _passed(value: str, lows: list[float], highs: list[float]) -> str:
-    """Return an SQL expression that counts the lower bounds reached by a value and the upper bounds exceeded by the value."""
+    """Return an SQL expression that counts the lower bounds that a value reaches and the upper bounds that it exceeds."""
     passed = [f"({value} >= {low!r}::DOUBLE)::INTEGER" for low in sorted(set(lows)) if math.isfinite(low)]
     passed += [f"({value} > {high!r}::DOUBLE)::INTEGER" for high in sorted(set(highs)) if math.isfinite(high)]
     return " + ".join(passed) or "0"
@@ -176,7 +176,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Bounds on k1 = -d there are bounds on the inverse ratio."""
+    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Its bounds on k1 = -d bound the inverse ratio."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

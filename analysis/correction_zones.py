@@ -1,4 +1,4 @@
-"""Group tokens by zone, the interval between the rules' bounds with their ratio; all corrections follow from the groups.
+"""Sum tokens by zone, the interval between the rules' bounds that contains their ratio; corrections need only these sums.
 
 A sequence's sums depend only on its own tokens, so they are bitwise identical in any batch.
 
@@ -28,7 +28,7 @@ TYPES = {
     "sum_ratio": "DOUBLE", "sum_ratio2": "DOUBLE", "sum_abs_growth": "DOUBLE", "sum_abs_advantage": "DOUBLE", "sum_d": "DOUBLE",
     "sum_c": "DOUBLE", "sum_k3": "DOUBLE", "max_k2": "DOUBLE", "min_ratio": "DOUBLE",
 }  # fmt: skip
-"""Column that describes a group -> SQL type; see corrections.sql."""
+"""Column of a group -> SQL type; corrections.sql documents the columns."""
 _FIELDS = struct_fields(TYPES)
 
 _MOST = 20.0
@@ -51,7 +51,7 @@ def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
 
 
 def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the key of each sequence and its groups, for rows of the macro `correction_lists`."""
+    """Return one row per group, with the key of its sequence, for rows of the macro `correction_lists`."""
     names = ("logprobs_a", "logprobs_b", "mask", "advantage", "advantages")
     row_G, columns = _groups(bounds, *(rows.column(name) for name in names))
     keys = [rows.column(name).take(pa.array(row_G)) for name in KEYS]
@@ -92,7 +92,7 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return the index in the block of each group's sequence, [G], and column in TYPES -> [G] values, NaN for NULL."""
+    """Return the block index of each group's sequence, [G], and column in TYPES -> [G] values, NaN for NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
@@ -118,8 +118,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     def total(values_T: Array) -> Array:
         return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
 
-    # Values over the whole sequence are repeated in each of the sequence's groups. Any ratio within the zone represents
-    # the zone.
+    # Each group repeats the values of its whole sequence. Any ratio within the zone can represent the zone.
     starts_N = tokens.starts_N
     max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
     min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)

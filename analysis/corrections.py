@@ -45,21 +45,20 @@ def corrections(
 ) -> Rows:
     """Show which recorded tokens each mismatch correction would have cut or truncated, and at what cost.
 
-    One row per correction, and per run, step, or (by length) quarter of a run's sequences by number of tokens.
+    Returns one row per correction and run, step, or (by length) quartile of sequence length in tokens.
     d = logprob(a) - logprob(b); rho_t = exp(d) of a token; rho_seq and rho_geo are exp of the sum and the mean of d over a
     sequence; exponents are clamped to 20 nats. `kept` is the condition for keeping a token or sequence, in terms of
     rho; `bound_on` is the ratio that the source bounds. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
-    - cut: weight 0. truncated: weight lowered to its bound. touched: a sequence with a token cut. Columns `_positive`
-    and `_negative` cover tokens with an advantage above and below 0; NULL if there are none. - ess_token, ess_sequence:
-    (sum w)^2 / (n sum w^2), n over all tokens or sequences; ess_verl: 1 / mean((w / mean w)^2)
+    - cut: weight 0; truncated: weight lowered to its bound; touched: sequences with a cut token. Columns `_positive` and
+      `_negative` cover tokens with an advantage above and below 0; NULL if there are none.
+    - ess_token, ess_sequence: (sum w)^2 / (n sum w^2), n over all tokens or sequences; ess_verl: 1 / mean((w / mean w)^2)
       over tokens, as verl 0.9.0 logs it: from the weights alone, including rejected tokens.
     - mass_cut_*: sum of rho over cut tokens divided by the sum of rho: the lost share of pass a's probability, which is
-    the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f 1(rho > C)]). - bias_*: mean |rho -
-    w|, the maximum error of the mean of a function within [-1, 1], since
-      E_a[f] - E_b[w f] = E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper bound
-      on the variance of one weighted sample. Each per token or per sequence; NULL at a level whose ratio does not
-      determine the weight.
+      the bias of a masked ratio (richardli.xyz/rl-collapse: bias of Seq-MIS = -E_a[f 1(rho > C)]).
+    - bias_*: mean |rho - w|, the maximum error of the mean of a function within [-1, 1], since E_a[f] - E_b[w f] =
+      E_b[(rho - w) f]; with w = 1 it is twice the total variation. variance_*: mean w^2, an upper bound on the variance
+      of one weighted sample. Each per token or per sequence; NULL at a level whose ratio does not determine the weight.
 
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
     its actors.

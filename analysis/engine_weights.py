@@ -1,8 +1,7 @@
 """Compare the engine's weights with the trainer's, tensor by tensor, using the recorded digests of both.
 
-The engine's digest is computed from the tensor read back from the engine, else from the tensor last sent to the engine. Equal
-digests mean equal bits
-in the engine's dtype, so nothing is estimated.
+The engine's digest is that of the tensor read back from the engine, else of the tensor last sent to it. Equal digests mean
+equal bits in the engine's dtype, so nothing is estimated.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .views import open_database
 STALE, PARTIAL, NEVER, ADAPTER, QUANTISED, OTHER = (
     "stale_weights", "partial_sync", "never_synchronised", "adapter", "quantised", "other_weights",
 )  # fmt: skip
-"""Codes for why an engine's weights differ from the trainer's weights, as used in the finding `weights_differ`."""
+"""Codes for why an engine's weights differ from the trainer's, used in the finding `weights_differ`."""
 
 COLUMNS = (
     "tensor", "trainer_version", "given_version", "holds_version", "agrees", "num_versions", "num_differ", "cause",
@@ -58,7 +57,7 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""SQL query for the steps sampled by a process without digests; an engine in a separate process serves all of them."""
+"""SQL query for steps sampled by a process without digests; a NULL dtype marks a separate engine for all processes."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -78,20 +77,20 @@ class EngineTensor:
     holds_version: int | None
     """The latest version whose tensor is bitwise equal to the engine's; None if the trainer never had such a tensor."""
     cast: str | None
-    """Intermediate dtype through which the trainer's tensor was cast on the way to the engine; None if not cast."""
+    """Intermediate dtype to which the trainer's tensor was cast on its way to the engine; None if not cast."""
     is_loaded: bool
-    """True if the engine holds the tensor that was last sent to the engine."""
+    """True if the engine has the tensor that was last sent to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineVersion:
-    """State of one engine at the time when the engine started to sample with a policy version."""
+    """State of one engine when it started to sample with a policy version."""
 
     version: int
     writer: str
     step: int
     given: dict[str, int]
-    """Name of a listed tensor -> the version at which the engine last received the tensor."""
+    """Name of a listed tensor -> version at which the engine last received it."""
     agreeing: frozenset[str]
     """Names of the listed tensors that equal the trainer's tensors."""
     num_agreeing: int
@@ -115,14 +114,14 @@ class EngineFault:
 
     cause: str
     tensor: str
-    """Name of the tensor that was furthest behind at the version of the fault."""
+    """Name of the differing tensor with the oldest bits at this version."""
     version: int
     """Version of the trainer's weights when weights last differed."""
     holds_version: int | None
     given_version: int | None
     """The version at which the engine last received the tensor; None if never."""
     is_loaded: bool
-    """True if the engine holds the tensor that was last sent to the engine."""
+    """True if the engine has the tensor that was last sent to it."""
     num_tensors: int
     """Number of differing tensors at the version of the fault."""
     of_tensors: int
@@ -201,9 +200,7 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version. `plain` holds the number of counted tensors, all of which agree, and how many of
-        them were updated.
-        """
+        """Compare the next version; `plain` is the number of counted tensors, all of which agree, and of updated ones."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -221,7 +218,7 @@ class _Engine:
             else:
                 has = self._has[tensor]
                 holds, is_loaded = had[tensor].get(has), self._given.get(tensor, has) == has
-                # An engine that received nothing holds its initial weights, which may be dummies.
+                # An engine that received nothing has its initial weights, which may be dummies.
                 causes = _causes(holds, has == unmerged, cast, is_new=has == given) if self._was_given else (STALE,)
                 differences.append(
                     EngineTensor(tensor=tensor, causes=causes, holds_version=holds, cast=cast, is_loaded=is_loaded)
@@ -234,7 +231,7 @@ class _Engine:
 
 
 def _causes(holds: int | None, is_unmerged: bool, cast: str | None, *, is_new: bool) -> tuple[str, ...]:
-    """Return the possible causes of a difference in one tensor; `is_new` is True if the engine just received the tensor."""
+    """Return the possible causes of a difference in one tensor; `is_new` is True if the engine just received it."""
     changed = (OTHER,) if cast is None else (QUANTISED, OTHER)
     if not is_new:  # for an old tensor, staleness is the most probable cause
         return (STALE,) if holds is not None else (ADAPTER,) if is_unmerged else changed[:1]
@@ -271,8 +268,8 @@ def engine_verdict(versions: Sequence[EngineVersion], steps: Collection[int] | N
 
 
 def _resolved(differences: Sequence[EngineTensor], is_late: bool) -> dict[str, list[EngineTensor]]:
-    """Return a mapping from cause to the differences at one version. `is_late` is True if the engine has outdated tensors
-    other than the base weights under an adapter."""
+    """Return cause -> differences at one version. `is_late` is True if the engine has outdated tensors other than the base
+    weights under an adapter."""
     decided = Counter(each.causes[0] for each in differences if len(each.causes) == 1)
     late = sum(each.causes[0] == STALE for each in differences)
     found: dict[str, list[EngineTensor]] = defaultdict(list)
@@ -321,14 +318,14 @@ def engine_weights(trace: str | os.PathLike[str], *, by: str = "tensor") -> Rows
 
     Each row has the trainer's version, the version at which the engine last received the tensor, the latest version
     whose bits the engine has, whether they agree, the number of versions at which they differed, and why. With `by`
-    module, layers are grouped, and each row shows the tensor furthest behind.
+    module, layers are grouped, and each row shows the tensor with the oldest bits.
 
     Raises WeightsMissing if the trace has no digests of an engine's weights, TraceNotFound, NewerTrace.
     """
     versions = list(engine_versions(open_database(trace), every_tensor=True))
     if not versions:
         raise WeightsMissing(
-            f"{trace}: contains no digests of the engine's weights; record TRL or verl with vLLM, without "
+            f"{trace}: has no digests of the engine's weights; record TRL or verl with vLLM, without "
             f"{option('engine_weights', 'none')}"
         )
     faults = {cause: fault.cause for fault in engine_verdict(versions).faults for cause in (_of_bits(fault.cause),)}
@@ -366,7 +363,7 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name, preferring rows that differ, then the one furthest behind."""
+    """Keep one row per name: the one that differed at most versions, and of these the one with the oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

@@ -37,13 +37,14 @@ class WriterInfo:
     attempt: int | None
     """Training attempt to which the writer belongs; None outside of training, or if not recorded."""
     known_by: str
-    """Evidence for `state`: the writer `closed`, its `process`, its machine `restarted`, or the `age` of its last sign of life."""
+    """Evidence for `state`: the writer `closed`, its `process` was found, its machine `restarted`, or the `age` of its last
+    sign of life."""
     silent_s: float | None
     """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int
     num_tokens: int
     waited_s: float
-    """Time training waited for the disk, seconds."""
+    """Time that training waited for the disk, seconds."""
     error: str | None
 
 
@@ -61,7 +62,7 @@ class PassInfo:
     num_routed: int
     """Number of score rows that have router choices."""
     note: str | None
-    """The contract's note if the pass has no scores, or a note that its scores cover only a sample."""
+    """Why the pass has no scores (from its contract), or that its scores cover only a sample; None for neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,7 @@ class TraceInfo(Result):
     passes: tuple[PassInfo, ...]
     writers: tuple[WriterInfo, ...]
     num_bytes: dict[str, int]
-    """Folder -> bytes; `dense` has the captured distributions."""
+    """Folder -> bytes; `dense` contains the captured distributions."""
     num_captured: int
     num_located: int = 0
     """Number of stored `locate` results."""
@@ -126,7 +127,7 @@ class TraceInfo(Result):
     has_checksums: bool = True
     """True if every file has checksums; without them (earlier releases) damage inside a file goes undetected."""
     judged: tuple[str, ...] = field(default=())
-    """Reasons why processes not visible from here count as live or ended, one sentence each."""
+    """Why each process not visible from this machine counts as live or ended, one sentence each."""
     missing: tuple[str, ...] = field(default=())
     """Descriptions of data missing from the trace, one sentence each."""
     damaged: tuple[str, ...] = field(default=())
@@ -255,7 +256,7 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
-    """Return the data that a reader would expect but the trace lacks."""
+    """Describe data that a reader would expect but the trace lacks."""
     found = []
     sequences = dict(database.connection.execute(_STEPS).fetchall())
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
@@ -265,8 +266,8 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     count, step, seq_id = _twice(database, ranges)
     if count:
         found.append(
-            f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}): two processes used the same seq_id, so "
-            "they are counted more than once"
+            f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}) and are counted twice: two processes "
+            "used the same seq_id; give each sequence its own"
         )
     for writer in writers:
         if writer.state == KILLED:
@@ -277,7 +278,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
         if state.is_launcher and state.state == OPEN and not source.liveness[state.writer].is_alive:
             found.append("`tim-trace record` exited before its command, so the exit code of the command is unknown")
     if source.torn_bytes and source.is_live:
-        found.append(f"{source.torn_bytes} bytes are being appended at this moment")
+        found.append(f"{source.torn_bytes} bytes, which a writer is appending right now")
     return found
 
 
@@ -289,19 +290,19 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
         return ["token ids, so these texts cannot be replayed; import a dump with token ids, or record the run"]
     if not counts["num_prompt_tokens"]:
         return [
-            "token ids of the prompts, so it cannot be replayed: import files that have them; --map THEIRS=prompt_ids "
-            "reads them from a field with another name"
+            "prompt token ids, so the trace cannot be replayed; import files that have them (--map THEIRS=prompt_ids if "
+            "their field has another name)"
         ]
     if source.store.exists(WEIGHTS):
         return []
     return [
-        f"weights, so it cannot be replayed; attach a Hugging Face folder: tim-trace weights {shlex.quote(source.store.url)} "
-        "--attach VERSION DIR"
+        f"weights, so the trace cannot be replayed; attach a Hugging Face folder: tim-trace weights "
+        f"{shlex.quote(source.store.url)} --attach VERSION DIR"
     ]
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences without scores from the pass, first step, last step), for every pass except replays."""
+    """Yield (pass, number of sequences without its scores, first step, last step) for every pass except replays."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
     for name in names:
@@ -322,7 +323,7 @@ def _of_ranges(database: Database, query: str, ranges: Sequence[range], **values
 
 
 def _judged(source: Source) -> list[str]:
-    """Return why open writers whose process is not visible from here count as live or ended."""
+    """Explain why open writers whose process is not visible from this machine count as live or ended."""
     found = []
     for state in source.writers:
         judged = source.liveness[state.writer]

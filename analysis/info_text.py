@@ -28,8 +28,8 @@ def info_text(info: TraceInfo, width: int | None = None) -> str:
         parts.append(to_text(_writers(info), width))
     if info.attempts:
         parts.append(f"{to_text(_attempts(info), width)}\n\n{_newest_counts(info)}")
-    for title in ("judged", "missing", "damaged", "ignored"):
-        if sentences := getattr(info, title):
+    for title, name in (("assumed", "judged"), *((name, name) for name in ("missing", "damaged", "ignored"))):
+        if sentences := getattr(info, name):
             parts.append("\n".join([f"{title}:", *(f"  - {sentence}" for sentence in sentences)]))
     return "\n\n".join(parts)
 
@@ -64,11 +64,11 @@ def _facts(info: TraceInfo) -> dict[str, str]:
 
 _NO_CHECKSUMS = "no checksums (format 1): damage inside a file that is still readable goes undetected"
 _WORTH_TELLING = 0.05
-"""Minimum time, in seconds, that training waited for the disk for that time to be shown."""
+"""Minimum time, in seconds, that training must wait for the disk for a writer to be listed."""
 
 
 def _is_telling(writer: WriterInfo) -> bool:
-    """Return True if a writer deserves a row: it did not finish, or training waited for it."""
+    """Return True if a writer should be listed: it did not finish, or training waited for it."""
     return writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING
 
 
@@ -116,5 +116,5 @@ def _newest_counts(info: TraceInfo) -> str:
         return f"{len(info.attempts)} training attempts; no step was repeated."
     return (
         f"{len(info.attempts)} training attempts. Each step uses its newest attempt: {left_out:,} sequences of earlier "
-        f"attempts are excluded; the views all_sequences, all_scores and all_metrics have every row."
+        f"attempts are excluded; the views all_sequences, all_scores and all_metrics contain every row."
     )

@@ -44,14 +44,14 @@ def locate(
 
     `steps` selects one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
     both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated parts
-    of names, such as `q_proj,rotary`) limit which operators are judged and patched. `patch="kinds"` computes each kind
+    of names, such as `q_proj,rotary`) limit which operators are checked and patched. `patch="kinds"` computes each kind
     of operator of one execution with the other's code, on its own inputs, and measures how much of the mismatch that
     removes; `"none"` skips it. `model_factory` (of a) and `against_factory` (of b), as module:function, build the model
-    with the user's code, which then also runs once in float64, where rounding hides nothing.
+    with the user's code, which also runs once in float64, where rounding hides nothing.
 
-    With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier answer to the same
-    question; the views `operators` and `patches` and `diagnose` read it from there. `not_kept` is the reason if it
-    could not be stored. Without `keep` nothing is written.
+    With `keep`, the result is stored in a local trace under `locate/`, replacing an earlier result with the same options;
+    `diagnose` and the views `operators` and `patches` read it there. `not_kept` is the reason if it could not be stored.
+    Without `keep`, nothing is written.
 
     Raises CannotReplay, WeightsMissing, DamagedTrace, InvalidOption, TraceNotFound.
     """

@@ -11,7 +11,7 @@ _MOST_ROWS = 12
 _LEAST = 5e-4
 """Minimum share of the mismatch that a row must account for to be shown on a terminal."""
 _REMOVES = 0.5
-"""Minimum share of the mismatch that a patch must remove to be named as the answer."""
+"""Minimum share of the mismatch that a patch must remove to be reported as the answer."""
 _TRIES = {
     "attention": "--attention eager", "lm_head": "--lm-head fp32", "log_softmax": "--lm-head fp32", "logits": "--lm-head fp32",
     ROUTES: "--routing recorded",
@@ -51,14 +51,14 @@ def location_text(found: Location, width: int | None = None) -> str:
     if found.engines:
         facts.append(("vllm", "eager: not compiled, no CUDA graphs, no prefix cache"))
     if found.unseen:
-        facts.append(("not seen", f"{', '.join(found.unseen)}: in one execution only"))
-    facts += [("unjudged", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
+        facts.append(("unmatched", f"{', '.join(found.unseen)}: in one execution only"))
+    facts += [("unchecked", f"{name} ({why})") for name, why in list(found.unjudged.items())[:_MOST_ROWS]]
     if found.unjudged:
         facts.append(
             (
                 "",
-                "the others are judged without them; run code that computes each separately, such as transformers, to "
-                "judge them too",
+                "the check of the others does not need them; to check them too, run code that computes each separately, "
+                "such as transformers",
             )
         )
     parts = [location_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
@@ -78,7 +78,7 @@ def _largest(rows: Rows, value: str) -> Rows | None:
 
 
 def location_sentence(found: Location) -> str:
-    """Return one or two sentences that state where the executions diverge, including the limits of the statement."""
+    """Return one or two sentences on where the executions diverge, including the operators that were checked."""
     return _answer(found) + (f" Limited to {found.only}." if found.only else "")
 
 
@@ -148,8 +148,8 @@ def _first(first: Divergence, found: Location) -> str:
         )  # fmt: skip
         return f"The first divergence is {first.operator} in {whose}: {size} (sequence {first.seq_id}, token {first.token})."
     return (
-        f"The first divergence is {first.operator} in {whose}: its code computes something different, which rounding "
-        f"hides and float64 shows."
+        f"The first divergence is {first.operator} in {whose}: its code computes something different; rounding hides "
+        f"this, float64 shows it."
     )
 
 

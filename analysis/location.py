@@ -1,5 +1,5 @@
-"""The result of `locate`: where two executions diverge, with shares of the mismatch and their intervals; results stored in
-a trace, and the rows of the SQL views `operators` and `patches`.
+"""The result of `locate`: where two executions diverge, and shares of the mismatch with intervals. Also reads the results
+stored in a trace, and makes the rows of the SQL views `operators` and `patches`.
 
 Shapes: S sequences in the selected step.
 """
@@ -55,7 +55,7 @@ class PatchShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location(Result):
-    """Where two executions diverge on some sequences of a step; undocumented fields are as in `Located`."""
+    """Where two executions diverge, on some sequences of a step. `Located` documents the other fields."""
 
     _text = "tim_trace.analysis.locate_text:location_text"
 
@@ -135,7 +135,7 @@ _AS_FOUND = (
     "run", "step", "policy_version", "device", "a", "b", "only", "chosen", "num_tokens", "mean_abs_d", "max_abs_d", "first",
     "weights", "routers", "operators", "unseen", "unjudged", "engines",
 )  # fmt: skip
-"""Fields that are taken from `Located` as they are."""
+"""Fields copied from `Located`."""
 
 
 def _carried(
@@ -143,7 +143,7 @@ def _carried(
     share: Callable[[Array], tuple[float, float | None, float | None]],
     key: Callable[[OperatorError], tuple[str, str, int | None]],
 ) -> Iterator[OperatorShare]:
-    """Yield the carried share of the mismatch for each key, largest share first."""
+    """Yield, for each key, the share of the mismatch that its operators account for, largest first."""
     groups: dict[tuple[str, str, int | None], list[OperatorError]] = {}
     for each in found.operators:
         if (each.side, each.operator) in found.products:
@@ -225,7 +225,7 @@ _ARROW = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
 
 
 def _schema(kind: type, shares: Iterable[str]) -> pa.Schema:
-    """Return the columns that identify the result, then the fields of its rows, and further shares."""
+    """Return the columns that identify the result, then the fields of its rows, then the `shares`."""
     named = {"run": "str", "result": "str", "step": "int", "a": "str", "b": "str"}
     own = {"forward_order" if each.name == "order" else each.name: str(each.type) for each in fields(kind)}
     columns = named | own | dict.fromkeys(shares, "float")

@@ -31,9 +31,9 @@ _EXPLAIN = re.compile(r"\s*explain\s+(analyze\s+|\([^)]*\)\s*)*", re.IGNORECASE)
 
 
 def sql(traces: Traces, query: str, *, unsafe: bool = False) -> Rows:
-    """Answer a query in DuckDB SQL over one trace or several.
+    """Run a DuckDB SQL query on one or more traces.
 
-    `connect` lists the views and macros. Without `unsafe` a query can only read, and only the traces.
+    `connect` lists the views and macros. Without `unsafe`, a query can only read, and only from the traces.
     Raises InvalidQuery with DuckDB's message if the query is wrong.
     """
     return Session(traces, unsafe=unsafe).ask(query)
@@ -46,7 +46,7 @@ class Session:
         self._database = open_database(traces)
         self._unsafe = unsafe
         if not unsafe:
-            # The connection reaches the traces' own files only, and no variable of this process.
+            # Confine the connection to the traces' files, without access to this process's variables.
             for setting in (
                 f"allowed_directories = ['{PROTOCOL}://']", "python_enable_replacements = false",
                 "enable_external_access = false", "lock_configuration = true",
@@ -62,7 +62,7 @@ class Session:
         try:
             query.encode()
         except UnicodeEncodeError as error:
-            raise InvalidQuery(f"sql: the query is not UTF-8 from character {error.start + 1} on") from None
+            raise InvalidQuery(f"sql: character {error.start + 1} of the query is not UTF-8; remove it") from None
         self._database.define_named(words_of(query))
         try:
             statements = connection.extract_statements(query)

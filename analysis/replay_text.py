@@ -83,7 +83,7 @@ def triangulation_text(found: Triangulation, width: int | None = None) -> str:
 
 
 def triangulation_sentence(found: Triangulation) -> str:
-    """Return one sentence that states how the mismatch splits between trainer and engine."""
+    """Return a sentence on how the mismatch splits between trainer and engine."""
     if found.gap_rms == 0.0:
         return "No mismatch: trainer and engine give every token the same logprob."
     larger = max(found.sides, key=lambda side: side.share)
@@ -117,13 +117,11 @@ def gradient_text(found: GradientReport, width: int | None = None, by: str = "st
 
 
 def gradient_sentence(found: GradientReport) -> str:
-    """Return a sentence that states whether the recorded gradient norms were reproduced."""
+    """Return a sentence on whether the recorded gradient norms were reproduced."""
     logged = [step for step in found.steps if step.reproduced is not None]
     wrong = [step for step in logged if not step.reproduced]
     if not logged:
-        return (
-            "No gradient norm was logged for these steps, so the gradients cannot be checked against the recorded ones."
-        )
+        return "No gradient norm was logged for these steps, so there is nothing to check the gradients against."
     if not wrong:
         steps = f"all {len(logged)} steps" if len(logged) > 1 else "the step"
         return f"The recorded gradient norm was reproduced to the last digit in {steps} that logged one."
@@ -131,7 +129,7 @@ def gradient_sentence(found: GradientReport) -> str:
     why = f" ({'; '.join(first.notes)})" if first.notes else ""
     return (
         f"The recorded gradient norm was reproduced in {len(logged) - len(wrong)} of {len(logged)} steps; step {first.step} gives "
-        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Distances to a gradient that was not "
+        f"{first.grad_norm!r}, but {first.logged_norm!r} was logged{why}. Comparisons with a gradient that was not "
         f"reproduced are less reliable."
     )
 

@@ -91,7 +91,7 @@ def by_layer(found: Agreement) -> list[dict[str, Any]]:
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:
-    """Return, per token, the number of layers routed in both passes, and the number of these layers with different experts."""
+    """Return, per token, the number of layers that both passes routed, and of these the number with different experts."""
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}
@@ -102,7 +102,7 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups, on a connection.
 
-    Confined queries may call them: they open only groups in these traces' dense/ folders.
+    They are safe in confined queries: they open only groups in these traces' dense/ folders.
     """
     stores = {source.run: source.store for source in sources}
 
@@ -141,6 +141,6 @@ def _read(
         rows = [row for row, name in enumerate(runs) if name == run]
         places = [(groups[row], starts[row], counts[row]) for row in rows]
         if run not in stores or any(".." in group.split("/") or min(start, n) < 0 for group, start, n in places):
-            raise InvalidQuery(f"routing: run {run!r} has no such rows; give the columns of the view `scores`")
+            raise InvalidQuery(f"routing: run {run!r} has no such rows; pass the columns of the view `scores`")
         found |= zip(rows, read_routing(stores[run], places), strict=True)
     return [found[row] for row in range(len(runs))]

@@ -20,8 +20,8 @@ from ..schemas.steps import ALL_STEPS
 
 
 def cell_len(text: str) -> int:
-    """Return the number of terminal cells that a text fills."""
-    from rich.cells import cell_len as measured  # help comes up without it
+    """Return the width of a text in terminal cells."""
+    from rich.cells import cell_len as measured  # keeps --help fast
 
     return measured(text)
 
@@ -88,18 +88,16 @@ def to_csv(rows: Rows) -> Iterator[str]:
     """Yield a table as CSV lines: numbers with all digits, NULL as an empty field."""
     for row in (rows.columns, *rows.rows):
         line = io.StringIO()
-        # The CSV writer quotes cells that contain a character of the line terminator, so that must contain both newline
-        # characters.
+        # csv quotes a cell with a newline only if the line terminator contains that character; "\r\n" covers both.
         csv.writer(line, lineterminator="\r\n").writerow([_csv_cell(value) for value in row])
         yield line.getvalue().removesuffix("\r\n")
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table, numbers with six digits, one line per row; if there are only a few long rows, they become lists
-    of names and values.
+    """Render a table with numbers to six digits, one line per row; a few long rows become lists of names and values.
 
-    If the table is wider than `width`, it keeps the columns that fit: first those of `main`, in that order, then the others in
-    table order. A ColumnsLeftOut warning names the dropped columns.
+    A table wider than `width` keeps the columns that fit: those of `main` in that order, then the others in table order. A
+    ColumnsLeftOut warning lists the dropped columns.
     """
     if not rows.columns:
         return ""
@@ -130,7 +128,7 @@ class _Column:
         self.width = max(map(cell_len, (*self.head, *self.cells, " ")))
 
     def fold(self) -> None:
-        """Wrap a long name, so that the values determine the width."""
+        """Wrap a long name so that the values determine the column's width."""
         self.head = _folded(self.name, max(_SHORTEST_TEXT, *map(cell_len, self.cells), 1))
         self._measure()
 
@@ -191,7 +189,7 @@ def _fitted(columns: Sequence[_Column], width: int, main: Sequence[str]) -> list
     kept.sort(key=lambda column: column.place)
     left_out = [column.name for column in ranked if column not in kept]
     told = [f"{len(left_out)} of {len(columns)} columns left out ({_listed(left_out)})"] if left_out else []
-    told += [f"texts of {', '.join(cut)} cut"] if cut else []
+    told += [f"texts in {', '.join(cut)} truncated"] if cut else []
     if told:
         warnings.warn("; ".join(told), ColumnsLeftOut, stacklevel=3)
     return kept
@@ -287,15 +285,14 @@ def wrapped(text: str, indent: str, width: int | None) -> str:
 
 
 def of_steps(steps: str) -> str:
-    """Return a phrase that names the steps covered by a result, to be put after the trace's name; empty if all steps
-    are covered."""
+    """Return the steps of a result as a phrase to follow the trace's name; empty for all steps."""
     return "" if steps == ALL_STEPS else f" (steps {steps})"
 
 
 def shown(value: Any) -> Any:
-    """Return a result with all its texts made `printable`, so that text from a trace cannot imitate our output.
+    """Apply `printable` to all texts in a result, so that text from a trace cannot imitate our output.
 
-    Values other than texts, dataclasses and collections are unchanged.
+    Values other than texts, dataclasses and collections stay unchanged.
     """
     if isinstance(value, str):
         return printable(value)

@@ -1,4 +1,4 @@
-"""Statements of a result as codes with numbers; sentences are rendered when printed."""
+"""Statements in results: a code with numbers, rendered as a sentence when printed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Measured = float | int | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """One statement of a result."""
+    """One statement in a result."""
 
     code: str
-    """Stable code from the catalogue in the text module of its package."""
+    """Stable code, listed in the catalogue of its package's text module."""
     values: Mapping[str, Measured] = field(default_factory=dict)
 
 

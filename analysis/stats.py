@@ -43,29 +43,28 @@ def stats(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Rows:
-    """Measure how much the logprobs of two passes differ, in one row per run, step or sequence.
+    """Measure how much the logprobs of two passes differ, per run, step or sequence.
 
-    Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call need not
-    read tokens.
+    Stores the sums of each sequence in a finished, writable local trace (`sums/` and `index/`), so that the next call reads
+    no tokens.
 
-    If both have router choices, `routing_agreement` is the share with the same experts, and `by` layer compares them: one
-    row per layer, with the columns of the SQL macro `pair_routing_layers`.
+    If both passes have router choices, the column `routing_agreement` is the share of choices with the same experts, and
+    `by="layer"` gives one row per layer, with the columns of the SQL macro `pair_routing_layers`.
 
     `pair` is a:b, and d = logprob(a) - logprob(b) in nats, over the tokens that count in the loss and have a finite
-    value in both; NaN and infinities are counted. Columns and formulas are those of the SQL macros `pair_runs`, `pair_steps`
-    and `pair_sequences`; if both passes captured distributions, those of `pair_distribution_runs`, `_steps` and `_sequences`
-    follow. `steps` (3:80, -10:, 2:200:2) selects steps of each run.
+    value in both; NaN and infinities are counted. The SQL macros `pair_runs`, `pair_steps` and `pair_sequences` define the
+    columns; those of `pair_distribution_runs`, `_steps` and `_sequences` follow if both passes captured distributions.
+    `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
-    For a run of more than 33,554,432 tokens, quantiles come from histograms of its steps, with a relative error of at most
-    2^-10 (0.1 %), the column `quantile_error` (0 if exact). `exact` reads the tokens a second time to compute exact
-    quantiles.
+    For a run of more than 33,554,432 tokens, quantiles come from histograms per step. The column `quantile_error` bounds
+    their relative error: 2^-10 (0.1 %), or 0 if exact. `exact` reads the tokens a second time for exact quantiles.
 
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
     its actors.
 
-    `like` returns the numbers of a framework under its own names and definitions: `verl`, `trl`, `slime`, `nemo-rl`,
-    `prime-rl` or `openrlhf`, one row per step, or the run as one batch. `options` are then the framework's options, the fields
-    of its dataclass in `analysis.frameworks`. Pass a of the pair is the trainer, b the engine.
+    `like` returns a framework's metrics under its own names and definitions: `verl`, `trl`, `slime`, `nemo-rl`, `prime-rl`
+    or `openrlhf`, one row per step, or one for the run as a single batch. `options` are then the framework's options, the
+    fields of its dataclass in `analysis.frameworks`; pass a of the pair is the trainer, b the engine.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -75,11 +74,9 @@ def stats(
     database = open_database(traces, steps, ray)
     if like is not None:
         if exact:
-            raise InvalidOption("has no effect on a framework's numbers, which include no quantiles", option="exact")
+            raise InvalidOption("has no effect on a framework's metrics, which include no quantiles", option="exact")
         if database.ray is not None:
-            raise InvalidOption(
-                "has no effect on a framework's numbers, which are computed by a single process", option="ray"
-            )
+            raise InvalidOption("has no effect on a framework's metrics, which a single process computes", option="ray")
         return _like(database, names, by, framework_of(like, options))
     refuse_options(options)
     if not isinstance(traces, Database) and steps == ALL_STEPS and _keep_each(database, names, progress):
@@ -135,7 +132,7 @@ def _keep_each(database: Database, pair: Pair, progress: Progress) -> bool:
 def _like(database: Database, names: Pair, by: str, framework: Framework) -> Rows:
     if by not in LIKE:
         raise InvalidOption(
-            f"like {framework.name}: no numbers by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
+            f"like {framework.name}: no metrics by {by}; use {' or '.join(option('by', choice) for choice in LIKE)}"
         )
     with read_once(database, framework, names):
         rows = framework.numbers(database, names, by)
@@ -150,8 +147,8 @@ def approximate(rows: Rows) -> list[str]:
     if not error:
         return []
     return [
-        f"p50_abs_d, p95_abs_d and p99_abs_d are within {error:.1%} of the exact values; {option('exact')} reads the "
-        f"tokens a second time to compute those"
+        f"p50_abs_d, p95_abs_d and p99_abs_d are accurate to {error:.1%}; for exact values, use {option('exact')}, which "
+        f"reads the tokens a second time"
     ]
 
 
@@ -163,8 +160,7 @@ def likeness(
     like: str | None = None,
     **options: Any,
 ) -> list[str]:
-    """Return a text that names the framework whose numbers `stats` returns, with notes for these traces; empty without
-    `like`.
+    """Return the source of the metrics of `stats` with `like`, and notes on these traces; empty without `like`.
 
     `options` are those of `stats`.
     """

@@ -71,9 +71,7 @@ class Triangulation(Result):
     steps: tuple[int, ...]
     num_sequences: int
     num_groups: int
-    """Number of resampling units for the intervals: the sequences of a step with the same group_id, or a single
-    sequence without one.
-    """
+    """Number of resampling units for the intervals: a step's sequences with the same group_id, or one without group_id."""
     no_interval: str | None
     """Reason why shares have no interval; None if they have one."""
     num_tokens: int
@@ -87,11 +85,9 @@ class Triangulation(Result):
     identity_held: bool
     """True if the replayed steps reproduced the recorded bits."""
     not_held: str | None
-    """Why the replayed steps did not reproduce the recorded bits, a code of `ReplayedStep`; None if they did or existed."""
+    """Code in `ReplayedStep` for why the recorded bits were not reproduced; None if they were, or nothing was replayed."""
     arms: Rows
-    """One row per arm: its mismatch with the rollout if it replaces the trainer, and the share of mean d^2 that this
-    removes.
-    """
+    """One row per arm: the mismatch if it replaces the trainer, and the share of mean d^2 that this removes."""
 
 
 def triangulate(
@@ -122,7 +118,7 @@ def triangulate(
     run = RecordedRun(trace, weights_from=weights_from, allow_kernel=allow_kernel)
     chosen = parse_steps(steps, run.steps(TRAIN))
     if not set(chosen) & set(run.steps(ROLLOUT)):
-        raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps, so there is no mismatch to split")
+        raise NothingToCompare(f"{trace}: has no rollout logprobs for these steps; choose steps that have them")
     arms = [Arm(dtype=reference), *(parse_arm(text) for text in arm)]
     if ray is not None:
         places(open_database([run.store.url]))  # raise before replaying if errors cannot be measured
@@ -152,9 +148,7 @@ def _replay_missing(
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return pass -> sums and, if requested, the number of tokens for which replaying as recorded gave different
-    bits.
-    """
+    """Return pass -> sums and, with `asks_identity`, the number of tokens with other bits in the replay as recorded."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -171,14 +165,16 @@ def _errors(
             advance(sum(tokens[step] for step in unit[1]))
     for name, parts in found.items():
         if not parts:
-            raise NothingToCompare(f"no token of these steps has a logprob in train, rollout and {name}")
+            raise NothingToCompare(
+                f"no token of these steps has a logprob in train, rollout and {name}; choose other steps"
+            )
     return {name: joined(parts) for name, parts in found.items()}, num_different
 
 
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield pass -> the sums of each of some steps and, if requested, the number of tokens whose bits differ."""
+    """Yield pass -> sums of each step and, with `asks_identity`, the number of tokens whose bits differ."""
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
     yield found, _num_different(database, steps) if asks_identity else 0
@@ -192,7 +188,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Count the tokens for which the existing replay as recorded gave different bits."""
+    """Count the tokens whose bits differ between the recording and its existing replay as recorded."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL
@@ -287,9 +283,8 @@ def _list(steps: Sequence[int]) -> str:
 
 
 GAP, REMOVED = "gap", "removed"
-"""Columns of `groups`: the sum of d^2, and the sum of d^2 - e_r^2, the part of d^2 removed if the replay replaces the trainer.
-Columns TRAIN and
-ROLLOUT are sums of e_t^2 - e_t e_r and e_r^2 - e_t e_r."""
+"""Columns of `groups`: the sums of d^2 and of d^2 - e_r^2, which is removed if the replay replaces the trainer. The columns
+TRAIN and ROLLOUT are the sums of e_t^2 - e_t e_r and of e_r^2 - e_t e_r."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,8 +294,8 @@ class ErrorSums:
     groups: dict[str, np.ndarray]
     """Column (see GAP) -> sums per group, [G]; groups are in order of first appearance."""
     totals: dict[str, float]
-    """Name -> sum: num_sequences, num_tokens; square_d; spacing, that of float32 values at the replay's logprob, nats; and for
-    TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
+    """Name -> sum: num_sequences; num_tokens; square_d; spacing (distance between float32 values at the replay's logprob,
+    nats); and for TRAIN and ROLLOUT e, |e| and e^2 as `train error`, `train abs_error` and `train square`."""
 
     @classmethod
     def of(cls, tokens: Mapping[str, np.ndarray]) -> ErrorSums:

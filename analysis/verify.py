@@ -56,7 +56,7 @@ class Verification(Result):
 
 
 def verify(trace: str | os.PathLike[str], *, progress: Progress = no_progress) -> Verification:
-    """Read a whole trace and check every byte, row count, chunk and version against the records of its writers.
+    """Verify every byte, row count, chunk and version of a trace against its checksums.
 
     Other verbs check only the data they read. Raises TraceNotFound, NewerTrace, or DamagedTrace if the trace cannot be opened.
     """
@@ -116,7 +116,7 @@ class _Verifier:
         return sum(self.store.size(folder) for folder in (*TABLES, DENSE, WEIGHTS, SUMS, TOKENIZER, LOCATE))
 
     def run(self) -> Iterator[int]:
-        """Read everything; yield the bytes of each part once it is read."""
+        """Read everything; yield the size of each part once it is read."""
         for entry in self.parts():
             if isinstance(entry, str):
                 self.damaged.append(entry)
@@ -138,8 +138,8 @@ class _Verifier:
                 f"{', '.join(outdated)}"
             )
         self.ignored += [
-            f"{self.store.shown(relative)}: is outdated or damaged; the file is only a copy and will be rewritten "
-            f"together with the next sums"
+            f"{self.store.shown(relative)}: is outdated or damaged; it only repeats other files and will be rewritten with "
+            f"the next sums"
             for relative in passed_over(self.store)
         ]
         for relative, record in self._records.items():
@@ -216,7 +216,7 @@ class _Verifier:
                 )  # fmt: skip
 
     def _ask_for_groups(self) -> None:
-        """Open the groups of captured distributions that scores refer to."""
+        """Open the Zarr groups to which scores refer: captured distributions and router choices."""
         query = """
             SELECT DISTINCT dense FROM all_scores WHERE dense IS NOT NULL
             UNION SELECT DISTINCT routing FROM all_scores WHERE routing IS NOT NULL
@@ -230,11 +230,11 @@ class _Verifier:
             self.damaged.append(str(error))
 
     def _journal(self, segment: Segment) -> None:
-        """Read the journal of captured distributions not sealed yet. Raises DamagedTrace."""
+        """Read the journal of captured distributions that are not sealed yet. Raises DamagedTrace."""
         where, content = self.store.shown(segment.journal(DENSE_TABLE)), read_journal(self.store, segment, DENSE_TABLE)
         if content.damage is not None:
             raise DamagedTrace(
-                f"{where}: {content.damage}; no result includes the records after it; restore the file from a copy"
+                f"{where}: {content.damage}; results do not include the records after it; restore the file from a copy"
             )
         found = self.source.liveness.get(segment.writer)
         if content.torn_bytes and not (found is not None and found.is_alive):

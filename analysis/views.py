@@ -1,4 +1,4 @@
-"""Collect the SQL macros and views of all features, and open databases that offer them."""
+"""Open traces as databases with the SQL macros and views of all features."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_database(
 
 
 def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyConnection:
-    """Open one trace or several for SQL.
+    """Open one or more traces for SQL.
 
     Views: `sequences`, `scores`, `passes`, `metrics`, `steps`, `tokens`, `changes`, and `operators` and `patches` with the
     results of `locate`. Table macros, where d = logprob(a) - logprob(b) in nats: `pair(a, b)`, `pair_sequences(a, b)`,
@@ -65,7 +65,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
         registry.check_name(name)
     database = open_database(traces)
     database.define_named(LISTING | {f"{name.replace('-', '_')}_runs" for name in like})
-    if database.views.large is not None:  # what is asked next is not known
+    if database.views.large is not None:  # later queries are unknown here
         database.views.large.choose_all()
     return database.connection.raw
 

@@ -33,18 +33,17 @@ def weights(
     weights_from: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Rows:
-    """List the versions of the weights: their size, and the share of elements that changed.
+    """List the weight versions, with their size and the share of elements that changed.
 
     With `by` version, each row has the elements and bytes of the weights, the bytes on disk, the share of elements
-    whose bits differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates 98% or more stay
-    equal), and a hash of the version's whole history. With `verify` each version is rebuilt and checked against its
+    whose bits differ from the previous version (arXiv 2602.03839: in bfloat16 at usual learning rates, at least 98% stay
+    equal), and a hash of the version's whole history. With `verify`, each version is rebuilt and checked against its
     hashes; the column `verified` is `ok` or describes the damage. With `by` module, layers are grouped, and
     `num_unchanged` counts the versions without changed elements.
 
-    With `engine`, each row is an engine tensor, or with `by` module a group of layers. It has the trainer's version
-    when the engine last started to sample, the version at which the engine last received the tensor, the latest version
-    whose bits the engine has, whether they agree, the number of versions at which they differed, and why (a code in
-    WEIGHT_CAUSES).
+    With `engine`, each row is an engine tensor, or with `by` module a group of layers: the trainer's version when the
+    engine last started to sample, the version at which the engine last received the tensor, the latest version whose bits
+    the engine has, whether they agree, the number of versions at which they differed, and why (a code in WEIGHT_CAUSES).
 
     `weights_from` is the folder of the run's checkpoints, for a trace without weights.
 
@@ -90,7 +89,7 @@ def export(
     tensors = _open(trace, weights_from).load(version)
     model = next((state.model for state in store.writers()[0] if state.model.get("config")), None)
     if model is None:
-        raise WeightsMissing(f"{trace}: has no model config, so the weights cannot be exported")
+        raise WeightsMissing(f"{trace}: has no model config, so its weights cannot be exported; record the run again")
     tokenizer = {name: store.read_bytes(f"{TOKENIZER}/{name}") for name in store.files(TOKENIZER) if is_tokenizer(name)}
     target = Path(folder)
     own = {name: adapters.exported_config(name, config) for name, config in (model.get("adapters") or {}).items()}

@@ -83,7 +83,7 @@ def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool
     checksum = values.pop(CHECKSUM, None)
     if needs_checksum if checksum is None else checksum != whole_hash(_canonical(values).encode()):
         lacks = "its checksum is missing" if checksum is None else "its content does not match its checksum"
-        raise DamagedTrace(f"{where}: {lacks}, so it is not {what} as originally written; restore it from a copy")
+        raise DamagedTrace(f"{where}: {lacks}, so {what} was changed or damaged after writing; restore it from a copy")
     return values
 
 

@@ -45,8 +45,8 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector during an import, which makes no garbage. The collector takes a sixth of the time
-    that importing torch and transformers takes."""
+    """Pause the garbage collector during imports, which create no garbage: it would take a sixth of the time to import
+    torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:

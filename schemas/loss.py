@@ -141,7 +141,7 @@ def read_loss(values: Mapping[str, Any]) -> Loss | None:
 def parse_loss(text: str, recorded: Loss | None = None) -> Loss:
     """Parse a loss such as `kind=reinforce,aggregation=sequence_sum`.
 
-    Fields that are not given are taken from `recorded`, or have their defaults.
+    Other fields are taken from `recorded`, or have their defaults.
 
     Raises InvalidOption.
 
@@ -173,7 +173,7 @@ def _typed(name: str, value: str, kind: str) -> Any:
         return value if kind.startswith("str") else int(value) if kind.startswith("int") else float(value)
     except (KeyError, ValueError) as error:
         wanted = "true or false" if kind == "bool" else "a number"
-        raise InvalidOption(f"{name} cannot be {value!r}; it is {wanted}", option="loss") from error
+        raise InvalidOption(f"{name} cannot be {value!r}; give {wanted}", option="loss") from error
 
 
 def _own(values: Mapping[str, Any]) -> Loss:

@@ -39,9 +39,8 @@ class StoredTensor:
     whole_shape: tuple[int, ...] | None = None
     """Shape of the whole tensor if it is sharded across several writers; else None."""
     offsets: tuple[int, ...] | None = None
-    """Start of the shard in the whole tensor, one index per dimension. If there is a single index although the tensor has
-    another number of dimensions, the shard is a contiguous range of the flattened tensor (FSDP1) that starts at the
-    index."""
+    """Start of the shard in the whole tensor, one index per dimension. A single index for a tensor with several dimensions
+    means that the shard is a contiguous range of the flattened tensor, starting there (FSDP1)."""
 
     @property
     def numel(self) -> int:
@@ -87,7 +86,7 @@ class WeightVersion:
     segment: str
     """Folder of the segment, relative to weights/."""
     row: int
-    """Row that holds the version in the segment's arrays; row 0 is the keyframe."""
+    """Row of the version in the segment's arrays; row 0 is the keyframe."""
     previous: int | None
     """Policy version in the previous row; None for a keyframe."""
     hashes: dict[str, str]

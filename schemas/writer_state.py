@@ -21,7 +21,7 @@ class WriterState:
     """State of one writer in the trace."""
 
     writer: str
-    """Name of the writer, which begins the names of all its files."""
+    """Name of the writer and prefix of all its file names."""
     run_id: str | None = None
     """UUID of the recorded run; None if an older release wrote the state."""
     state: str = OPEN
@@ -47,7 +47,7 @@ class WriterState:
     attempt_key: str | None = None
     """Key shared by all writers of one attempt; for `tim-trace record`, the prefix of the keys of all attempts."""
     files: dict[str, SealedFile] | None = None
-    """Path in the trace -> record of the sealed file; None if an older release, which kept no such list, wrote the state."""
+    """Path in the trace -> record of the sealed file; None if an older release without this list wrote the state."""
     replaced: tuple[str, ...] = ()
     """Other writers' files whose rows were merged into this writer's; readers ignore them until they are removed."""
     journals: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the newest recording's first non-zero exit code of all nodes; else None while one still runs, or 0."""
+    """Return the first non-zero exit code among the nodes of the newest recording; else None while one runs, or 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code

@@ -253,7 +253,7 @@ def test_help_begins_with_the_verbs_to_begin_with_and_has_a_line_a_verb():
     verbs = [line.split()[0] for line in shown if line.startswith("  ") and line.split()[0] in TWINS]
     assert verbs[:9] == ["record", "import", "diagnose", "report", "watch", "replay", "sql", "stats", "gate"]
     assert sorted(verbs) == sorted(TWINS)
-    assert shown.index("begin with:") < shown.index("more to look at:") < shown.index("more to replay:")
+    assert shown.index("getting started:") < shown.index("analyzing a run:") < shown.index("replaying in depth:")
     assert len(shown) <= 45
     assert max(map(len, shown)) <= 80
 

@@ -1,1 +1,1 @@
-"""Alert rules, shared by `diagnose`, `watch` and the report."""
+"""Alert rules of `diagnose`, `watch` and the report."""

@@ -1,5 +1,5 @@
-"""The values that alert rules are evaluated on, by step, and tim-trace's own four rules. At each step these use only data up
-to that step; accuracy: docs/evidence/alerts.md.
+"""The per-step metrics of alert rules, and tim-trace's own four rules, which at each step use only data up to that step.
+Accuracy: docs/evidence/alerts.md.
 
 Shapes: n steps with a value; T tokens of a batch, N sequences.
 """
@@ -29,9 +29,7 @@ Figure = tuple[np.ndarray, Array]
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
 """Metrics without a series, computed from tokens."""
 NOT_FINITE = "num_not_finite"
-"""Name of the figure that holds, per step, the number of tokens in the loss with a NaN or infinite logprob in either
-pass.
-"""
+"""Name of the metric that counts, per step, the tokens in the loss with a NaN or infinite logprob in either pass."""
 _LARGEST = 700.0
 """Largest |d| for which exp(|d|) fits a double, with some margin."""
 
@@ -53,7 +51,7 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] arrays: step, number of finite tokens, number of others, sums of the two metrics in OF_TOKENS."""
+    """Return [N] arrays: step, number of finite tokens, number of other tokens, sums of the metrics in OF_TOKENS."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -69,21 +67,19 @@ def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
 
 
 UNEQUAL_REWARDS = "unequal_rewards"
-"""Name of the figure with the share of repeated responses that got a different reward; see `repeats`."""
+"""Name of the metric for the share of repeated responses that got a different reward; see `repeats`."""
 
 FIGURES = (*KINDS, *OF_TOKENS, NOT_FINITE, UNEQUAL_REWARDS)
-"""Names of all figures that `read_figure` can read by step."""
+"""Names of all per-step metrics that `read_figure` can read."""
 
 
 def is_of_pair(name: str) -> bool:
-    """Return True if a figure is computed from the tokens that are finite in both passes."""
+    """Return True if a metric is computed from the tokens that are finite in both passes."""
     return name in OF_TOKENS or (name in KINDS and KINDS[name][0] == MISMATCH)
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read one of FIGURES for the open run; None if the trace has no value. A recorded NaN or infinity is returned as
-    NaN.
-    """
+    """Read one of FIGURES for the open run, with NaN for recorded NaN and infinity; None if the trace has no value."""
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
@@ -140,23 +136,23 @@ TIMES = 3
 
 
 def gap_bends(mean_abs_d: Array) -> np.ndarray:
-    """Return [n] bool: True if mean |d| has exceeded GAP, which can bias a run, for three consecutive steps."""
+    """Return [n] bool: True if mean |d| has exceeded GAP, which can bias a run, for TIMES consecutive steps."""
     return sustained(mean_abs_d > GAP, TIMES)
 
 
 def rewards_contradict(unequal: Array) -> np.ndarray:
-    """Return [n] bool: True if over 5 % of repeated responses got a different reward; see `unequal_rewards`."""
+    """Return [n] bool: True if more than UNEQUAL of the repeated responses got a different reward."""
     return np.asarray(unequal > UNEQUAL)
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """Return [n] bool: True if the learning rate exceeds RATE times its previous peak, i.e. the largest median over
-    five consecutive earlier steps."""
+    """Return [n] bool: True if the learning rate exceeds RATE times its earlier peak: the largest median over five
+    consecutive earlier steps."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
 def norm_jumps(grad_norm: Array) -> Array:
-    """Return [n] bool: True if, for three consecutive steps, the gradient norm has exceeded NORM times its median over
+    """Return [n] bool: True if, for TIMES consecutive steps, the gradient norm has exceeded NORM times its median over
     the 20 steps that ended 5 steps earlier."""
     values = logarithm(grad_norm)
     return sustained(values > trailing_median(values, 20, 5) + np.log(NORM), TIMES)
@@ -171,7 +167,7 @@ def sustained(flags: np.ndarray, times: int) -> np.ndarray:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return the [n] median of `window` values, ending `gap` values before each value; NaN with fewer or no finite ones."""
+    """Return [n] medians of the `window` values that end `gap` before each value; NaN if they are too few or not finite."""
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]

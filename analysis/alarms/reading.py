@@ -47,17 +47,17 @@ class Alarm:
     who: str
     """Framework or paper that published the level; `tim-trace` for its own rules."""
     metric: str
-    """Name of the per-step figure that the level applies to; see alarms.figures."""
+    """Name of the per-step metric that the level applies to; see alarms.figures."""
     definition: str
     level: float | None
-    """The level, in units of the metric; None if the text in `rule` says when the alert fires."""
+    """The level, in units of the metric; None if the text in `rule` states when the alert fires."""
     rule: str = ""
     above: bool = True
     """True if the alert fires above the level, False if it fires below."""
     of_size: bool = False
     """True if the metric's absolute value is compared with the level."""
     summary: str
-    """What the source says about a run beyond the level."""
+    """The source's interpretation of a run beyond the level."""
     source: str
     of_mismatch: bool = True
     """True if the alert concerns the size of the mismatch, False if it concerns rewards or the optimizer."""
@@ -117,11 +117,11 @@ ALARMS = (
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=1e-3,
-        summary="above their low group", source="richardli.xyz/rl-collapse",
+        summary="above the paper's low-mismatch group", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
         who="Liu and Li", metric="k3", definition="vllm-kl: token mean of k3", level=2e-2,
-        summary="the group with high mismatch in the paper, whose runs collapsed", source="richardli.xyz/rl-collapse",
+        summary="in the paper's high-mismatch group, whose runs collapsed", source="richardli.xyz/rl-collapse",
     ),
     Alarm(
         who="Ling team (IcePop)", metric="mean_abs_d", definition="mean |d|", level=0.05,
@@ -142,16 +142,16 @@ class AlarmReading:
 
     alarm: Alarm
     own: float | None
-    """The run's value of the metric at `worst_step`; None if the rule has no single value."""
+    """The metric's value at `worst_step`; None if the rule has no single value."""
     is_raised: bool
     """True if the alert fires at any step."""
     worst_step: int | None
     """The step with the value furthest beyond the level, else nearest to it; None if no step has a value."""
     first_step: int | None = None
-    """The first step at which the alert fires; None if it never fires."""
+    """The first step at which the alert fires; None if it never does."""
     first_value: float | None = None
     last_step: int | None = None
-    """The last step at which the alert fires; None if it never fires."""
+    """The last step at which the alert fires; None if it never does."""
     num_steps: int = 0
     still: bool = False
     """True if the alert fires at the last step with a value."""
@@ -175,8 +175,8 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate every rule at every step of `series`: published levels, tim-trace's own rules, and values that are not
-    finite. `whole` is the series of the whole run, if `series` has only part of its steps."""
+    """Evaluate every rule at every step of `series`: published levels, tim-trace's own rules, and rules for values that are
+    not finite. `whole` has the series of the whole run, if `series` covers only part of it."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -215,7 +215,7 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    """Yield the readings of tim-trace's four own rules at the steps `at`; each compares with earlier steps."""
+    """Yield the readings of tim-trace's own four rules at the steps `at`; the rules use earlier steps too."""
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
@@ -253,7 +253,7 @@ def _left_out(of_tokens: Mapping[str, Figure]) -> Iterator[AlarmReading]:
         alarm = Alarm(
             who=OWN, metric=NOT_FINITE, level=None, rule="> 0",
             definition="tokens in the loss with a NaN or infinite logprob in either pass",
-            summary="the figures of the mismatch exclude these tokens", source="logprobs", of_mismatch=True,
+            summary="mismatch metrics exclude these tokens", source="logprobs", of_mismatch=True,
         )  # fmt: skip
         yield _reading(alarm, steps, counts > 0, counts)
 
@@ -262,8 +262,8 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
     """Yield readings for rewards, gradient norms and losses that are not finite."""
     series_of_run = (
         ("reward", "most rewards of a step", "nothing can be learned from this step"),
-        ("grad_norm", "the logged grad_norm", "the update of this step was not a number"),
-        ("loss", "the logged loss", "the update of this step was not a number"),
+        ("grad_norm", "the logged grad_norm", "the update of this step was not finite"),
+        ("loss", "the logged loss", "the update of this step was not finite"),
     )
     for name, definition, summary in series_of_run:
         if name in series:
@@ -277,7 +277,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
-    """Evaluate every rule at the steps of the open run. Rules that compare with earlier steps read the whole run."""
+    """Evaluate every rule at the steps of the open run; rules that need earlier steps read the whole run."""
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())

@@ -1,4 +1,4 @@
-"""Find repeated responses, and the share of them that received a different reward."""
+"""Compute the share of repeated responses that received a different reward."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return the share of repeated responses over 20 steps whose reward differs from that of the identical one before.
+    """Return, per step, the share of repeated responses whose reward differs from that of the previous identical one.
 
     Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
-    hash of prompt and response. Returns [n] shares. Each step uses only data up to and including that step; the share
-    is 0 if fewer than 20 responses were repeated.
+    hash of prompt and response. Returns [n] shares over the WINDOW steps up to each step; 0 if they have fewer than FEWEST
+    repeated responses.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

@@ -9,25 +9,25 @@ from .reading import AlarmReading
 
 
 def taken_over(reading: AlarmReading) -> str:
-    """Name the step or steps that the value of a reading was taken from."""
+    """Describe the step or steps that a reading's value comes from."""
     return "every step" if reading.worst_step is None else f"worst step {reading.worst_step}"
 
 
 def fired(num_raised: int, num_judged: int) -> str:
-    """Say how many alert rules fired."""
+    """State how many alert rules fired."""
     if not num_raised:
         return f"no alert fired ({num_judged} rule{'' if num_judged == 1 else 's'})"
     return f"{num_raised} of {num_judged} alerts fired"
 
 
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Render a reading's value, by `number`, with its step. The reading must have a value."""
+    """Render a reading's value, formatted by `number`, with its step; the reading must have a value."""
     assert reading.own is not None
     return f"{number(reading.own)} at {taken_over(reading)}"
 
 
 def since(reading: AlarmReading) -> str:
-    """Say at which steps the alert of a reading fires; empty if it never fires."""
+    """State the steps at which a reading's alert fires; empty if it never does."""
     if not reading.is_raised:
         return ""
     if reading.num_steps == 1:

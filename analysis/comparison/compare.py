@@ -46,8 +46,8 @@ def compare(
     - rewards of identical responses, with a tolerance of 1e-6 of the largest;
     - advantages of identical responses if all rewards of their group are equal;
     - policy-version lags;
-    - every series that `dynamics` reads. A series differs from the first segment (between change points of the
-    difference) whose mean exceeds 4.5 standard errors.
+    - every series that `dynamics` reads: it differs from the start of the first segment (between change points of the
+      difference) whose mean exceeds 4.5 standard errors.
 
     Sequences are paired within a step: identical ones first, then those with the same prompt, in recording order.
     `pair` names the passes of the mismatch; `steps` (3:80, -10:, 2:200:2) restricts both runs. Replays are not
@@ -95,7 +95,7 @@ def _order(one: RunDifference) -> tuple[int, int, float, str]:
 
 
 def _steps(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield one difference if some steps have sequences in only one of the runs."""
+    """Yield a difference if some steps have sequences in only one run."""
     of_a, of_b = tokens_by_step(a).keys(), tokens_by_step(b).keys()
     alone = sorted(of_a ^ of_b)
     if alone:

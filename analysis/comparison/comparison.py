@@ -1,4 +1,4 @@
-"""Result of a comparison of two runs, and the differences between their settings, sampling settings and contracts."""
+"""Result of comparing two runs, and the differences between their settings, sampling settings and contracts."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class RunDifference:
     step: int
     """First step at which the runs differ; for a series, start of the first segment that differs beyond noise."""
     a: Measured | None
-    """Value in run A at `step`; for a series, its median from `step` to the next change; None if missing."""
+    """Value in run A at `step`; for a series, the median from `step` to the next change; None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
     """For a series, the mean difference between the runs in standard deviations of a single step's difference, on the
-    scale of the series; None if the difference has no noise, and for all other kinds."""
+    scale of the series; None if the difference has no noise, and for other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
-    """Further numbers, by name: shares, counts, the largest difference."""
+    """Further values, by name: shares, counts, the largest difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Comparison(Result):
     within_scatter: tuple[str, ...]
     """Names of the series whose differences are no larger than noise."""
     note_codes: tuple[Statement, ...] = ()
-    """Notes on what could not be compared, as codes in text.NOTES."""
+    """Notes on data that could not be compared, as codes in text.NOTES."""
 
     @property
     def first(self) -> RunDifference | None:
@@ -88,7 +88,7 @@ _Timeline = dict[str, dict[int, Any]]
 
 
 def setting_differences(a: Database, b: Database) -> Iterator[RunDifference]:
-    """Yield the hyperparameters that differ, each with the first step at which it differs."""
+    """Yield the hyperparameters that differ, each with the first step of the difference."""
     of_a, of_b = _settings(a), _settings(b)
     for name in sorted(of_a.keys() | of_b.keys()):
         changes = sorted(of_a.get(name, {}).keys() | of_b.get(name, {}).keys())
@@ -113,7 +113,7 @@ def _held(values: Mapping[int, Any], step: int) -> Any:
 
 
 def sampling_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield the sampling settings that differ, each with the first step at which it differs."""
+    """Yield the sampling settings that differ, each with the first step of the difference."""
     of_a, of_b = ({row["step"]: row for row in database.ask(_SAMPLING).dicts()} for database in (a, b))
     for name in SAMPLING:
         for step in steps:
@@ -130,7 +130,7 @@ def _listed(values: list[Any] | None) -> Measured | None:
 
 
 def contract_differences(a: Database, b: Database, steps: Iterable[int]) -> Iterator[RunDifference]:
-    """Yield the contract fields that differ, by pass, with the first step at which the commonest contracts differ."""
+    """Yield the fields in which the most frequent contracts of a pass differ, each with the first step of the difference."""
     of_a, of_b = _contracts(a), _contracts(b)
     names = sorted({name for found in (of_a, of_b) for at_step in found.values() for name in at_step})
     for name in names:

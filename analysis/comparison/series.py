@@ -35,8 +35,8 @@ LAGS = ("policy_lag", "version_lag")
 def series_differences(
     a: Mapping[str, Series], b: Mapping[str, Series], same: list[str], within: list[str]
 ) -> Iterator[RunDifference]:
-    """Yield the series that differ. Names of bitwise-equal series are added to `same`, names of series that differ only
-    by noise to `within`."""
+    """Yield the series that differ; add the names of bitwise-equal series to `same`, and of series that differ only by
+    noise to `within`."""
     for name in a:
         if name not in b:
             continue
@@ -91,7 +91,7 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the index at which a non-zero level begins: least squares of 0 before it and a constant from it on."""
+    """Return the index at which a non-zero level begins, by least squares: 0 before it, a constant from it on."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
@@ -160,7 +160,7 @@ def _responses(a: Rollouts, pairs: Pairs) -> Iterator[RunDifference]:
 
 
 def _in_equal_groups(a: Rollouts, b: Rollouts, pairs: Pairs, differs: np.ndarray) -> np.ndarray:
-    """Return [K] bool: True for pairs in whose group every sequence of both runs has an equal response and reward."""
+    """Return [K] bool: True for pairs in groups whose sequences all have equal responses and rewards in both runs."""
     fine = pairs.equal & ~differs
     inside = np.ones(len(fine), bool)
     for run, at in ((a, pairs.a), (b, pairs.b)):

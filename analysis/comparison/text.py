@@ -39,9 +39,9 @@ _NAME = 24
 
 
 def sentence(found: Comparison) -> str:
-    """Return a sentence that states the first difference."""
+    """Return a sentence on the first difference."""
     if found.first is None:
-        return f"No difference in {found.num_steps:,} steps in anything that both traces record."
+        return f"No difference in the data that both traces recorded, over {found.num_steps:,} steps."
     first = found.first
     more = len(found.differences) - 1
     others = "Nothing else differs." if not more else f"{more} more difference{'' if more == 1 else 's'} below."
@@ -49,7 +49,7 @@ def sentence(found: Comparison) -> str:
 
 
 def notes(found: Comparison) -> tuple[str, ...]:
-    """Return sentences that state what could not be compared."""
+    """Return sentences on data that could not be compared."""
     return sentences(found.note_codes, NOTES)
 
 
@@ -66,7 +66,7 @@ def _value(value: Measured | None) -> str:
 
 
 def comparison_text(found: Comparison, width: int | None = None) -> str:
-    """Render a comparison: the first difference, a table with one row per difference, and what does not differ."""
+    """Render a comparison: the first difference, a table with one row per difference, and the series that do not differ."""
     found = shown(found)
     head = f"A: {found.a}{of_steps(found.steps)}\nB: {found.b}{of_steps(found.steps)}"
     parts = [wrapped(sentence(found), "", width), head]

@@ -53,8 +53,8 @@ def diagnose(
 
     Combines `attribute` (collapse and most probable cause, relative to a baseline `control` if given), `check`, the
     precision of each side (declared and inferred), published values next to the trace's own, the alerts at every step,
-    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) asks about part of the run; what the rest
-    of it shows remains known, as in `attribute`.
+    and the effect of the replays in the trace. `steps` (3:80, -10:, 2:200:2) limits the questions to part of the run; other
+    steps are still used as evidence, as in `attribute`.
 
     Raises NothingToCompare if the passes share no token, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -102,8 +102,8 @@ def diagnose(
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch too abrupt for training alone, largest first; each follows the setting or the
-    contract that changed with it, if one did."""
+    """Return the jumps of the mismatch too abrupt for training alone, largest first; `follows` is the setting or contract
+    field that changed with the jump, if any."""
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
@@ -116,8 +116,7 @@ def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
 
 
 def coarser_dtype(sides: tuple[Precision, Precision]) -> str | None:
-    """Return the coarser of the dtypes of pass a and pass b, which determines the size of a mismatch; None if neither
-    is known."""
+    """Return the coarser dtype of the two passes, which determines the size of a mismatch; None if neither is known."""
     known = [side.coarsest for side in sides if side.coarsest in _ORDER]
     return _coarsest(known)
 
@@ -131,7 +130,7 @@ _ORDER = ("float32", "float16", "bfloat16", "float8")
 
 
 def _figures(metrics: dict[str, float], coarser: str | None) -> tuple[FigureComparison, ...]:
-    """Return the published figures for the metrics in the trace; figures with the same coarser dtype come first."""
+    """Return the published figures for the trace's metrics, those with the same coarser dtype first."""
     found = [
         FigureComparison(figure=figure, own=metrics[figure.metric], fits=_coarsest(figure.dtypes) == coarser)
         for figure in FIGURES
@@ -159,7 +158,7 @@ def size_comparison(
 
 
 def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
-    """Return a query for the sequences in the first step with a non-finite reward, gradient norm or loss."""
+    """Return a query for the sequences of the first step with a non-finite reward, gradient norm or loss."""
     if not attribution.not_finite:
         return ()
     query = (
@@ -172,8 +171,8 @@ def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
 def _next(
     data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
 ) -> tuple[Advice, ...]:
-    """Return the commands that find which side causes the mismatch, then where in the model; none if a replay or
-    `locate` already answered both."""
+    """Return the commands that find which side causes the mismatch and where in the model it arises, if replays and
+    `locate` have not answered this yet."""
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()
@@ -188,8 +187,7 @@ def _next(
 
 
 def _where(data: PairData, replays: tuple[ReplayEffect, ...]) -> tuple[Advice, ...]:
-    """Return a `locate` command against the replay that removes the largest share of the mismatch; none if no replay
-    removes any."""
+    """Return a `locate` command against the replay that removes the largest share of the mismatch; empty if none does."""
     if not data.has_weights:
         return ()
     for replay in replays:
@@ -210,7 +208,7 @@ _FROM_SUMS = ("k1", "k3", "mean_abs_d", "rms_d", "share_outside", "prob_diff_mea
 
 
 def own_metrics(data: PairData) -> dict[str, float]:
-    """Return metric name, as in figures and alarms -> value over all tokens in the trace.
+    """Return metric, named as in figures and alarms -> value over all tokens in the trace.
 
     With n tokens: means of d, |d|, d^2 and k3 = exp(d) - 1 - d in nats; shares; ess_token = (sum w)^2 / (n sum w^2)
     with w = exp(d). `mean_exp_abs_d`, NeMo-RL's token_mult_prob_error, cannot be derived from sums, so it covers only

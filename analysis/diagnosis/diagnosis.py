@@ -1,4 +1,4 @@
-"""Result of a diagnosis, as codes and numbers. The sentences are in text.py."""
+"""Result of a diagnosis, as codes and numbers; text.py has the sentences."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .figures import PublishedFigure
 SETTLES = 0.9
 """Minimum share of the mismatch that a replay must remove to identify the cause."""
 ADDS_LITTLE = 0.1
-"""Share of the mismatch; a replay that removes or adds less counts as having no effect."""
+"""Minimum share of the mismatch that a replay must remove or add to count as having an effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numerics:
-    """dtypes of pass a and pass b: declared by contracts, and inferred from logprobs; None where unknown."""
+    """dtypes of pass a and pass b, declared by contracts and inferred from logprobs; None if unknown."""
 
     passes: tuple[str, str]
     declared: tuple[str | None, str | None]
@@ -75,13 +75,12 @@ class ReplayEffect:
     removed: float
     """Share of the mean squared d removed by the replay; negative if the replay increases the mean squared d."""
     low: float | None
-    """Lower bound of the 95 % interval of `removed`, over groups; `high` is the upper bound. Both are None without an
-    interval."""
+    """Lower end of the 95 % interval of `removed`, over groups; `high` is the upper end. Both are None without one."""
     high: float | None
     no_interval: str | None
     """Reason why there is no interval; None if there is one."""
     is_own_engine: bool = False
-    """True if the replay only changed the engine, to the one that computed pass b."""
+    """True if the replay only switched to the engine that computed pass b."""
     changes: str | None = None
     """Options of the replay, e.g. `dtype=fp16,batch-size=1`; None if not recorded."""
 
@@ -98,23 +97,23 @@ class ReplayEffect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenSide:
-    """What must be fixed, as `check` and `attribute` see it together."""
+    """What must be fixed, according to `check` and `attribute` together."""
 
     side: str
     """`recording`, `engine`, `trainer`, `computation`, `versions` or `data`; see check.finding.Broken."""
     since: int | None
-    """First step at which it is broken; None if no command places its begin within the run."""
+    """First step at which it is broken; None if no command finds that it starts within the run."""
     by: tuple[str, ...]
     """The commands that found it: `check`, `attribute` or both."""
     other: str | None = None
-    """What the other command names, if that differs; None if they agree or only one of them names anything."""
+    """Side that the other command blames; None if both agree, or only one blames a side."""
     is_stronger: bool = False
     """True if both explain the same mismatch, and the evidence for `side` is stronger than that for `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis(Result):
-    """Whether a run collapsed and why, whether its comparison is valid, and whether its mismatch is normal."""
+    """Whether a run collapsed and why, whether its comparison is valid and whether its mismatch is normal."""
 
     _text = "tim_trace.analysis.diagnosis.text:diagnosis_text"
 
@@ -142,12 +141,13 @@ class Diagnosis(Result):
 
     @property
     def unexplained_jump(self) -> RecordedChange | None:
-        """Largest jump of the mismatch that no recorded setting explains, although the comparison is valid; else None."""
+        """Largest jump of the mismatch that no recorded setting explains; None if there is none, or the comparison is not
+        valid."""
         return next((jump for jump in self.jumps if not jump.follows), None) if self.checked.is_valid else None
 
     @property
     def broken(self) -> BrokenSide | None:
-        """What must be fixed, and since when; None if nothing must be."""
+        """What must be fixed, and since which step; None for nothing."""
         checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
         seen, caused = checked.broken, suspect.broken if suspect else None
         faults = data_faults(checked)
@@ -174,20 +174,20 @@ class Diagnosis(Result):
 
 
 _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
-"""Codes of data findings that compare logprobs, so that a fault of the comparison may cause them."""
+"""Codes of data findings that compare logprobs, and may therefore result from a fault of the comparison."""
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
-    """Return the faults of the run's data, without properties that a healthy run may have."""
+    """Return the faults in the run's data, without findings that a healthy run may have."""
     return tuple(
         each for each in checked.data if not each.is_notice and (checked.is_valid or each.code not in _OF_LOGPROBS)
     )
 
 
 def _first_step(checked: CheckResult, jumps: tuple[RecordedChange, ...]) -> int | None:
-    """Return the first step of the fault that makes a comparison invalid; None if it is there from the first step on.
+    """Return the first step of the fault that makes a comparison invalid; None if it is present from the start.
 
-    The check inspects a sample of steps; a jump between two of these is where the fault begins.
+    The check inspects a sample of steps, so a jump between two of them dates the fault more precisely.
     """
     found = []
     for each in (each for each in checked.findings if each.fails and each.signal != "grew_before"):

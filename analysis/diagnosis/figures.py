@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedFigure:
-    """A published value, or the range of several published values."""
+    """A published value, or a range of published values."""
 
     metric: str
     """Name of the `stats` column with the same definition, computed over tokens with d in nats."""
     low: float
     high: float
     dtypes: tuple[str, str]
-    """dtypes of trainer and engine; empty string if not stated."""
+    """dtypes of trainer and engine; empty if not stated."""
     engines: str
     model: str
     setting: str
@@ -37,8 +37,7 @@ def _published(
     is_mixture: bool = False,
     is_fault: bool = False,
 ) -> Iterator[PublishedFigure]:
-    """Yield one figure per metric in a measurement. `dtypes` is a single name if trainer and engine used the same
-    dtype."""
+    """Yield one figure per metric of a measurement; `dtypes` is a single name if both sides used the same dtype."""
     sides = (dtypes, dtypes) if isinstance(dtypes, str) else dtypes
     for metric, value in values.items():
         low, high = value if isinstance(value, tuple) else (value, value)

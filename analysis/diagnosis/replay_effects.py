@@ -27,9 +27,8 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Query that returns, per sequence: the number of tokens, the sum of squared differences between passes a and b, the
-same between the replay c and pass b, and the group.
-"""
+"""Query for each sequence's number of tokens, sums of squared differences of pass a and of replay c from pass b, and
+group."""
 
 
 _ENGINE_ALONE = {"engine", "mode"}
@@ -70,7 +69,7 @@ def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
 
 
 def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set[str]:
-    """Return the names of the replays that only changed the engine, to the one that computed `engine_pass`."""
+    """Return the names of the replays that only switched to the engine of `engine_pass`."""
     engines = {contract.get("engine") for name, contract in contracts if name == engine_pass} - {None}
     return {
         name
@@ -82,8 +81,8 @@ def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """Return a 95 % interval, over groups, for the removed share 1 - left / gap, computed from per-sequence sums. The
-    upper bound is at most 1."""
+    """Return the 95 % interval, over groups, of the removed share 1 - left / gap, from sums per sequence; its upper end is
+    at most 1."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]

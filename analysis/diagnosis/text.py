@@ -83,7 +83,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
 
 
 def _data_faults(checked: CheckResult | None) -> list[str]:
-    """Return the names of the faults of the run's data, each with its first step."""
+    """Return the names of the faults in the run's data, each with its first step."""
     return [
         each.title if each.since is None else f"{each.title}, from step {each.since} on"
         for each in (() if checked is None else data_faults(checked))
@@ -109,8 +109,8 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Return a suspected cause as it is named. For a mismatch that grows at a step, its kind is omitted, because the
-    headline already states the step."""
+    """Return a suspected cause as the headline names it: the detail of a mismatch that grows at a step is omitted, because
+    the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
 
@@ -148,7 +148,7 @@ def _answers(found: Diagnosis, width: int | None) -> str:
 
 
 def _labelled(name: str, text: str, width: int | None) -> str:
-    """Return a label followed by the wrapped text, indented to the right of the label."""
+    """Return a label followed by the wrapped text, indented past the label."""
     return f"{name:<8}{wrapped(text, ' ' * 8, width).strip()}"
 
 
@@ -188,7 +188,7 @@ def diagnosis_json(found: Diagnosis) -> dict[str, Any]:
 
 
 def numerics_text(numerics: Numerics) -> str:
-    """Return a phrase that names the precision in which each pass was computed."""
+    """Describe the precision in which each pass was computed."""
     parts = []
     sides = zip(numerics.passes, numerics.declared, numerics.logits, numerics.values, strict=True)
     for name, dtype, logits, values in sides:
@@ -202,7 +202,7 @@ def numerics_text(numerics: Numerics) -> str:
 
 
 def alerts_text(found: Diagnosis, most: int | None = None) -> str:
-    """Say which alerts fired, at most `most` of them, and how they agree with the verdict of the check."""
+    """List up to `most` of the alerts that fired, with a note if they disagree with the verdict of the check."""
     raised, checked = found.alarms.raised, found.checked
     count = fired(len(raised), len(found.alarms.judged))
     of_mismatch = any(each.alarm.of_mismatch for each in raised)
@@ -215,32 +215,31 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    """Return a sentence that says whether the size of the mismatch is normal; a mismatch that jumps for no recorded
-    reason is not, whatever its size."""
+    """Return a sentence on whether the size of the mismatch is normal; after a jump without a recorded reason, it is not."""
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
-    return f"{_size_sentence(found.size)}, but {change_sentence(jump)}, and no recorded setting changed there: find what did."
+    return f"{_size_sentence(found.size)}, but {change_sentence(jump)}, and no recorded setting changed there; find out what did."
 
 
 def broken_text(found: Diagnosis) -> str:
-    """Say what must be fixed, since which step, and which command found it; empty if nothing must be."""
+    """State what must be fixed, since which step, and which command found it; empty for nothing."""
     if (broken := found.broken) is None:
         return ""
     since = " from the first step on" if broken.since is None else f" since step {broken.since}"
     other = ""
     if broken.other is not None:
         other = (
-            f", not {broken.other}: its evidence is stronger"
+            f", not {broken.other}, for which the evidence is weaker"
             if broken.is_stronger
-            else f"; {broken.other} as well, which did not cause the drop"
+            else f"; {broken.other} too, but it did not cause the drop"
         )
     return f"{broken.side}{since} (found by {' and '.join(broken.by)}){other}"
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """Return a sentence that says whether the size of the mismatch is normal, or states only the size if the comparison
-    is not valid. `explanation` is what the check found in a valid comparison."""
+    """Return a sentence on whether the size of the mismatch is normal or, if the comparison is not valid, on its size alone.
+    `explanation` is the finding of the check in a valid comparison."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."
@@ -264,13 +263,13 @@ def _size_sentence(size: SizeComparison) -> str:
 
 
 def effect_text(effect: ReplayEffect) -> str:
-    """Return a sentence that says how a replay changes the mismatch."""
+    """Describe how a replay changes the mismatch."""
     a, b = effect.pair
     return {
-        "settles": f"with {effect.arm}, {a} agrees with {b}: this causes the mismatch",
+        "settles": f"with {effect.arm}, {a} agrees with {b}: this setting causes the mismatch",
         "repeats": f"{effect.arm} reproduces {b}: its engine computes these values from the same weights and tokens",
         "part": f"{effect.arm} accounts for part of the mismatch",
-        "nothing": f"{effect.arm} does not cause the mismatch",
+        "nothing": f"{effect.arm} has no effect on the mismatch",
         "adds": f"{effect.arm} increases the mismatch",
     }[effect.code]
 

@@ -1,1 +1,1 @@
-"""Series of a run: when each changed, and which changed first."""
+"""Find when the series of a run changed, and which changed first."""

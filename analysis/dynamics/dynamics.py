@@ -45,11 +45,10 @@ def dynamics(
 ) -> Dynamics:
     """Report when each series of a run changed, and which changed first.
 
-    Series come from `series.read_series`, on the scales of `quantities.KINDS`. Change points come from
-    `changes.change_points` with 95 % intervals; if two intervals overlap, their order is undecided. The growth rate of k3 is
-    reported as well. Questions that the trace cannot answer are listed. The onset of a collapse is the one found by
-    `attribute`. `steps` (3:80, :100, 2:200:2) asks about part of the run; its changes are found in the run, as
-    `attribute` knows it.
+    Changes have 95 % intervals; if the intervals of two changes overlap, their order is undecided. The result also has the
+    growth rate of k3, and the questions that the trace cannot answer. The onset of a collapse is the one that `attribute`
+    finds. `steps` (3:80, :100, 2:200:2) limits the question to part of the run; other steps are still used to find its
+    changes, as in `attribute`.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -60,11 +59,11 @@ def dynamics(
     with database.telling(progress):
         series = read_series(database, pair=names)
     if not series and database.kept_steps:
-        raise NothingToCompare(f"{source.run}: {option('steps', steps)} selects steps without any series")
-    if not series:
         raise NothingToCompare(
-            f"{source.run}: contains neither sequences nor metrics; record a run with tim-trace record"
+            f"{source.run}: {option('steps', steps)} selects no step with a series; select other steps"
         )
+    if not series:
+        raise NothingToCompare(f"{source.run}: has neither sequences nor metrics; record a run with tim-trace record")
     axis = next(iter(series.values())).steps
     with database.telling(progress):
         known, later = known_run(database, names)
@@ -91,7 +90,7 @@ def dynamics(
 
 
 def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
-    """Return the changes that may be at one of the selected steps or between them."""
+    """Return the changes whose interval overlaps the range of the selected steps."""
     return {
         name: tuple(change for change in changes if change.low <= steps[-1] and change.high >= steps[0])
         for name, changes in changes_of.items()
@@ -122,7 +121,7 @@ _NEEDED = (
     "reward", "reward_std_within_groups", "k3_positive", "grad_norm", "update_to_weight", "policy_lag", "clip_share",
     "changed_weights",
 )  # fmt: skip
-"""Series without which part of the answer is missing."""
+"""Series without which some questions cannot be answered."""
 
 
 def _unanswered(series: Mapping[str, Series], pair: str) -> Iterator[Statement]:
@@ -143,7 +142,7 @@ def summarise(
     num_steps: int,
     later: Fall | None = None,
 ) -> Iterator[Statement]:
-    """Yield the summary: first change, collapse, planned changes, growth of k3 at the end."""
+    """Yield the summary: first change, collapse, planned changes, and growth of k3 in the last third."""
     yield _first(onsets, num_steps)
     if fall is not None:
         yield Statement(code="fall", values={"outcome": fall.outcome, "step": fall.step, "kind": fall.kind})
@@ -185,17 +184,18 @@ class Growth:
     """Slope of ln k3, per step."""
     low: float
     high: float
-    """`low` to `high`: 95 % interval of the slope, allowing for autocorrelation; see docs/evidence/intervals.md."""
+    """Upper end of the 95 % interval of the slope, which starts at `low`; allows for autocorrelation
+    (docs/evidence/intervals.md)."""
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Number of steps in which k3 doubles, or, if negative, halves; None if the interval of the slope contains 0."""
+    """Number of steps in which k3 doubles (if negative, halves); None if the interval of the slope contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
     """Return the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
 
-    No line is fitted across a jump: if there is one, only the part of the last third after the last jump is fitted.
+    No line is fitted across a jump: after one, only the steps of the last third that follow the last jump are fitted.
     """
     if k3 is None:
         return ()
@@ -259,9 +259,9 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Summary of the run, as codes in text.SUMMARY."""
     fall: Fall | None
-    """Collapse of the run's outcome as found by `attribute`; None if there is none or if it begins after `steps`."""
+    """Collapse of the run's outcome that `attribute` finds; None if there is none, or if it begins after `steps`."""
     later: Fall | None = None
-    """Collapse that begins after the selected steps; None if there is none."""
+    """Collapse that begins after `steps`; None if there is none."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
     """First change of each series, earliest first."""

@@ -1,4 +1,4 @@
-"""Render how a run changed, as text and as JSON."""
+"""Render the dynamics of a run as text and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .dynamics import Dynamics
 
 SUMMARY: Mapping[str, str] = {
     "too_short": "Too short to find what changed first (steps recorded: {num_steps}, needed: {min_steps}).",
-    "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows one straight "
+    "no_change": "No series changed by {min_sd:g} or more standard deviations of its noise; each is flat or follows a straight "
     "line.",
     "moved_first": "{onset} changed first{followers}.",
     "first_undecided": "The data do not show which of these changed first: {onsets}.",
@@ -36,7 +36,7 @@ UNANSWERED: Mapping[str, str] = {
     "no_k3_positive": "no advantages, so the mismatch by sign of advantage is unknown; record them with Recorder.add_sequences(advantage=...)",
     "no_grad_norm": "no gradient norm; record it with Recorder.add_metrics",
     "no_update_to_weight": "no optimizer statistics; record them with tim-trace record or Recorder.add_optimizer",
-    "no_policy_lag": "no policy versions on both sides, so the policy lag is unknown",
+    "no_policy_lag": "no policy versions on one or both sides, so the policy lag is unknown",
     "no_clip_share": "no clipped loss, no advantages or no `current` logprobs, so the clipped share is unknown; record "
     "the loss with "
     "Recorder.add_loss",
@@ -51,7 +51,7 @@ def summary_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
-    """Return sentences that list the questions the trace cannot answer, and what to record to answer them."""
+    """Return sentences on the questions that the trace cannot answer, and on the data to record for them."""
     return sentences(found.unanswered_codes, UNANSWERED)
 
 
@@ -109,7 +109,7 @@ def _titled(title: str, text: str) -> str:
 
 def _onsets(found: Dynamics) -> Rows:
     return Rows(
-        ("series", "kind", "step", "95 %", "how", "before", "after", "sd", "may be first", "order not decided with"),
+        ("series", "kind", "step", "95 %", "how", "before", "after", "sd", "may be first", "order undecided with"),
         [
             (
                 o.name, o.kind, o.change.step, f"{o.change.low} to {o.change.high}", o.change.kind, o.change.before,

@@ -1,4 +1,4 @@
-"""Export the sequences or step figures of a trace: Parquet, TensorBoard events, an offline W&B run."""
+"""Export a trace's sequences to Parquet, or its per-step metrics to TensorBoard events or an offline W&B run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Exported(Result):
     format: str
     output: str
     files: tuple[str, ...]
-    """Names of the files written in the folder; for wandb, the name of the run's folder."""
+    """Names of the files written to the folder; for wandb, the name of the run's folder."""
     num_sequences: int
-    """Number of sequences written; 0 if the format holds step figures."""
+    """Number of sequences written; 0 for tensorboard and wandb."""
     num_values: int
-    """Number of step figures written; for formats that hold sequences, the number of logged values."""
+    """Number of logged values written; for tensorboard and wandb, including the mismatch by step."""
     num_texts: int
-    """Number of logged texts, which are not exported because a series holds only numbers."""
+    """Number of logged texts, which are not exported because these formats' series contain only numbers."""
 
 
 def export_run(
@@ -61,14 +61,13 @@ def export_run(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Write a run's sequences, or its figures by step, as files of another tool.
+    """Write a run's sequences, or its per-step metrics, in the format of another tool.
 
     `to` parquet: `sequences`, one row per sequence with token ids, mask, rewards, advantages, sampling settings, the
     logprobs of every pass (`PASS_logprobs`, nats; first iteration of `current`) and `d`, which is logprob(a) -
     logprob(b) of `pair` for every response token, NULL if either logprob is NULL; and `metrics`, the logged values.
     `import parquet` reads both. `to` tensorboard or wandb: the columns of `pair_steps` as `a-b/NAME` and every logged
-    number under its own name, in double precision. The W&B run is written offline and keeps the hyperparameters as
-    config.
+    number under its own name, in double precision. The W&B run is written offline, with the hyperparameters as config.
 
     `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing
     files are replaced only with `force`; wandb always adds a new run.
@@ -119,8 +118,8 @@ def exported_text(exported: Exported) -> str:
     if exported.format == PARQUET:
         what = f"{exported.num_sequences:,} sequences and {exported.num_values:,} logged values"
     else:
-        left_out = f"; {exported.num_texts:,} logged texts left out" if exported.num_texts else ""
-        what = f"{exported.num_values:,} numbers{left_out}"
+        left_out = f" (without {exported.num_texts:,} logged texts)" if exported.num_texts else ""
+        what = f"{exported.num_values:,} values{left_out}"
     then = {
         TENSORBOARD: f"\nnext: tensorboard --logdir {exported.output}",
         WANDB: f"\nnext: wandb sync {exported.output}/wandb/offline-run-*",
@@ -140,16 +139,16 @@ _TEXTS = f"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFigures:
-    """The numbers to export for one step."""
+    """The values to export for one step."""
 
     step: int
     logged_s: float
-    """Time at which the step was logged, seconds since 1970; the trace's creation time if nothing was logged at the step."""
+    """Time at which the step was logged, seconds since 1970; the trace's creation time if nothing was logged."""
     values: dict[str, float] = field(default_factory=dict)
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield the numbers for every step in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
+    """Yield the values of each step in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):
@@ -170,7 +169,7 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Return a mapping from step to the pair's column to value; empty if the trace lacks a pass of the pair."""
+    """Return step -> column of the pair -> value; empty if the trace lacks a pass of the pair."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)
@@ -271,9 +270,7 @@ def passes_of(database: Database) -> list[str]:
 
 
 def _row_query(passes: Mapping[str, str], pair: Pair, steps: range) -> str:
-    """Return the SQL query for the rows in the given steps. `passes` maps the name of each pass with scores to an SQL
-    alias.
-    """
+    """Return the SQL query for the rows of some steps; `passes` maps each pass with scores to an SQL alias."""
     within = f"step BETWEEN {steps.start} AND {steps.stop - 1}"
     columns = [f"s.{name}" for name in _COLUMNS]
     columns += [f'{table}.logprobs AS "{name}_logprobs"' for name, table in passes.items()]

@@ -1,1 +1,1 @@
-"""Check conditions on the numbers of a run, for use in the CI of training code."""
+"""Check conditions on the metrics of a run, for the CI of training code."""

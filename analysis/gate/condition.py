@@ -1,5 +1,5 @@
-"""Parse a condition on a number of a run, such as `verl.k3_kl>1e-3`; the outcome of a gate's conditions; and the columns of
-statistics per sequence, so that resampling sequences is a matrix product.
+"""Conditions on a run's metrics, such as `verl.k3_kl>1e-3`, and their verdicts. Also reads statistics per sequence as
+columns, so that resampling sequences is a matrix product.
 
 Shapes: N sequences.
 """
@@ -26,7 +26,7 @@ from ..trace.pair_sums import OF_DIFFERENCES, OF_PROBABILITIES
 from ..trace.source import Pair
 
 OWN = "tim"
-"""Source name of tim-trace's own statistics in a condition; all other source names are frameworks."""
+"""Source of tim-trace's own metrics in a condition; every other source is a framework."""
 
 CHECK = "check"
 """Name of the condition that fails if the comparison has a fault."""
@@ -45,27 +45,25 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A bound on a number measured over the run, at each step, or over the last steps; the gate fails if the number
-    exceeds the bound.
-    """
+    """A metric, measured over the run, at each step or over the last steps, and the values with which the gate fails."""
 
     text: str
     source: str
-    """`tim`, or the framework that defines the number."""
+    """`tim`, or the framework that defines the metric."""
     metric: str
-    """Full name of the number, or the part of its name after the last `/`."""
+    """Full name of the metric, or the part of its name after the last `/`."""
     sign: str
     """`>`, `>=`, `<` or `<=`."""
     bound: float
     of_size: bool
-    """True if the absolute value of the number is judged, as in `tim.|k1|>0.1`."""
+    """True if the metric's absolute value is compared with the bound, as in `tim.|k1|>0.1`."""
     any_step: bool
     """True if the condition applies to every step separately, so that one step beyond the bound fails the gate."""
     last: int
     """Number of last steps whose tokens are evaluated together; 0 for all steps of the run."""
 
     def judged(self, value: float) -> float:
-        """Return the value to compare with the bound: the number, or its size."""
+        """Return the value to compare with the bound: the metric, or its absolute value."""
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
@@ -88,7 +86,7 @@ def parse_condition(text: str) -> Condition:
         bound = math.nan
     if found is None or math.isnan(bound):
         raise InvalidOption(
-            f"got {text!r}; write check, or a number and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append 'any "
+            f"got {text!r}; write check, or a metric and its bound, e.g. tim.k3>1e-3 or verl.k3_kl>=0.05; append 'any "
             f"step' or 'last N steps' unless the condition covers the whole run",
             option="fail_on",
         )
@@ -110,7 +108,7 @@ def metric_named(condition: Condition, names: list[str]) -> str:
             f"{condition.text!r} is ambiguous: {' or '.join(ends)}; write the whole name", option="fail_on"
         )
     raise InvalidOption(
-        f"{condition.source} has no number {condition.metric!r}; {_near(condition.metric, names)}", option="fail_on"
+        f"{condition.source} has no metric {condition.metric!r}; {_near(condition.metric, names)}", option="fail_on"
     )
 
 
@@ -132,25 +130,23 @@ class Verdict:
 
     condition: str
     metric: str
-    """Full name of the number; `check` for the condition that the comparison has no fault."""
+    """Full name of the metric; `check` for the condition on faults of the comparison."""
     value: float
-    """Value of the number over the run, over its last steps, or at the worst step; for `check` the number of faults found."""
+    """Value of the metric over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
     low: float | None
-    """Lower end of the interval over groups; None if there is no interval, for the reason given in `how`."""
+    """Lower end of the interval over groups; None without an interval, for the reason given in `how`."""
     high: float | None
     bound: float | None
     verdict: str
     """`failed`, `passed`, or `cannot tell` if the interval contains the bound, or is expected but missing."""
     fails: bool
-    """True if the value violates the condition, or proves nothing because tokens are excluded from it. Determines the
-    exit code.
-    """
+    """True if the value violates the condition, or proves nothing because it excludes tokens. Determines the exit code."""
     steps_beyond: int | None
-    """Number of steps whose own value violates the condition; None for `check` and for counts, which grow with the steps."""
+    """Number of steps whose value violates the condition; None for `check` and for counts, which grow with the steps."""
     worst_step: int | None
-    """Step whose own value is furthest beyond the bound, or nearest to it."""
+    """Step whose value is furthest beyond the bound, or nearest to it."""
     how: str
-    """Steps beyond the bound, and how the interval was computed; for `check` the faults found."""
+    """Steps beyond the bound, and how the interval was computed; for `check`, the faults found."""
 
     @property
     def warns(self) -> bool:
@@ -160,7 +156,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gated(Table):
-    """The verdicts on all conditions, in the order given."""
+    """The verdicts on all conditions, in order."""
 
     _text = "tim_trace.analysis.gate.gate:gated_text"
 
@@ -177,10 +173,10 @@ class Gated(Table):
 
 
 LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
-"""Column of `stats` that is a maximum -> the column with the maximum of each sequence."""
+"""Column of `stats` that is a maximum -> column with the maximum of each sequence."""
 
 MOST_NULL = 0.5
-"""Maximum share of counted tokens without a logprob in a pass for which a number represents the run."""
+"""Maximum share of counted tokens without a logprob in a pass for which a metric represents the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""
@@ -247,13 +243,12 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Return a sentence on the tokens that a pair's numbers exclude: those with NaN or infinity, or, if they are the
-    majority, those without a logprob; empty if there are none.
-    """
+    """Describe the tokens that a pair's metrics exclude: those with NaN or infinity and, if they are the majority, those
+    without a logprob; empty if there are none."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]
     num_null = num_counted - num_finite - num_nan - num_inf
     if num_null > MOST_NULL * num_counted:
         parts.append(f"{num_null:,} have no logprob in one of the passes")
-    return f"of {num_counted:,} tokens in the loss, {' and '.join(parts)}; they are left out" if parts else ""
+    return f"of {num_counted:,} tokens in the loss, {' and '.join(parts)}; the value excludes them" if parts else ""

@@ -1,4 +1,4 @@
-"""Check conditions on the numbers of a run, and render the verdicts as text, JUnit XML and Markdown."""
+"""Check conditions on the metrics of a run, and render the verdicts as text, JUnit XML and Markdown."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ def gate(
     summary: str | os.PathLike[str] | None = None,
     progress: Progress = no_progress,
 ) -> Gated:
-    """Fail if a figure of a run violates a condition, for use in the CI of training code.
+    """Fail if a run violates a condition, for the CI of training code.
 
-    Conditions on columns of `stats` write sums into the trace, as `stats` does.
+    Like `stats`, conditions on columns of `stats` store the sums of each sequence in the trace.
 
-    A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and describes the failure: `tim.k3>1e-3` for a
-    column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is enough), or `check`, which
-    fails if the comparison has a fault. `tim.|k1|>0.1` judges the absolute value. `tim` also has the per-step figures
-    that alerts use, such as `grad_norm` or `mean_exp_abs_d`, as their mean over the steps.
+    A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and gives the values with which the run fails:
+    `tim.k3>1e-3` for a column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is
+    enough), or `check`, which fails if the comparison has a fault. `tim.|k1|>0.1` compares the absolute value. `tim` also
+    has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over the steps.
 
     By default, a condition covers all tokens of the run. With ` any step`, it fails if the value of any single step
     violates it, which is how published alert levels are meant. With ` last 20 steps`, it covers the tokens of the last
     20 steps. `warns` is true for a verdict whose condition passes while single steps violate it.
 
-    Every number except a count has an interval over groups: sequences of a step with the same `group_id`, or a single sequence
-    without one. Numbers computed from sums use a bootstrap-t; maxima a bootstrap that ends at the value itself; quantiles of
+    Every metric except a count has an interval over groups: sequences of a step with the same `group_id`, or a single sequence
+    without one. Metrics computed from sums use a bootstrap-t; maxima, a bootstrap that ends at the value itself; quantiles of
     |d| invert the bootstrap-t of the share of tokens above them (Woodruff 1952); all others, including the frameworks'
-    numbers, a jackknife over 20 parts of whole groups. Fewer than 8 groups give no interval. Resampling has a fixed seed.
-    Measured coverage: docs/evidence/intervals.md.
+    metrics, use a jackknife over 20 parts of whole groups. Fewer than 8 groups give no interval. Resampling has a fixed
+    seed. Measured coverage: docs/evidence/intervals.md.
 
     The exit code, like `fails` of a verdict, depends only on the value; `verdict` is `cannot tell` if the interval
-    contains the bound, or if an interval is expected but missing. NaN and infinities fail, and so does any number,
+    contains the bound, or if an interval is expected but missing. NaN and infinities fail, and so does any metric,
     except a count, that excludes such tokens or for which most tokens lack logprobs.
 
     `junit` is a JUnit XML file to write, one test case per condition; an existing file is replaced. `summary` is a file to which
@@ -58,11 +58,11 @@ def gate(
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token or the
     trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if a part of the trace is unreadable or
-    missing, unless `partial` accepts an answer from the rest.
+    missing, unless `partial` accepts results from the rest.
     """
     if not fail_on:
         raise InvalidOption(
-            "no condition was given; use check, or a number and its bound, e.g. tim.k3>1e-3", option="fail_on"
+            "got no condition; use check, or a metric and its bound, e.g. tim.k3>1e-3", option="fail_on"
         )
     if not 0 < confidence < 1:
         raise InvalidOption(f"got {confidence}; give a share between 0 and 1, e.g. 0.95", option="confidence")
@@ -99,9 +99,9 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
     says = f"{len(beyond)} of {len(by_step)} steps violate it" + (f", first step {beyond[0]}" if beyond else "")
     if condition.any_step:
         if worst is None:
-            raise NothingToCompare(f"{measured.metric}: no step has a value, so a condition on steps proves nothing")
+            raise NothingToCompare(f"{measured.metric}: no step has a value to check; remove this condition")
         value, fails, low, high = by_step[worst], bool(beyond), None, None
-        verdict, how = FAILED if fails else PASSED, f"{says}; the value shown is the worst step's"
+        verdict, how = FAILED if fails else PASSED, f"{says}; the value is that of the worst step"
     elif worst is not None and beyond and not fails and not is_count(measured.metric):
         how = f"{says}, worst step {worst} ({by_step[worst]:.3g}); with 'any step' the condition would fail; {how}"
     if condition.last and by_step:
@@ -116,7 +116,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Return True if all or none of the interval violates the condition, or if every group gives the same value."""
+    """Return True if both or neither end of the interval violates the condition, or if every group has the same value."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1
@@ -146,7 +146,7 @@ def gated_text(gated: Gated, width: int | None = None) -> str:
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
-    """Render JUnit XML with one test case per condition, which is a failure if the value violates the condition."""
+    """Render JUnit XML with one test case per condition; conditions that fail are failures."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)

@@ -1,4 +1,4 @@
-"""Measure numbers of a run, with confidence intervals over groups of sequences."""
+"""Measure metrics of a run, with confidence intervals over groups of sequences."""
 
 from __future__ import annotations
 
@@ -41,17 +41,15 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Number that a few tokens can dominate -> lowest measured coverage of its 95 % interval, over runs whose logit errors
-have no fourth moment or differ in size between groups; see benchmarks/coverage.py, docs/evidence/intervals.md.
-"""
+"""Metric that a few tokens can dominate -> lowest measured coverage of its 95 % interval, over runs whose logit errors
+have no fourth moment or differ in size between groups; see benchmarks/coverage.py, docs/evidence/intervals.md."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
-"""Numbers of the weights exp(sum of d), whose second moment rare sequences determine."""
+"""Metrics of the weights exp(sum of d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""Maximum `SequenceColumns.reach`, in nats, for these numbers to get an interval. Below it, coverage is as listed in
-TAILS; above it, if groups differ in scale, coverage drops to a third (docs/evidence/intervals.md).
-"""
+"""Maximum `SequenceColumns.reach`, in nats, for these metrics to have an interval. Below it, coverage is as listed in
+TAILS; above it, if groups differ in scale, coverage drops to a third (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -59,16 +57,16 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Number -> lower and upper limit that the number and the ends of its interval cannot exceed."""
+"""Metric -> (lower, upper) limit of the metric and of the ends of its interval."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
-"""Numbers with source `tim` that are not columns of `stats` and exist only per step."""
+"""Metrics with source `tim` that are not columns of `stats` and exist only per step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A measured number of a run, with its interval."""
+    """A measured metric of a run, with its interval."""
 
     metric: str
     value: float
@@ -80,21 +78,21 @@ class Measured:
 
     @property
     def leaves_out(self) -> bool:
-        """True if the number ignores tokens whose logprobs are not finite."""
+        """True if the metric excludes tokens whose logprobs are not finite."""
         return not is_count(self.metric) and (self.metric not in _OF_STEPS or is_of_pair(self.metric))
 
 
 class Run:
-    """A run whose numbers are to be measured, over all steps or over the last ones."""
+    """Measures the metrics of a run, over all steps or over the last ones."""
 
     def __init__(self, database: Database, pair: str, confidence: float, progress: Progress):
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
         self._confidence, self._progress = confidence, progress
         self.left_out = ""
-        """Description of the tokens that the measured numbers exclude; empty if there are none."""
+        """Description of the tokens that the measured metrics exclude; empty if there are none."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return condition -> its metric with the value, the interval, and the value at each step."""
+        """Return condition -> its metric, with the value, the interval, and the value at each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
@@ -108,7 +106,7 @@ class Run:
         return found
 
     def _of_steps(self, database: Database, name: str) -> Measured:
-        """Return a per-step figure for the run: its mean over the steps, or the sum if it is a count."""
+        """Return a per-step metric for the run: its mean over the steps, or its sum if it is a count."""
         figure = read_figure(database, self._names, name)
         if figure is None or not len(figure[0]):
             raise _no_value(name)
@@ -121,7 +119,7 @@ class Run:
         return Measured(metric=name, value=value, interval=None, how=how, by_step=by_step)
 
     def _own(self, database: Database, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return the numbers used by conditions with source `tim`."""
+        """Return the metrics of conditions with source `tim`."""
         whole = stats(database, pair=self._pair, progress=self._progress)
         asked = _Asked(conditions, whole, stats(database, pair=self._pair, by="step"))
         self.left_out = left_out(database, self._names)
@@ -141,7 +139,7 @@ class Run:
         return asked.answered(found)
 
     def _like(self, database: Database, name: str, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return a framework's numbers with jackknife intervals. Tokens are read once, into sums per sequence."""
+        """Return a framework's metrics with jackknife intervals; reads tokens once, into sums per sequence."""
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
         with read_once(database, framework, self._names):
@@ -158,7 +156,7 @@ class Run:
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
-        """Return numbers with intervals, computed again without each part of the sequences; NULL if all is masked."""
+        """Return metrics with jackknife intervals: each is computed again without each part of the sequences."""
         sequences, unit_N = self._scored(database)
         part_N, without = parts_of(unit_N), list[dict[str, Any]]()
         num_parts = int(part_N.max()) + 1
@@ -187,9 +185,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d|; its interval inverts that of the share of tokens above the value (Woodruff
-        1952).
-        """
+        """Return a quantile of |d|; its interval inverts that of the share of tokens above the value (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -222,7 +218,7 @@ class Run:
 
 
 def resampled(columns: SequenceColumns, values: dict[str, float], confidence: float) -> list[Measured]:
-    """Return intervals for those of `values` that are computed from sums or maxima over sequences."""
+    """Return the metrics in `values` that are computed from sums or maxima over sequences, with intervals."""
     num_groups = numbered(columns.unit_N)[1]
     statistics = {name: FROM_SUMS[name] for name in values if name in FROM_SUMS}
     intervals = bootstrap(statistics, columns.values, columns.unit_N, confidence)
@@ -245,10 +241,10 @@ def resampled(columns: SequenceColumns, values: dict[str, float], confidence: fl
 def quantile_cuts(
     probability: float, num_above_N: Array, num_tokens_N: Array, unit_N: np.ndarray, confidence: float
 ) -> Interval | NoInterval:
-    """Return two probabilities whose quantiles are the ends of a quantile's interval, given the number of tokens above
-    the quantile.
+    """Return the two probabilities whose quantiles are the ends of a quantile's interval.
 
-    If too few groups have a token above it, the upper one is 1: the interval ends at the largest value.
+    `num_above_N` counts tokens above the quantile. If too few groups have one, the upper probability is 1: the interval
+    ends at the largest value.
     """
 
     def share(totals: Totals) -> Array:
@@ -265,7 +261,7 @@ def quantile_cuts(
 
 
 class _Asked:
-    """The metrics that some conditions refer to, and their values over the run and by step."""
+    """The metrics in some conditions, with their values over the run and by step."""
 
     def __init__(self, conditions: list[Condition], rows: Rows, by_step: Rows):
         (row,) = rows.dicts()
@@ -278,10 +274,10 @@ class _Asked:
                 raise _no_value(metric)
         of_run = {self._metrics[condition.text] for condition in conditions if not condition.any_step}
         self.sampled = {metric: value for metric, value in self._values.items() if metric in of_run}
-        """Metric -> value, for the metrics that some condition judges over all steps together."""
+        """Metric -> value, for the metrics with a condition on all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Return condition -> its metric; without an interval if no condition needs one."""
+        """Return condition -> its metric; metrics that are not in `found` have no interval."""
         of_metric = {measured.metric: measured for measured in found}
         for metric, value in self._values.items():
             measured = of_metric.get(metric, Measured(metric=metric, value=value, interval=None, how=""))
@@ -291,7 +287,7 @@ class _Asked:
 
 
 def _no_value(metric: str) -> NothingToCompare:
-    return NothingToCompare(f"{metric}: the trace has no value for this metric, so a bound proves nothing")
+    return NothingToCompare(f"{metric}: the trace has no value for this metric; remove this condition")
 
 
 def _number_of(row: dict[str, Any], metric: str) -> float:
@@ -307,7 +303,7 @@ def _of_tails(level: float) -> str:
 
 
 def _measured(metric: str, value: float, interval: Interval | NoInterval, how: str, num_groups: int) -> Measured:
-    """Return a measured number; `how` its interval was computed gives way to the reason why there is none."""
+    """Return a measured metric; without an interval, `how` is replaced by the reason."""
     if isinstance(interval, NoInterval):
         how = f"no interval: {f'{num_groups:,} groups are ' if interval is NoInterval.FEW else ''}{interval}"
     return Measured(metric=metric, value=value, interval=interval, how=how)

@@ -1,4 +1,4 @@
-"""Catalogue of named queries: SQL files to run as they are or to adapt."""
+"""Catalogue of named queries: SQL files to run as they are, or to adapt."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class NamedQuery:
 
     name: str
     summary: str
-    """Description of the query's result in one line."""
+    """The query's result, in one line."""
     unit: str
     source: str
-    """Publication or code from which the query's formula is taken."""
+    """Publication or code that defines the query's formula."""
     meaning: str
-    """Explanation of how to interpret the query's result."""
+    """How to interpret the query's result."""
     needs: str | None
-    """Data that the query needs in addition to the logprobs from both passes; None if no other data is needed."""
+    """Data that the query needs in addition to both passes' logprobs; None if it needs no other data."""
     sql: str
     """Full text of the SQL file, written for the passes train and rollout."""
 
@@ -50,7 +50,7 @@ def catalogue() -> list[NamedQuery]:
 
 
 def named_query(name: str) -> NamedQuery:
-    """Return a query by name. Raises InvalidOption."""
+    """Return the query with this name. Raises InvalidOption."""
     known = {query.name: query for query in catalogue()}
     if name not in known:
         near = [other for other in known if other.startswith(name)] or difflib.get_close_matches(name, known, n=1)
@@ -81,7 +81,7 @@ def _why_none(database: Database, chosen: NamedQuery, names: Pair) -> str:
 
 def listed() -> Rows:
     """Return the catalogue as a table of names and summaries."""
-    return Rows(("query", "what it gives"), [(each.name, each.summary) for each in catalogue()])
+    return Rows(("query", "result"), [(each.name, each.summary) for each in catalogue()])
 
 
 def _parse(name: str, text: str) -> NamedQuery:

@@ -48,21 +48,20 @@ class Answer:
     """The answer to one of the five questions of a report."""
 
     code: str
-    """The answer as a code. validity: `valid`, or the code of the first fault. factor: the code of the first finding, or
-    `replay`. size and
-    objective: a code of the tables above, or `in_ratio`; fall: `none`, `unknown_cause`, or the code of the cause. `unknown` if
-    the trace cannot answer."""
+    """Code of the answer; `unknown` if the trace cannot answer. validity: `valid`, or the code of the first fault. factor: the
+    code of the first finding, or `replay`. size and objective: a code of the tables above, or `in_ratio`. fall: `none`,
+    `unknown_cause`, or the code of the cause."""
     severity: str
     """`good`, `notice`, `bad` or `open`."""
     short: str
     figure: str = ""
     """The number on which the answer is based, with its unit; empty if there is none."""
     basis: str = ""
-    """Support for the answer: a token count, an interval or a probability."""
+    """The support for the answer: a token count, an interval or a probability."""
     detail: str
     """The evidence, as worded by the command that found it."""
     question: str = ""
-    """Code of the question that is answered, a key of QUESTIONS."""
+    """Code of the question, a key of QUESTIONS."""
     command: str = ""
 
 
@@ -259,7 +258,7 @@ QUESTIONS = {
     "objective": ("Did it bias the objective?", objective_answer, "objective"),
     "fall": ("Did the run collapse, and why?", fall_answer, "attribute"),
 }
-"""Code of a question -> the question, the function that answers it, and the command that prints the details."""
+"""Code of a question -> (the question, the function that answers it, the command that prints the details)."""
 
 
 def answers(subject: Subject) -> tuple[Answer, ...]:

@@ -1,4 +1,4 @@
-"""Charts: the data of a figure, independent of how it is drawn. The HTML page, paper figures and CSV files share them.
+"""Chart data, independent of drawing: shared by the HTML page, paper figures and CSV files.
 
 Shapes: n points per line, B bins; a heatmap has X columns and Y rows.
 """
@@ -18,7 +18,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 """Okabe and Ito's palette, distinguishable with any form of colour blindness; its yellow is darkened to show on white."""
 
 MARK = "#D55E00"
-"""Colour that marks changes, and the envelope over a density."""
+"""Colour of changes, and of the envelope over a density."""
 
 BAND = "#009E73"
 """Colour for ranges published in papers."""
@@ -93,7 +93,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineChart(Chart):
-    """A chart with lines over a common x axis."""
+    """A chart of lines with a common x axis."""
 
     lines: tuple[Line, ...]
     x_label: str
@@ -105,7 +105,7 @@ class LineChart(Chart):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap(Chart):
-    """A chart with counts over two axes, as colours."""
+    """A chart of counts over two axes, drawn as colours."""
 
     x_label: str
     y_label: str
@@ -133,7 +133,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BarChart(Chart):
-    """A chart with named values side by side, grouped by colour."""
+    """A chart of named values side by side, one colour per group."""
 
     groups: Mapping[str, tuple[Bar, ...]]
     x_label: str

@@ -1,4 +1,4 @@
-"""Commands and queries to copy from a report: they print details, or the values in a figure."""
+"""Commands and queries that a report offers to copy: they print details, or a figure's values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAKES_STEPS = frozenset({"attribute", "check", "corrections", "diagnose", "dyna
 
 
 def command(subject: Subject, verb: str, *options: str) -> str:
-    """Return the command `tim-trace VERB` for the reported trace, with the steps, pair and baseline run used in the report."""
+    """Return the command `tim-trace VERB` for the reported trace, with the report's steps, pair and baseline run."""
     own: list[str] = []
     if verb in _TAKES_STEPS and subject.asked_steps != ALL_STEPS:
         own += ["--steps", subject.asked_steps]
@@ -52,7 +52,7 @@ GROUP BY step ORDER BY step"""
 
 
 def query_of_series(name: str, subject: Subject) -> str:
-    """Return a query that computes a series by step; if SQL cannot compute the series, return a command that prints it."""
+    """Return a query that computes a series by step, or a command that prints it if SQL cannot compute it."""
     where = f" WHERE {subject.condition}" if subject.condition else ""
     if name in _STEPS:
         return (

@@ -44,7 +44,7 @@ class RunSummary:
     """Suggested next commands and advice, most useful first."""
     recorded: tuple[str, ...]
     not_recorded: tuple[str, ...]
-    """Data missing from the trace, and the questions that cannot be answered without them."""
+    """Data missing from the trace, and the questions that it cannot answer without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Field:
     name: str
     """Path of the field in the contract, e.g. model.attention."""
     values: tuple[str, ...]
-    """Value of the field for each pass; an empty string if the pass's contract lacks the field."""
+    """Value of the field in each pass; empty if the pass's contract lacks the field."""
     differs: bool
 
 
@@ -74,7 +74,7 @@ class Provenance:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Result):
-    """The full analysis of a run. Printing a report gives the verdict; a notebook shows the HTML page."""
+    """The full analysis of a run. Printing a report prints the verdict; a notebook shows the HTML page."""
 
     _text = "tim_trace.analysis.report.contents:report_text"
     _page = "tim_trace.analysis.report.page.page:page"
@@ -201,7 +201,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the contracts of the recorded passes. Replays are omitted, since the name of a replay states what was changed."""
+    """Compare the contracts of the recorded passes, without replays, whose names state what was changed."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})
@@ -235,10 +235,10 @@ def _facts(subject: Subject) -> tuple[tuple[str, str], ...]:
     held = subject.info
     facts = {
         "trace": held.path,
-        "steps": "" if subject.asked_steps == ALL_STEPS else f"{subject.asked_steps}, as {option('steps', subject.asked_steps)}",
+        "steps": "" if subject.asked_steps == ALL_STEPS else f"selected with {option('steps', subject.asked_steps)}",
         "run id": held.run_id,
         "recorded": f"{held.created_at[:19]}Z with tim-trace {held.created_by} ({held.source})",
-        "state": held.state if held.exit_code is None else f"{held.state}, the command ended with {held.exit_code}",
+        "state": held.state if held.exit_code is None else f"{held.state}, the command exited with {held.exit_code}",
         "command": " ".join(held.command),
         "model": ", ".join(
             part

@@ -15,7 +15,7 @@ from .commands import command
 from .subject import Subject
 
 _NOT_SHOWN = ("none", "token-is", "sequence-is")
-"""Corrections that neither drop tokens nor lower weights, and so are not drawn."""
+"""Corrections that are not drawn, because they neither drop tokens nor lower weights."""
 
 _GROUPS = {
     "d-by-": "Where the mismatch is",
@@ -40,7 +40,7 @@ _PROFILES = {
         "A mismatch that grows with entropy comes from uncertain tokens, as expected from rounding.",
     ),
 }  # fmt: skip
-"""Breakdown -> (title, axis label, note) for the breakdown's chart."""
+"""Breakdown -> (title, axis label, note) of its chart."""
 
 
 def grouped(charts: Iterable[Chart]) -> dict[str, list[Chart]]:
@@ -70,8 +70,8 @@ def _spread_charts(subject: Subject, spread: Breakdowns) -> Iterator[Chart]:
     )  # fmt: skip
     yield Heatmap(
         key="d-by-probability", title="d against the token's probability", unit="tokens",
-        note=f"Each cell counts tokens. {rounding}Large |d| at p near 1 is not rounding. The outermost rows hold everything "
-        "outside the axis.", sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
+        note=f"Each cell counts tokens. {rounding}Large |d| at p near 1 is not rounding. The outermost rows count everything "
+        "beyond the axis.", sql=spread.sql["density"], x_label=f"probability under {b}", y_label=f"d = {a} - {b}, nats",
         x_edges=np.linspace(0.0, 1.0, spread.density.shape[1] + 1), y_edges=spread.d_edges, counts=spread.density,
         curves=_envelope(spread), is_open=True,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def _profile(spread: Breakdowns, name: str) -> LineChart:
     title, label, note = _PROFILES[name]
     start = profile.start + (1 if name == "position" else 0)
     return LineChart(
-        key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms counts large |d| more.", sql=spread.sql[name],
+        key=f"d-by-{name}", title=title, unit="nats", note=f"{note} rms gives large |d| more weight.", sql=spread.sql[name],
         lines=(Line(name="mean |d|", x=start, y=profile.mean_abs_d), Line(name="rms d", x=start, y=profile.rms_d)),
         x_label=label, x_scale=chart.LINEAR if name == "entropy" else chart.LOG,
     )  # fmt: skip
@@ -121,16 +121,16 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
             key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
-            note="Variance over tokens of the two parts of ln ratio: the mismatch d = train - rollout, and the policy's drift "
-            "= current - train. Drift is intended and clipped; mismatch is neither.",
+            note="ln ratio is the sum of the mismatch d = train - rollout and the policy's drift = current - train; shown is the "
+            "variance of each over tokens. Drift is intended and clipped; mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):
         yield LineChart(
             key="contribution-bias", title="Contribution of the mismatch to the objective", unit="share of sum |f|",
-            note="b is a token's contribution to the objective under the ratio the loss uses, minus its contribution under the "
-            "true ratio. Both sums are divided by the sum of |f|, the size of the objective's terms. Above 0 the loss overstates "
-            "the objective. If the sum is small compared with the sum of |b|, the errors cancel (arXiv 2605.14220).",
+            note="b is a token's contribution to the objective under the loss's ratio, minus that under the true ratio. Both "
+            "sums are divided by the sum of |f|, the size of the objective's terms. Above 0, the loss overstates the "
+            "objective. If the sum of b is small compared with that of |b|, the errors cancel (arXiv 2605.14220).",
             sql=asked, lines=bias, x_label="step",
         )  # fmt: skip
 

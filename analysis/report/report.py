@@ -37,13 +37,13 @@ def report(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Write everything known about a run into one HTML file, or as figures for papers.
+    """Write everything known about a run to one HTML page, or as figures for papers.
 
-    The first trace is reported; the series of the others are drawn in the same charts. d = logprob(a) - logprob(b) of
+    The report is about the first trace; its charts also show the series of the others. d = logprob(a) - logprob(b) of
     `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:,
-    2:200:2) selects steps of every trace. The verdict lists what the trace cannot answer. `output` is the HTML file to
-    write; an existing file is replaced only with `force`. The result shows its page in a notebook and prints its
-    verdict.
+    2:200:2) selects steps of every trace. The verdict lists the questions that the trace cannot answer. `output` is the
+    HTML file to write; an existing file is replaced only with `force`. In a notebook, the result displays its page;
+    printing it prints the verdict.
 
     Figures for papers: `png` and `svg` are folders for one picture and one CSV file per figure; `pdf` is a file (NAME.pdf)
     with one page per figure and a folder of CSV files next to it, or a folder with one PDF per figure. `width` is in
@@ -66,7 +66,7 @@ def report(
 
         style = paper_style(width, font, title)
     subjects: list[Subject] = []
-    with progress("asking the run", NUM_QUESTIONS * len(given)) as advance:
+    with progress("analyzing runs", NUM_QUESTIONS * len(given)) as advance:
         for trace, name in zip(given, _names([os.fspath(trace) for trace in given]), strict=True):
             subjects.append(read_subject(trace, names, name, None if subjects else control, steps, advance))
     made = report_of(tuple(subjects))
@@ -101,7 +101,7 @@ def _write_figures(
 
 
 def _names(urls: Sequence[str]) -> list[str]:
-    """Return the shortest distinct suffixes of the paths."""
+    """Return the shortest path suffixes that tell the runs apart."""
     parts = [url.rstrip("/").split("/") for url in urls]
     # A trace at RUN/trace is named after the folder RUN.
     least = 2 if all(part[-1] == "trace" and len(part) > 1 for part in parts) else 1

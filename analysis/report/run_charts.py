@@ -1,4 +1,4 @@
-"""Charts of a run by step: one chart per series, all over the same step axis."""
+"""Charts of a run by step: one per series, all with the same step axis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_STEPS = 12
 
 
 def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
-    """Return one chart per series that varies in a run, with replays and all runs; changes are the first run's."""
+    """Return one chart per varying series, with a line per run and replay, and marks at the first run's changes."""
     found = [_chart(name, term, subjects) for name, term in SERIES.items()]
     charts = [one for one in found if one is not None]
     outcome = _evaluation(subjects)
@@ -34,7 +34,7 @@ def run_charts(subjects: Sequence[Subject]) -> list[LineChart]:
 
 
 def constants(subject: Subject) -> dict[str, float]:
-    """Return a mapping from the name of each series that is constant throughout the run to its value."""
+    """Return name -> value of each series that is constant throughout the run."""
     return {
         name: float(values[0])
         for name in SERIES
@@ -65,7 +65,7 @@ def _chart(name: str, term: Term, subjects: Sequence[Subject]) -> LineChart | No
 
 
 def not_finite(steps: Sequence[int] | np.ndarray) -> str:
-    """Return a sentence that lists the steps whose value is NaN or infinite, which a chart cannot draw."""
+    """Return a sentence on the steps with NaN or infinite values, which a chart cannot draw."""
     if not len(steps):
         return ""
     told = ", ".join(str(step) for step in steps[:_MOST_STEPS])
@@ -83,9 +83,7 @@ def _is_constant(values: np.ndarray) -> bool:
 
 
 def _arms(name: str, subjects: Sequence[Subject], is_log: bool) -> list[Line]:
-    """Return one line per replay: the mismatch if the replay replaces pass a. On a logarithmic axis, a mismatch of 0
-    becomes NaN.
-    """
+    """Return one line per replay: the mismatch if it replaces pass a. On a logarithmic axis, 0 becomes NaN."""
     many = len(subjects) > 1
     found = []
     for subject in subjects:
@@ -113,7 +111,7 @@ def _mark(change: ChangePoint) -> Mark:
 
 
 def _published_k3(subject: Subject) -> tuple[Band, ...]:
-    """Return a band for the published range of k3 in healthy runs with the dtypes of the subject's passes."""
+    """Return the published range of k3 in healthy runs with the same dtypes, as a band."""
     is_mixture = any("moe" in str(row["contract_json"]).lower() for row in subject.contracts)
     healthy = [
         figure
@@ -142,7 +140,7 @@ def _evaluation(subjects: Sequence[Subject]) -> LineChart | None:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term used in a report, with its explanation."""
+    """A term in a report, with its explanation."""
 
     title: str
     unit: str
@@ -154,8 +152,8 @@ SERIES: dict[str, Term] = {
     "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, the difference between the trainer's and the engine's logprob of the same token."),
     "max_abs_d": Term("Largest |d|", "nats", "The largest difference between the two logprobs of a token in the step. "
     "At 0.69 nats, one side gives the token twice the probability."),
-    "ess": Term("ESS of tokens", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1, all "
-    "tokens have equal weight; near 0, a few tokens have nearly all of it."),
+    "ess": Term("Token ESS", "share", "Effective sample size: (sum w)^2 / (n sum w^2) with w = exp(d). At 1, all "
+    "tokens have equal weight; near 0, a few tokens carry nearly all of it."),
     "reward": Term("Reward", "", "Mean reward of the sequences in the step, as recorded."),
     "length": Term("Response length", "tokens", "Mean number of tokens per response."),
     "entropy": Term("Entropy", "nats", "Mean entropy of the policy's next-token distribution. Near 0 there is no exploration."),
@@ -168,13 +166,13 @@ SERIES: dict[str, Term] = {
     "update_to_weight": Term("Update to weight", "ratio", "Norm of one update divided by the norm of the weights."),
     "reward_std_within_groups": Term("Reward spread in groups", "", "Standard deviation of the reward within groups "
     "with the same prompt, from which advantages are computed."),
-    "share_groups_without_spread": Term("Groups without spread", "share of groups", "Groups in which all rewards are equal: they give no gradient."),
-    "share_length_limited": Term("Cut at the limit", "share of responses", "Responses that ended because they reached "
+    "share_groups_without_spread": Term("Groups without reward spread", "share of groups", "Groups in which all rewards are equal: they give no gradient."),
+    "share_length_limited": Term("Truncated responses", "share of responses", "Responses that ended because they reached "
     "the token limit."),
 }  # fmt: skip
-"""Name of a series -> the term under which a report shows the series, in the order shown."""
+"""Name of a series -> its title, unit and explanation in a report, in the order shown."""
 
-EVALUATION = Term("", "", "An evaluation logged by the run: a wrong reward does not affect it.")
+EVALUATION = Term("", "", "An evaluation logged by the run, which a faulty reward does not affect.")
 
 WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_" in name} | {
     "k3_positive": "k3 over the tokens with an advantage above 0.",
@@ -182,20 +180,20 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "d": "The trainer's logprob of a token minus the engine's, in nats. 0.69 nats is a factor of two in probability.",
     "nats": "Natural-logarithm units: exp(x nats) is a factor.",
     "rms": "Root mean square: large values count more.",
-    "valid": "Whether both logprobs are the same quantity: same tokens, temperature, mask, weights and position. Otherwise their difference says nothing about numerics.",
+    "valid": "Both logprobs measure the same quantity: same tokens, temperature, mask, weights and position. Otherwise their difference says nothing about numerics.",
     "contract": "Everything that affects the numbers of a pass: engine, versions, dtypes, kernels, parallelism, "
     "sampling.",
     "advantage": "How much better a response did than the others in its group; if positive, training makes it "
     "likelier.",
     "|d|": "Absolute difference between the trainer's and the engine's logprob of a token, in nats.",
-    "sum |f|": "Sum over tokens of the size of their contribution to the objective: ratio times advantage, as the loss clips it.",
+    "sum |f|": "Sum over tokens of the absolute contribution to the objective: ratio times advantage, as the loss clips it.",
     "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
     "alerts": "Levels at which a framework or paper warns, each under its own definition.",
-    "interval": "Range expected if the run had sampled other sequences, from resampled groups of sequences.",
+    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled others.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of the ratio between a token's probabilities under two policies.",
     "arm": "A replay of recorded steps under different numerics, stored as its own pass.",
-    "observation": "Judged from one run: what changed first need not be the cause.",
-    "intervention": "Judged against a baseline run with the same seeds and one change.",
+    "observation": "Evidence from one run: the first series to change need not be the cause.",
+    "intervention": "Evidence from comparing the run with a baseline run: same seeds, one change.",
 }
-"""Word -> the note that a report shows when the reader hovers over the word."""
+"""Word -> note that a report shows when the reader hovers over the word."""

@@ -63,17 +63,17 @@ class Subject:
     attribution: Attribution | None
     corrections: Rows | None
     part: str
-    """Text that states which steps the objective and the corrections cover."""
+    """Phrase for the steps that the objective and the corrections cover."""
     arms: Mapping[str, tuple[Column, ...]]
-    """Name of a replay -> the mismatch between the replay and pass b, by step."""
+    """Name of a replay -> its mismatch with pass b, by step."""
     spread: Breakdowns | None
     excerpts: TokenSamples
     contracts: tuple[Mapping[str, Any], ...]
     settings: Mapping[str, Any]
     evaluation: Column | None
-    """The logged evaluation that `attribute` used as the outcome; None if the outcome was the reward or there was none."""
+    """The logged evaluation that `attribute` used as the outcome; None if it used the reward, or had no outcome."""
     unanswered: Mapping[str, str]
-    """Analysis that could not be computed -> the reason."""
+    """Analysis that could not be computed -> reason."""
 
     @property
     def steps(self) -> np.ndarray:
@@ -131,7 +131,7 @@ def read_subject(
 
 
 def _notable(moved: Dynamics | None, attributed: Attribution | None) -> tuple[int, ...]:
-    """Return the steps at which a series changed or the run collapsed, whose tokens are of most interest to a reader."""
+    """Return the steps whose tokens interest a reader most: those where a series changed or the run collapsed."""
     steps = {change.step for series in moved.series for change in series.changes} if moved else set()
     if attributed and attributed.fall:
         steps |= {attributed.fall.low, attributed.fall.step, attributed.fall.high}
@@ -161,7 +161,7 @@ def _arms(database: Database, pair: Pair) -> dict[str, tuple[Column, ...]]:
 
 
 def without_most_steps(database: Database) -> tuple[Database, str]:
-    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a text on these steps."""
+    """Return a database of evenly spaced steps with about `MOST_TOKENS` tokens, and a phrase for these steps."""
     tokens = tokens_by_step(database)
     total = sum(tokens.values())
     if total <= WHOLE:
@@ -173,12 +173,12 @@ def without_most_steps(database: Database) -> tuple[Database, str]:
 
 
 def steps_read(num_read: int, num_steps: int) -> str:
-    """Return a text that states how many steps of a run a result covers."""
+    """Return a phrase for the number of a run's steps that a result covers."""
     if num_read < num_steps:
         return f"{num_read} of {num_steps} evenly spaced steps"
     return f"all {num_steps:,} steps" if num_steps > 1 else "its only step"
 
 
 def num_steps_within(num_tokens: int, num_steps: int) -> int:
-    """Return the number of steps of average size that contain `MOST_TOKENS` tokens together, limited to between 10 and 200."""
+    """Return how many steps of average size `MOST_TOKENS` tokens fill, clamped to 10 to 200."""
     return int(np.clip(MOST_TOKENS * num_steps / max(num_tokens, 1), 10, 200))

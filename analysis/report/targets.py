@@ -1,4 +1,4 @@
-"""Checks for output files: protect existing files, and explain write errors."""
+"""Check output paths, so that existing files are kept, and explain write errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
     there = [path for path in paths if path.is_dir() or (path.exists() and not force)]
     if not there:
         return
-    more = f", and {len(there) - 1} more of the same figures" if len(there) > 1 else ""
+    more = f", as are {len(there) - 1} more of these figures" if len(there) > 1 else ""
     way = (
         "give the path of a file in it"
         if there[0].is_dir()
@@ -27,7 +27,7 @@ def refuse(paths: Sequence[Path], force: bool) -> None:
 def local(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path of an output file.
 
-    Raises StorageError for a URL, and if the parent folder does not exist: a typo must not create folders.
+    Raises StorageError for a URL, and if the parent folder does not exist, so that a typo creates no folders.
     """
     if "://" in os.fspath(path):
         raise StorageError(f"{path}: reports and figures are written to a local folder; write them there and copy them")
@@ -44,6 +44,5 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"{path}: cannot be written ({error.strerror or error}); choose a folder on a disk where you have write "
-            f"access"
+            f"{path}: cannot be written ({error.strerror or error}); choose a folder that you can write to"
         ) from error

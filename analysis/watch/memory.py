@@ -69,7 +69,7 @@ class _Counted:
 
 
 class Surveyor:
-    """Counter of a trace's rows, meant to be called repeatedly. Sealed files never change, so each is opened only once."""
+    """Counts a trace's rows, repeatedly; sealed files never change, so each is opened only once."""
 
     def __init__(self, pair: Pair):
         self._pair = pair
@@ -219,7 +219,7 @@ class Memory:
         return {name: on_steps(every, found[name]) for name in KINDS if name in found}
 
     def token_figures(self) -> dict[str, Figure]:
-        """Return the per-token figures that alarms need in addition to the series; see `alarms.read_token_figures`."""
+        """Return the metrics that alerts need in addition to the series, as `read_token_figures` does."""
         return {
             name: (np.array(sorted(values), np.int64), np.array([values[step] for step in sorted(values)]))
             for name, values in self._of_tokens.items()

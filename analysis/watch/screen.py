@@ -1,4 +1,4 @@
-"""Draw a watched run on a terminal, and redraw at each refresh."""
+"""Draw a watched run on a terminal, and redraw it at each refresh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draw a watched run with rich, either in full or cut to the rows that fit the screen."""
+"""Draw a watched run with rich, in full or shortened to the rows that fit the screen."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SHORTEST_SPARK = 8
 _HIGH = 45
 """Minimum height of the screen, lines, at which sections are separated by empty lines."""
 _LEAST = {"alarms": 3, "changes": 1, "latest": 3, "courses": 4}
-"""Section -> minimum number of rows, which are cut only if no other section can be shortened further."""
+"""Section -> number of rows to keep until no other section can be shortened."""
 _NOT_FINITE = "NaN/inf"
 
 
 class WatchedView:
-    """A watched run drawn for a terminal: header, alerts, changes, latest steps, sparklines, and what to do next."""
+    """A watched run drawn for a terminal: header, alerts, changes, latest steps, sparklines, and the next command."""
 
     def __init__(self, seen: Watched, *, is_screen: bool = False):
         """Create a view; `is_screen` limits it to the height of the screen."""
@@ -48,7 +48,7 @@ class WatchedView:
 
     @property
     def rows(self) -> dict[str, int]:
-        """Return a mapping from section to the number of rows available for display."""
+        """Return section -> number of rows available."""
         seen = self.seen
         return {
             "alarms": len(seen.alarms.raised), "changes": len(seen.moved), "latest": len(seen.shown_steps),
@@ -118,7 +118,7 @@ class WatchedView:
         if seen.state != WAITING:
             parts += map(self._text, _packed(facts, self._width))
         if seen.num_unread_steps:
-            unread = f"still reading: {seen.num_unread_steps:,} earlier steps are not shown yet"
+            unread = f"still reading; {seen.num_unread_steps:,} earlier steps are not shown yet"
             parts.append(self._text(unread, _NOTE))
         return Group(*parts, *(self._text(f"note: {note}", _NOTE) for note in seen.notes))
 
@@ -233,7 +233,7 @@ def _ends(series: Series) -> tuple[str, str, str]:
 
 
 def _table(num_columns: int) -> Table:
-    """Return an empty table without rules or headers, whose last column may hold long texts."""
+    """Return an empty table without rules or headers; its last column wraps long texts."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False, header_style=_TITLE)
     for place in range(num_columns):
         is_last = place == num_columns - 1

@@ -38,7 +38,7 @@ SETTLED_S = 60.0
 
 
 class Watcher:
-    """Reader that follows a run while the trace grows. It takes no lock and writes no file in the trace."""
+    """Follows a run while its trace grows, without locks and without writing to the trace."""
 
     def __init__(self, trace: str | os.PathLike[str], *, pair: str = "train:rollout", steps: str = "-10:"):
         """Create a watcher. Raises InvalidOption if `pair` or `steps` is malformed."""
@@ -50,7 +50,7 @@ class Watcher:
         self._begin("")
 
     def _begin(self, run_id: str) -> None:
-        """Start to follow the run `run_id`, discarding everything read before."""
+        """Start to follow the run `run_id`, and discard everything read before."""
         self._run_id = run_id
         self._examined: Examined = {}
         self._surveyor, self._memory = Surveyor(self.pair), Memory(self.pair)
@@ -128,7 +128,7 @@ class Watcher:
         return max(0.0, time.time() - max(times)) if times else None  # clocks of two machines may differ
 
     def _rate(self, source: Source, steps: list[int]) -> tuple[float | None, str]:
-        """Return the training rate in steps per minute, and the source of the figure."""
+        """Return the training rate in steps per minute, and how it was measured."""
         if source.manifest.source.startswith("import"):
             return None, ""
         if (found := _rate_of(self._memory.times)) is not None:
@@ -137,7 +137,7 @@ class Watcher:
         if last is not None and (not self._seen_steps or last > self._seen_steps[-1][0]):
             self._seen_steps = [*self._seen_steps, (last, time.time())][-RATE_STEPS:]
         if (found := _rate_of(self._seen_steps)) is not None:
-            return found, "seen while watching"
+            return found, "measured while watching"
         return None, ""
 
     def _silence(self, source: Source) -> str:
@@ -152,7 +152,7 @@ class Watcher:
         return f"nothing recorded for {duration(age_s)}; check on {', '.join(hosts)} whether the process is alive"
 
     def _changes(self, series: dict[str, Series]) -> tuple[Moved, ...]:
-        """Return the changes in the series `_MOVING`; they are recomputed only if one of these series has grown."""
+        """Return the changes in the series `_MOVING`, computed again only if one of them has grown."""
         chosen = {name: series[name] for name in _MOVING if name in series}
         key = (
             sum(len(one.steps) for one in chosen.values()),
@@ -167,7 +167,7 @@ class Watcher:
         notes: list[str] = []
         info = f"tim-trace info {shlex.quote(self.trace)}"
         if state == WAITING:
-            notes.append("the trace exists, but no process records into it yet; waiting")
+            notes.append("the trace exists, but no process is recording to it yet; waiting")
         elif not extents.steps:
             notes.append(f"no sequences were recorded; see {info}" if ended else "no sequence recorded yet")
         elif lacking := [name for name in self.pair if name not in extents.passes]:
@@ -256,7 +256,7 @@ def _again_and_again(watcher: Watcher, every: float) -> Iterator[Watched]:
         if seen.is_over and not seen.num_unread_steps:
             return
         if not seen.num_unread_steps:
-            # A trace that is slow to read is read less often, to limit the load that watching causes.
+            # Read a slow trace less often, to limit the load of watching.
             time.sleep(max(every, 2 * (time.monotonic() - began)))
 
 

@@ -25,7 +25,7 @@ WAITING = "waiting"
 COLUMNS = (
     "reward", "length", "k3", "p99_abs_d", "max_abs_d", "entropy", "grad_norm", "clip_share", "ess", "learning_rate",
 )  # fmt: skip
-"""Series shown for the latest steps, most important first; a narrow terminal shows only the first of them."""
+"""Series shown for the latest steps, most important first; a narrow terminal shows only the first ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class Watched(Result):
     state: str
     """`waiting`, `live`, `finished`, `killed` or `stopped`."""
     exit_code: int | None = None
-    """Exit code of the recorded command; None while it runs, or if there was none."""
+    """Exit code of the recorded command; None while it runs, or without a command."""
     is_over: bool = False
     """True if nothing more will be recorded."""
     notes: tuple[str, ...] = ()
     """Notes and advice for the user, one sentence each."""
     damaged: tuple[str, ...] = ()
-    """Descriptions of unreadable or missing data, which all numbers exclude, one sentence each."""
+    """Descriptions of unreadable or missing data, which no value includes, one sentence each."""
     num_steps: int = 0
     num_unread_steps: int = 0
     """Number of steps whose tokens have not been read yet; values over the whole run exclude these steps."""
@@ -67,7 +67,7 @@ class Watched(Result):
     """Time since data was last recorded, seconds; None if unknown."""
     steps_per_minute: float | None = None
     rate_from: str = ""
-    """Source of the value of steps_per_minute."""
+    """How steps_per_minute was measured."""
     steps: str = "-10:"
     """Steps to show, in the syntax of `parse_steps`."""
     series: Mapping[str, Series]
@@ -79,7 +79,7 @@ class Watched(Result):
 
     @property
     def shown_steps(self) -> list[int]:
-        """Return the steps to show, limited to steps at which a series has a value."""
+        """Return the steps to show, out of those at which a series has a value."""
         every = next((series.steps for series in self.series.values()), np.empty(0, np.int64))
         return select_steps(self.steps, every.tolist())
 
@@ -143,7 +143,7 @@ BROKEN = "!"
 """Character that marks a NaN or an infinity."""
 
 _SPIKES = (MISMATCH, OPTIMIZER, LENGTH, POLICY)
-"""Kinds of series whose neighbouring steps are merged by their most extreme value, so that spikes show; others by the mean."""
+"""Kinds of series drawn with the most extreme of merged steps, so that spikes show; others are drawn with the mean."""
 
 
 def spark(series: Series, width: int, characters: str = BLOCKS) -> str:

@@ -84,7 +84,7 @@ def test_equal_runs_differ_in_nothing(plain, tmp_path):
     assert found.differences == ()
     assert found.within_scatter == ()
     assert {"reward", "k3", "grad_norm", "length", "learning_rate"} <= set(found.same)
-    assert sentence(found) == f"No difference in {STEPS} steps in anything that both traces record."
+    assert sentence(found) == f"No difference in the data that both traces recorded, over {STEPS} steps."
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ def test_a_replay_in_the_trace_settles_it(tmp_path):
     assert (hot.arm, rounded.arm) == ("hot", "bf16")
     assert hot.removed == 1
     assert (hot.code, found.settled_by) == ("settles", hot)
-    assert "this causes the mismatch" in effect_text(hot)
+    assert "this setting causes the mismatch" in effect_text(hot)
     d = np.concatenate(step.scored()).astype(float) - np.concatenate(step.scored(step.logits / 0.9))
     assert hot.gap_rms == pytest.approx(math.sqrt(np.mean(d * d)), rel=1e-12)
     assert rounded.removed < 0.1

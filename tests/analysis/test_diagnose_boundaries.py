@@ -97,12 +97,12 @@ def diagnosed(code="rounding", replays=(), attribution=None, jumps=()):
 @pytest.mark.parametrize(
     ("removed", "code", "words"),
     [
-        (1.0, "settles", "this causes the mismatch"),
-        (0.901, "settles", "this causes the mismatch"),
+        (1.0, "settles", "this setting causes the mismatch"),
+        (0.901, "settles", "this setting causes the mismatch"),
         (0.899, "part", "bf16 accounts for part of the mismatch"),
         (0.101, "part", "bf16 accounts for part of the mismatch"),
-        (0.099, "nothing", "bf16 does not cause the mismatch"),
-        (-0.099, "nothing", "bf16 does not cause the mismatch"),
+        (0.099, "nothing", "bf16 has no effect on the mismatch"),
+        (-0.099, "nothing", "bf16 has no effect on the mismatch"),
         (-0.101, "adds", "bf16 increases the mismatch"),
     ],
 )

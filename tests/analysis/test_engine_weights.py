@@ -215,13 +215,13 @@ def test_an_engine_of_which_no_tensor_agrees_has_no_line(tmp_path):
 
 def test_verbose_goes_with_the_engine_s_weights(tmp_path):
     done = tim_trace("weights", tmp_path, "--verbose")
-    assert (done.code, "--verbose goes with --engine" in done.stderr) == (2, True)
+    assert (done.code, "--verbose requires --engine" in done.stderr) == (2, True)
 
 
 def test_a_trace_without_digests_says_how_to_record_them(tmp_path):
     with Recorder(tmp_path / "t") as recorder:
         recorder.add_sequences(step=1, prompt_ids=[[5]], response_ids=[[7]])
-    with pytest.raises(WeightsMissing, match="contains no digests of the engine's weights"):
+    with pytest.raises(WeightsMissing, match="has no digests of the engine's weights"):
         weights(tmp_path / "t", engine=True)
     with pytest.raises(InvalidOption, match="cannot be combined"):
         weights(tmp_path / "t", engine=True, verify=True)

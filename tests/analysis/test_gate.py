@@ -92,7 +92,7 @@ def test_a_condition_says_what_fails():
 
 @pytest.mark.parametrize("text", ["k3>1", "tim.k3", "tim.k3=1", "tim.k3>", "tim.k3>x", "tim.k3>nan", "tim.>1", ""])
 def test_what_is_no_condition_is_refused(text):
-    with pytest.raises(InvalidOption, match="write check, or a number and its bound"):
+    with pytest.raises(InvalidOption, match="write check, or a metric and its bound"):
         parse_condition(text)
 
 
@@ -102,7 +102,7 @@ def test_a_metric_is_found_by_the_end_of_its_name():
     assert metric_named(parse_condition("verl.training/kl>1"), names) == "training/kl"
     with pytest.raises(InvalidOption, match="is ambiguous: rollout_corr/kl or training/kl; write the whole name"):
         metric_named(parse_condition("verl.kl>1"), names)
-    with pytest.raises(InvalidOption, match=r"verl has no number 'k3'; did you mean k3_kl"):
+    with pytest.raises(InvalidOption, match=r"verl has no metric 'k3'; did you mean k3_kl"):
         metric_named(parse_condition("verl.k3>1"), names)
     with pytest.raises(InvalidOption, match="it has k3_kl, kl, diff_max"):
         metric_named(parse_condition("verl.zzzzzz>1"), names)
@@ -408,7 +408,7 @@ def test_a_gate_does_not_pass_where_its_number_leaves_a_token_out(tmp_path, side
         ("cannot tell", True), ("cannot tell", True), ("failed", True), ("passed", False),
     ]  # fmt: skip
     for each in found[:3]:
-        assert each.how.startswith(f"of 48 tokens in the loss, {what}; they are left out; ")
+        assert each.how.startswith(f"of 48 tokens in the loss, {what}; the value excludes them; ")
     assert tim_trace("gate", tmp_path / "run", "--fail-on", "tim.k3>1e-3").code == 1
 
 
@@ -442,9 +442,9 @@ def test_what_the_trace_has_no_value_of_is_said(tmp_path):
         judged(run, "tim.prob_pearson<0.9")
     with pytest.raises(InvalidOption, match="like: got 'moon'"):
         judged(run, "moon.k3>1")
-    with pytest.raises(InvalidOption, match=r"tim has no number 'k33'; did you mean k3"):
+    with pytest.raises(InvalidOption, match=r"tim has no metric 'k33'; did you mean k3"):
         judged(run, "tim.k33>1")
-    with pytest.raises(InvalidOption, match="no condition was given"):
+    with pytest.raises(InvalidOption, match="got no condition"):
         judged(run)
     with pytest.raises(InvalidOption, match="between 0 and 1"):
         judged(run, "tim.k3>1", confidence=95)
@@ -556,7 +556,7 @@ def test_a_mean_that_passes_while_steps_do_not_is_said(late, metric, bound):
     assert "with 'any step' the condition would fail" in plain.how
     assert (any_step.verdict, any_step.fails, any_step.value) == ("failed", True, values[worst])
     assert (any_step.low, any_step.steps_beyond, any_step.worst_step) == (None, 4, worst)
-    assert any_step.how == "4 of 40 steps violate it, first step 37; the value shown is the worst step's"
+    assert any_step.how == "4 of 40 steps violate it, first step 37; the value is that of the worst step"
     assert (last.verdict, last.fails, last.steps_beyond) == ("failed", True, 3)
     assert last.low > bound
     assert "the last 3 steps, 38 to 40" in last.how

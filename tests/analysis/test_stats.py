@@ -281,7 +281,7 @@ def test_large_runs_have_quantiles_from_histograms_and_exact_ones_on_request(tmp
     assert stats(path, exact=True).dicts() == [exact]
     assert stats(path).dicts() == [found], "what was asked exactly changes no later answer"
     assert approximate(stats(path)) == [
-        "p50_abs_d, p95_abs_d and p99_abs_d are within 0.1% of the exact values; exact=True reads the tokens a second time to compute those"
+        "p50_abs_d, p95_abs_d and p99_abs_d are accurate to 0.1%; for exact values, use exact=True, which reads the tokens a second time"
     ]
     assert approximate(stats(path, exact=True)) == []
 

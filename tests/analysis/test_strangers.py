@@ -131,7 +131,7 @@ def test_a_text_is_printable_and_what_was_printable_stays():
 def test_csv_is_as_recorded_in_a_pipe_and_says_so_of_formulas(trace):
     assert EVIL[:5] in called("sql", trace, "SELECT any_value(seq_id) FROM sequences", "--csv").stdout
     for verb in ("sql", "query", "stats", "corrections", "weights"):
-        assert "a spreadsheet may read it as a formula" in re.sub(r"\s+", " ", called(verb, "--help").stdout)
+        assert "a spreadsheet may run it as a formula" in re.sub(r"\s+", " ", called(verb, "--help").stdout)
 
 
 class Tags(HTMLParser):

@@ -248,7 +248,7 @@ def test_a_proof_is_stronger_than_a_fit(invalid):
     weak = tuple(replace(each, weight=0.7) for each in invalid.checked.findings)
     found = caused(invalid, suspect("mismatch", NOISY), findings=weak)
     assert found.broken == BrokenSide(side="engine", since=None, by=("attribute",), other="recording", is_stronger=True)
-    assert "not recording: its evidence is stronger" in broken_text(found)
+    assert "not recording, for which the evidence is weaker" in broken_text(found)
 
 
 def test_bits_are_stronger_than_what_is_inferred_from_series(invalid):
@@ -260,9 +260,7 @@ def test_bits_are_stronger_than_what_is_inferred_from_series(invalid):
 def test_a_cause_beside_an_invalid_comparison_leaves_both_to_fix(invalid):
     found = caused(invalid, suspect("data", MOVED))
     assert found.broken == BrokenSide(side="data", since=7, by=("attribute",), other="recording")
-    assert (
-        broken_text(found) == "data since step 7 (found by attribute); recording as well, which did not cause the drop"
-    )
+    assert broken_text(found) == "data since step 7 (found by attribute); recording too, but it did not cause the drop"
 
 
 def test_a_trainer_that_did_not_cause_the_mismatch_is_not_its_side(unclear):

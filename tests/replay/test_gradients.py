@@ -330,7 +330,7 @@ def test_what_was_not_reproduced_is_said_with_both_numbers(loop):
     assert repr(found.steps[0].grad_norm) in gradient_sentence(found) or repr(
         found.steps[1].grad_norm
     ) in gradient_sentence(found)
-    assert "Distances to a gradient that was not reproduced are less reliable" in gradient_sentence(found)
+    assert "Comparisons with a gradient that was not reproduced are less reliable" in gradient_sentence(found)
     assert repr(found.steps[1].logged_norm) in gradient_sentence(found) or repr(
         found.steps[0].logged_norm
     ) in gradient_sentence(found)

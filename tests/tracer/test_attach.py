@@ -384,7 +384,7 @@ def test_check_s_advice_for_a_dump_is_to_attach(tmp_path):
 
 
 def test_options_of_attach_go_with_it(dumped):
-    assert "go with --attach" in tim_trace("weights", dumped, "--force").stderr
+    assert "require --attach" in tim_trace("weights", dumped, "--force").stderr
 
 
 KILLED = """

@@ -59,7 +59,7 @@ def test_a_python_that_reads_no_site_says_what_may_be_the_reason(tmp_path, flag)
     done, sequences = recorded(tmp_path, sys.executable, flag, "-c", "print('ran')")
     assert (done.code, done.stdout, sequences) == (0, "ran\n", 0)
     assert "nothing was recorded" in done.stderr
-    assert "started without -I, -E or -S" in done.stderr
+    assert "without -I, -E and -S" in done.stderr
 
 
 def test_a_virtual_environment_without_tim_trace_says_how_to_install_it_there(tmp_path):

@@ -239,6 +239,6 @@ def test_a_folder_that_is_removed_meanwhile_is_said_and_the_command_goes_on(tmp_
     )
     done = tim_trace("record", "-o", tmp_path / "run", "--", sys.executable, "-c", program)
     assert (done.code, done.stdout) == (3, "trained to the end\n")
-    assert f"{tmp_path / 'run'} was removed while the command ran: the recording is lost" in done.stderr
+    assert f"{tmp_path / 'run'} was removed while the command ran, so the recording is lost" in done.stderr
     assert not (tmp_path / "run").exists()
     assert "Traceback" not in done.stderr

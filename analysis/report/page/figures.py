@@ -1,4 +1,4 @@
-"""Charts as Bokeh figures, drawn in the reader's browser.
+"""Convert charts to Bokeh figures, which the reader's browser draws.
 
 Bokeh's script ships with its package and can be inlined (BSD-3). Bokeh draws on a canvas, and figures in one document can share
 an axis and a zoom. Text and grids use the placeholder colours of `THEME` until the page knows whether it is light or dark.
@@ -33,13 +33,13 @@ from bokeh.plotting import figure
 from ..chart import BAND, COLOURS, LINEAR, MARK, BarChart, Chart, Heatmap, Line, LineChart
 
 THEME = {"--ink-soft": "#0a0b01", "--line": "#0a0b02", "--paper": "#0a0b03"}
-"""CSS variable of the page -> the placeholder colour in figures, which the page replaces before drawing."""
+"""CSS variable of the page -> placeholder colour in figures, which the page replaces before drawing."""
 _INK, _LINE, _PAPER = THEME.values()
 
 _LEFT = 76
 """Width reserved left of each plot frame, pixels, so that stacked figures align."""
 _HOVER, _CLICK = "timTrace.hover(cb_obj.x)", "timTrace.click(cb_obj.x)"
-"""JavaScript called when the reader hovers over a step, and when the reader clicks on a step."""
+"""JavaScript called when the reader hovers over a step, and when they click on one."""
 _DASHES = ("dashed", "dotted", "dotdash", "dashdot")
 """Dash patterns for secondary lines, so that lines do not differ by colour alone."""
 _LABELS = 22
@@ -56,7 +56,7 @@ _SHORT = (
 
 
 def stacked(charts: Iterable[LineChart]) -> list[figure]:
-    """Return one figure per series, all with a shared step axis; the page itself marks the hovered and the selected step."""
+    """Return one figure per series, with a shared step axis; the page itself marks the hovered and the selected step."""
     charts = list(charts)
     if not charts:
         return []

@@ -114,7 +114,7 @@ def _number(value: float | None, digits: int = 4) -> str:
 
 
 def _sorted_by(value: float | None) -> str:
-    """Format a number as the sort key of a table cell; a missing number becomes an empty text, which sorts last."""
+    """Format a number as the sort key of a table cell; a missing number becomes empty, which sorts last."""
     if value is None or math.isnan(value):
         return ""
     return str(value) if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -125,7 +125,7 @@ def _own(name: str) -> str:
 
 
 def explained(text: str) -> Markup:
-    """Escape a text for HTML, and attach a hover note to the first use of each word in `terms.WORDS`."""
+    """Escape a text for HTML, and attach a hover note to the first use of each word in `WORDS`."""
     seen: set[str] = set()
     parts: list[Markup] = []
     end = 0
@@ -204,7 +204,7 @@ def facts_of(one: TokenSample) -> str:
     """Describe a sequence in one line."""
     facts = (
         ("reward", one.reward, ""), ("advantage", one.advantage, ""), ("largest |d|", one.max_abs_d, ""),
-        ("sum of d", one.sum_d, " nats"), ("policy version", one.policy_version, ""), ("ended by", one.finish_reason, ""),
+        ("sum of d", one.sum_d, " nats"), ("policy version", one.policy_version, ""), ("finish reason", one.finish_reason, ""),
         ("group", one.group_id, ""),
     )  # fmt: skip
     told = [

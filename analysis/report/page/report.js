@@ -1,6 +1,6 @@
 "use strict";
-// The page's own behaviour: unpacks the data, lets Bokeh draw, and shows one chosen step everywhere.
-// Everything is in this file; nothing is fetched. Text of models only ever enters by textContent.
+// Unpacks the data, draws the figures with Bokeh, and shows the selected step throughout the page.
+// Nothing is fetched. Text from models is inserted only through textContent.
 const timTrace = (() => {
   const state = {step: null, sequences: null, views: {}};
   const $ = (selector, root = document) => root.querySelector(selector);
@@ -18,7 +18,7 @@ const timTrace = (() => {
   const later = () => new Promise((done) => setTimeout(done, 0));
   const painted = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done, 0)));
 
-  const inFrame = location.protocol === "about:";  // of a notebook, where an address would be the notebook's own
+  const inFrame = location.protocol === "about:";  // in a notebook, to which the address belongs
 
   // --- data ---------------------------------------------------------------------------------------------------------
   const bytes = (text) => Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
@@ -55,7 +55,7 @@ const timTrace = (() => {
     document.body.dataset.drawn = "yes";
   }
 
-  // The series of the run are drawn first: what was chosen is told at once, and each figure below as soon as it is drawn.
+  // The run's series are drawn first, so that the values of a selected step are shown before the other figures are drawn.
   function stackDrawn() {
     lines();
     state.rows = rowsByStep();
@@ -70,7 +70,7 @@ const timTrace = (() => {
   const found = (plot, name) => plot.renderers.map((each) => each.data_source).find((each) => each && each.name === name);
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  // Colours of the page that a figure has under either theme -> their names.
+  // Properties with a colour of the theme; `names` maps each such colour, of either theme, to its CSS variable.
   const COLOURS = ["axis_label_text_color", "major_label_text_color", "axis_line_color", "major_tick_line_color",
     "grid_line_color", "label_text_color", "title_text_color", "bar_line_color", "text_color", "border_fill_color"];
   const names = new Map();
@@ -126,7 +126,7 @@ const timTrace = (() => {
 
   const nearest = (steps, x) => steps.reduce((best, step) => Math.abs(step - x) < Math.abs(best - x) ? step : best, steps[0]);
 
-  // The lines of the hovered and the chosen step stand over the figures, so that none of these is drawn anew.
+  // The lines at the hovered and the selected step are overlays, so that no figure has to be redrawn.
   function place() {
     const view = state.views[$("#run figure.chart")?.dataset.key];
     if (!view) return;
@@ -173,7 +173,7 @@ const timTrace = (() => {
     slider.setAttribute("aria-valuetext", step === null ? "whole run" : `step ${state.step}`);
     document.body.dataset.step = step === null ? "" : state.step;
     place();
-    // What was asked for is seen at once; the figures below follow one by one, unless another step is asked for.
+    // Show the selection at once, then update the figures one by one, unless another step is selected.
     await painted();
     if (turn !== state.turn) return;
     if (!inFrame) history.replaceState(null, "", step === null ? location.pathname + location.search : `#step=${state.step}`);
@@ -186,7 +186,7 @@ const timTrace = (() => {
     }
   }
 
-  // A figure over steps shows a line at the chosen one.
+  // Charts by step mark the selected step with a line.
   function update(key) {
     const span = (state.views[key].model.center ?? []).find((each) => each.name === "chosen");
     if (span) span.setv({location: state.step ?? 0, visible: state.step !== null});
@@ -213,8 +213,7 @@ const timTrace = (() => {
     $("#none-shown").hidden = shown > 0;
   }
 
-  // One row is in the order of the tabulator key, the arrow keys reach the others: what stands below is not hundreds of
-  // keys away.
+  // Tab reaches only one row and arrow keys reach the others, so that the controls below are not hundreds of Tabs away.
   const shownRows = () => $$("#sequences tbody tr").filter((row) => !row.hidden);
   function reachable(wanted) {
     const all = shownRows(), row = wanted ?? all.find((each) => each.tabIndex === 0) ?? all[0];
@@ -251,7 +250,7 @@ const timTrace = (() => {
     ratio: {title: "ln ratio", of: (one, i) => one.ratio[i], both: true, unit: "nats"},
   };
 
-  // What lies furthest off in the chosen step is open without a click, unless a sequence of that step is open already.
+  // Open the first listed sequence of the selected step, unless a sequence of that step is already open.
   function openStep() {
     if (state.open?.step === state.step) return;
     const row = $$("#sequences tbody tr").find((each) => each.dataset.step === String(state.step));
@@ -297,16 +296,16 @@ const timTrace = (() => {
     const of = mode.startsWith("p:") ? (i) => Math.exp(one.p[mode.slice(2)]?.[i] ?? NaN) : (i) => MODES[mode].of(one, i);
     const both = !mode.startsWith("p:");
     const full = both ? state.sequences.full : 1;
-    $("#scale").textContent = both ? `Full colour from ${number(full, 3)} ${MODES[mode].unit} on.` : "Dark: improbable.";
+    $("#scale").textContent = both ? `Full colour: ${number(full, 3)} ${MODES[mode].unit} or more.` : "Darker: less probable.";
     const [up, down] = mode === "ratio" ? ["likelier than when sampled", "less likely"] :
       [`likelier under ${state.sequences.pair[0]}`, `likelier under ${state.sequences.pair[1]}`];
     $("#ends").replaceChildren(...(both ? [element("span", {class: "key up", text: up}), element("span", {class: "key down", text: down})] : []));
     const text = $("#tokens-text");
     const prompt = one.prompt.map(([id, piece], i) => token(piece, {class: "token prompt", "data-prompt": i}));
-    const gap = one.num_prompt_tokens > one.prompt.length ? [element("span", {class: "cut", text: `${one.num_prompt_tokens - one.prompt.length} prompt tokens before this `})] : [];
-    const before = one.first_token ? [element("span", {class: "cut", text: ` ${one.first_token} tokens before this `})] : [];
+    const gap = one.num_prompt_tokens > one.prompt.length ? [element("span", {class: "cut", text: `${one.num_prompt_tokens - one.prompt.length} earlier prompt tokens `})] : [];
+    const before = one.first_token ? [element("span", {class: "cut", text: ` ${one.first_token} earlier tokens `})] : [];
     const rest = one.num_tokens - one.first_token - one.texts.length;
-    const after = rest > 0 ? [element("span", {class: "cut", text: ` ${rest} tokens after this`})] : [];
+    const after = rest > 0 ? [element("span", {class: "cut", text: ` ${rest} later tokens`})] : [];
     const body = one.texts.map((piece, i) => {
       const value = of(i), holes = one.holes[i];
       const made = token(piece, {class: "token", "data-i": i});
@@ -344,7 +343,7 @@ const timTrace = (() => {
     const advantage = one.advantages ? one.advantages[place] : one.advantage;
     if (advantage !== null) facts.push(["advantage", number(advantage, 6)]);
     if (one.entropy && Number.isFinite(one.entropy[place])) facts.push(["entropy", number(one.entropy[place], 6)]);
-    if (!one.mask[place]) facts.push(["mask", "does not count in the loss"]);
+    if (!one.mask[place]) facts.push(["mask", "excluded from the loss"]);
     $("#token-facts").replaceChildren(...facts.flatMap(([name, value]) => [element("dt", {text: name}), element("dd", {text: value})]));
   }
   const exact = (value) => Number.isFinite(value) ? Number(value.toPrecision(9)).toString() : String(value);
@@ -373,7 +372,7 @@ const timTrace = (() => {
     setTimeout(() => { button.textContent = said; }, 1200);
   }
 
-  // A note opens where its word stands, and is moved left as far as it would leave the window.
+  // A note opens at its word, and is shifted left if it would leave the window.
   function within(term) {
     const tip = term && $(".tip", term);
     if (!tip) return;
@@ -382,7 +381,7 @@ const timTrace = (() => {
     if (over > 0) tip.style.left = `${-Math.min(over, box.left - 8)}px`;
   }
 
-  // What sticks below the header has to know how many lines this takes.
+  // Elements that stick below the header need its height.
   function header() {
     document.documentElement.style.setProperty("--header", `${$("header").offsetHeight}px`);
   }
@@ -395,7 +394,7 @@ const timTrace = (() => {
     recolour();
   }
 
-  // An opened answer takes the room that it needs below the row of answers: no answer is stretched, nothing is covered.
+  // Reserve room below the row of answers for an opened one, so that it neither stretches an answer nor covers text.
   function makeRoom() {
     const panel = $$(".answers details[open] .why").find((each) => getComputedStyle(each).position === "absolute");
     $(".answers").style.marginBottom = panel ? `${panel.offsetHeight + 16}px` : "";
@@ -456,7 +455,7 @@ const timTrace = (() => {
       $("#trouble").append(element("code", {text: String(error)}));
       throw error;
     });
-    // What is to be read is shown first, then drawn.
+    // Show the text before drawing the figures.
     requestAnimationFrame(() => setTimeout(go, 0));
   }
 

@@ -56,7 +56,7 @@ class PaperStyle:
     font: str = FONT
     """Name of an installed font; characters missing from the font are drawn in DejaVu Sans."""
     title: bool = False
-    """True if each figure has its title drawn above; papers usually put the title in the caption instead."""
+    """True to draw a title above each figure; in papers, the title is usually in the caption."""
 
     def settings(self) -> AbstractContextManager[None]:
         """Apply the matplotlib settings while a figure is drawn or written, then restore the caller's settings."""
@@ -213,7 +213,7 @@ def _has_positive(values: Iterable[Array]) -> bool:
 
 
 def _note(axes: Axes, text: str, at: tuple[float, float], along: str, shift: tuple[float, float], **how: Any) -> None:
-    """Write a text `shift` points away from `at`, whose coordinate `along` is in data units and the other in axes units."""
+    """Write a text `shift` points from `at`; its coordinate `along` is in data units, the other in axes units."""
     axes.annotate(
         text, at, xycoords=getattr(axes, f"get_{along}axis_transform")(), xytext=shift, textcoords="offset points",
         fontsize=SMALL - 1, bbox={"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 0.3}, **how,

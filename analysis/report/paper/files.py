@@ -72,7 +72,7 @@ def write_pdf(
 
 def _cover(charts: Sequence[Chart], title: str, data: str) -> Figure:
     """Draw a cover page: the title, and per figure its page number, title and CSV file in the folder `data`."""
-    lines = [plain(title or "Figures", 80), "", "page, figure: its numbers"]
+    lines = [plain(title or "Figures", 80), "", "page  figure: data"]
     lines += [f"{page}  {plain(one.title)}: {plain(f'{data}/{one.key}.csv')}" for page, one in enumerate(charts, 2)]
     figure = Figure(figsize=(7.0, 0.6 + 0.16 * len(lines)))
     figure.text(0.04, 1 - 0.3 / figure.get_figheight(), "\n".join(lines), va="top")
@@ -90,7 +90,7 @@ _Row = tuple[Any, ...]
 
 
 def rows_of(one: Chart) -> Rows:
-    """Return a figure's data as a table, one row per point, cell, bin, bar, mark or band; NULL where a column does not apply.
+    """Return a figure's data with one row per point, cell, bin, bar, mark or band; NULL where a column does not apply.
 
     Lines: `what` is line (x, y), mark (x, low to high) or band (low to high of y); a stack adds the chart's key as first
     column. Heatmap: `what` is cell (only those with tokens) or line. Bar chart: one row per bar.
@@ -129,7 +129,7 @@ _TABLES: dict[type[Chart], tuple[tuple[str, ...], Any]] = {
     Heatmap: (("what", "line", "x", "y", "x_low", "x_high", "y_low", "y_high", "tokens"), _heatmap),
     BarChart: (("group", "name", "value", "low", "high", "text"), _bars),
 }
-"""Class of a chart -> the columns of the CSV file, and the function that yields the rows."""
+"""Class of a chart -> (columns of the CSV file, function that yields the rows)."""
 
 
 def _columns(*columns: Any) -> Iterator[_Row]:
