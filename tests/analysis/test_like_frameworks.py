@@ -667,7 +667,7 @@ def test_the_macros_give_the_same(steps):
         whole = sql(path, query)  # with what the options do not ask for
         assert whole.without(set(whole.columns) - set(shown.columns)).columns == shown.columns
         assert len(connection.execute(query).fetchall()) == len(shown)
-    with pytest.raises(InvalidOption, match="like: got 'other'; use nemo-rl"):
+    with pytest.raises(InvalidOption, match="like: got 'other'; use one of nemo-rl"):
         connect(path, like=["other"])
 
 
