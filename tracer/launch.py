@@ -80,7 +80,7 @@ def record(
     max_wait: float = MAX_WAIT_S,
     at_end: Callable[[Recording], None] | None = None,
 ) -> Recording:
-    """Run COMMAND and record what the trainers of TRL and verl, and vLLM, do in it.
+    """Run COMMAND and record what its TRL and verl trainers and its vLLM engines do.
 
     `weights` is `delta` (keep every version's weights), `none`, or `auto`: delta for a model of at most
     `weights_below`, a size such as 500MB or 2GB. `weights_from` names the folder of Hugging Face checkpoints that the
