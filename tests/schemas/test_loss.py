@@ -123,7 +123,7 @@ def test_fields_that_are_said_take_the_place_of_recorded_ones():
 
 @pytest.mark.parametrize("text", ["kind", "clip=1", "clip_low=much", "kl_weighted=1", "kind=ppo"])
 def test_a_field_that_cannot_be_is_refused(text):
-    with pytest.raises(InvalidOption, match=r"names: kind|it is a number|true or false|ppo_clip, reinforce"):
+    with pytest.raises(InvalidOption, match=r"names: kind|give a number|true or false|ppo_clip, reinforce"):
         parse_loss(text)
 
 
