@@ -1023,7 +1023,7 @@ def weights(
 @_steps
 @_prints(csv=False, wide=False)
 def attribute(trace: str, form: _Form, **options: Any) -> None:
-    """Report whether a run collapsed or declines slowly, from which step on, what changed first, and the most likely
+    """Report whether a run collapsed or is slowly declining, when that began, what changed first, and the most likely
     cause.
 
     Each suspect (mismatch, staleness, optimizer, reward, pairing, entropy, length, ...) comes with evidence for and

@@ -67,7 +67,7 @@ def _of_lists(bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advanta
 def _groups(
     bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any
 ) -> tuple[np.ndarray, list[pa.Array]]:
-    """Return the index of each group's sequence, [G], ascending, and the columns in TYPES."""
+    """Return the groups of tokens as the columns in TYPES, and the index of the sequence of each, [G], ascending."""
     one = advantage.combine_chunks() if isinstance(advantage, pa.ChunkedArray) else advantage
     tokens = tokens_of({"a": a, "b": b}, mask=mask, advantage=one.fill_null(np.nan), advantages=advantages)
     kept = tokens.where(tokens.counted_T)

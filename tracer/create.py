@@ -131,7 +131,9 @@ def _growing(folder: Path, path: str | os.PathLike[str], building: Path | None) 
 
 @contextmanager
 def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Create a trace's folder and claim it for the block; an error removes it. Raises TraceExists and StorageError."""
+    """Create a trace's folder and hold a claim on it; the folder is removed if the block raises. Raises TraceExists and
+    StorageError.
+    """
     folder = local_folder(path)
     if folder.exists() and not folder.is_dir():
         raise TraceExists(f"{path}: is a file; give a new folder")

@@ -40,7 +40,7 @@ _READ_BYTES = 64 << 20
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Retries in s3fs, which squares this for reads and multiplies it by botocore's; 4 attempts of 15 s are enough."""
+"""Tries in s3fs. Reads nest two loops of them, and botocore's tries multiply the result: here 4 attempts of 15 s."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

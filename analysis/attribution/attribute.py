@@ -39,7 +39,7 @@ def attribute(
     steps: str = ALL_STEPS,
     progress: Progress = no_progress,
 ) -> Attribution:
-    """Report whether a run collapsed or declines slowly, from which step on, what changed first, and the most likely cause.
+    """Report whether a run collapsed or is slowly declining, when that began, what changed first, and the most likely cause.
 
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with evidence for
     and against it, a probability, and the cheapest replay or rerun that would settle it. From one run it is only an

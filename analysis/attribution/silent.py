@@ -103,7 +103,7 @@ def _noise(facts: Facts) -> SilentChange | None:
 
 
 def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the steps of both samples of each pair of consecutive identical responses, and their reward difference."""
+    """For each pair of consecutive identical responses, return both steps, and their reward difference."""
     one, two = successive(rollouts.whole, rollouts.step)
     difference = rollouts.reward[two] - rollouts.reward[one]
     known = np.isfinite(difference)

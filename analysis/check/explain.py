@@ -148,8 +148,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, the first with the steps that have its tokens, if others have none although chance would have
-    put several there: the first step if they are all from one on, otherwise up to five steps.
+    """Return the findings; the first also names the steps in which its tokens occur if so many steps lack them that this
+    cannot be chance. If every step from some step to the end has them, it names that step, otherwise up to five steps.
     """
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])

@@ -26,7 +26,7 @@ the logprob."""
 LEAST_REST = 1e-3
 """Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
-"""Strength of the shrinkage towards the overall mean when averaging per token id, as a number of added tokens."""
+"""Shrinkage towards the overall mean when averaging per token id, as a pseudo-count of tokens."""
 
 
 @dataclass(kw_only=True)

@@ -116,7 +116,7 @@ NOTHING = Moves(columns={}, first=0, last=-1)
 
 
 def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> Moves:
-    """Read the quantities that may change, and the range of steps in which a change may have caused the drop."""
+    """Read the quantities to check for changes, and the range of steps in which a change could have caused the drop."""
     found = {
         "sampled": (*rollouts.sampled_by_step, 0.005),
         "trained": (*rollouts.likelihood_by_step, 0.005),

@@ -52,7 +52,7 @@ def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Ite
 BATCH_ROWS = 1024
 
 Explain = Callable[[Exception], TimTraceError]
-"""Function from an error of DuckDB to the error to raise."""
+"""Maps a DuckDB error to the error to raise."""
 
 
 Parameters = Sequence[Any] | Mapping[str, Any] | None

@@ -534,7 +534,7 @@ def test_tokens_outside_of_the_vocabulary_are_named(trace):
     ids[0][0] = 9_999
     column = pa.array(ids, table.schema.field("response_ids").type)
     pq.write_table(table.set_column(table.schema.get_field_index("response_ids"), "response_ids", column), path)
-    with pytest.raises(CannotReplay, match=r"has token 9999, outside the model's vocabulary"):
+    with pytest.raises(CannotReplay, match=r"token 9999 in its response is outside the model's vocabulary"):
         replay(trace, steps="1")
 
 
@@ -641,7 +641,7 @@ def test_vllm_s_raw_logprobs_are_brought_to_the_recorded_temperature(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"engine": "vllm", "dtype": "fp64"}, InvalidOption, "vLLM has no fp64; use fp32, bf16, fp16"),
+        ({"engine": "vllm", "dtype": "fp64"}, InvalidOption, "vLLM does not support fp64; use fp32, bf16, fp16"),
         ({"engine": "vllm", "attention": "eager"}, InvalidOption, "attention: vLLM does not support this option"),
         ({"prefix_caching": "on"}, InvalidOption, "add engine='vllm'"),
     ],

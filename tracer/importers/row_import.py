@@ -71,7 +71,7 @@ class Imported:
     held_back: tuple[str, ...] = ()
     """Incomplete parts of the dump, left for a later import; one sentence each."""
     missing: tuple[str, ...] = ()
-    """Passes without logprobs in the files, one sentence each."""
+    """One sentence for each pass whose logprobs are missing from the files."""
 
 
 class RowImport:
