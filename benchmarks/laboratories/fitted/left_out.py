@@ -1,0 +1,342 @@
+"""A fitted judge of collapses, measured beside the rules of `tim-trace attribute`: facts of a run, and one regression over them.
+
+python benchmarks/laboratories/fitted/left_out.py facts runs/laboratories/* -o benchmarks/laboratories/fitted/facts.parquet
+python benchmarks/laboratories/fitted/left_out.py score benchmarks/laboratories/fitted/facts.parquet  # each suite left out
+python benchmarks/laboratories/fitted/left_out.py fit benchmarks/laboratories/fitted/facts.parquet    # writes model.json
+
+A suite has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts as collapsed if the
+last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95. The right answer for a cause `other` is
+`unknown`. `facts` writes one row per fact, so that fitting needs no traces.
+
+The model is a multinomial logistic regression. A coefficient of a fact for the suspect that it speaks for (OWNERS) is held near the mean of such
+coefficients, every other coefficient near 0: most facts occur in few collapses, and a new kind of fact counts like its kin.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import model as applied
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from explained import unexplained
+from fact import Fact
+from model import ALONE, BESIDE, judged
+from scipy.optimize import minimize
+from table import shares_prompts, table, table_beside
+from tim_trace.analysis.attribution.run_facts import Facts, read_facts
+from tim_trace.analysis.attribution.silent import broken_steps, supposed_at
+from tim_trace.analysis.attribution.suspect import SUSPECTS
+from tim_trace.analysis.views import open_database
+
+FELL, HELD = 0.9, 0.95
+SOUND = ("sound", "harmless")
+CONFIDENT = 0.6
+BANDS = (0.5, 0.7, 0.9, 1.01)
+PAIR = ("train", "rollout")
+
+OWNERS: dict[str, str] = {
+    "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
+    "engine_disagrees not_sampled_so mismatch_at_first_step mismatch_at_first_step_without_lag engine_moves_with_mismatch "
+    "stale_weights_excluded engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch scoring_parts.lasts",
+    "staleness": "engine_stands_still earlier_weights stale_weights_match declared_lag declared_lag_grows mismatch_steady check_fails.stale "
+    "mismatch_grows_by_updates engine_parts.behind lag",
+    "optimizer": "learning_rate_spike_at_fall learning_rate_spike_before_fall update_size update_leaps update_bursts update_moves_first "
+    "setting_unusual.adam_beta1 setting_unusual.adam_beta2 setting_unusual.adam_epsilon setting_unusual.learning_rate policy_moves_at_once "
+    "gradient_moves_first update_is_other moment_is_other update_grows learning_rate grad_norm_grows_before_fall gradient_is_equal",
+    "reward": "rewards_noisy rewards_disagree_in_step rewards_of_other_rule rewards_changed likelier_earn_less.share "
+    "likelier_earned_more.lost reward_and_relation_move reward_moves_alone reward_drops_without_policy rewards_beyond_range "
+    "reward_hides_fall.with rewards_part rewards",
+    "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows "
+    "logprobs_of_other_rows scored_rows_part rewards_permuted_part rewards_of_last_step_part advantages_permuted_part rewards_permuted",
+    "data": "prompts_changed prompts_part prompts",
+    "truncation": "responses_cut.told responses_cut.seen limited_shorter endings_change endings_shift endings_become_one responses_cut_off",
+    "reference": "reference_changed reference_jumps distance_jumps returns_to_reference advantages_by_distance loss_follows_distance "
+    "gradient_moves_first.reference loss_moves_up.reference reference_parts advantages_by_distance_part moved_by_distance gradient_grows "
+    "loss_is_higher",
+    "advantages": "advantages_turn advantages_inverted advantages_of_other_sign advantages_one_sided advantages_changed.mean "
+    "advantages_changed.burst advantages_part advantages advantages.against advantages_or_rewards_part",
+    "entropy": "entropy_climbs entropy_collapses loss_follows_entropy loss_punishes_entropy loss_moves_down advantages_by_surprise "
+    "setting_unusual.entropy_coefficient advantages_by_surprise_part loss_is_lower entropy_parts_first",
+    "length": "length_pays_since length_explains_rewards length_pays.moves length_costs.moves length_pays_while_hidden.hidden "
+    "length_costs_while_hidden.hidden rewards_by_length rewards_by_length_part rewards_changed_at_one_length",
+    "unknown": "masks_change trainer_disagrees entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
+}  # fmt: skip
+"""Suspect -> the features that speak for it."""
+_OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
+_OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
+"""Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
+
+NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 1.0, 10.0, 0.75, 2.0
+"""Weights of the squared distances of coefficients from the mean and from 0; the power of a feature's spread by which it is divided; the
+weight of squared intercepts. Chosen by the logarithmic loss on left-out suites."""
+LEAST_SPREAD = 0.03
+UNSEEN_SPREAD = 0.1
+"""Spread assumed for a feature that no collapse has."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The facts of one collapse."""
+
+    suite: str
+    name: str
+    cause: str
+    situation: str
+    is_seen: bool
+    """Whether a drop was detected."""
+    facts: Mapping[int, Sequence[Fact]]
+    """Step of a supposed drop, or of the drop -> facts."""
+
+
+def owner(feature: str) -> str | None:
+    """Return the suspect that a feature speaks for, or None."""
+    name = feature.removeprefix("changed.")
+    setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", name)
+    return setting[1] if setting else _OWNER_OF.get(name)
+
+
+def share_kept(evaluations: Sequence[float]) -> float:
+    """Return the last fifth's mean over the best fifth's, above the lowest value where rewards are negative."""
+    values = np.asarray(evaluations, float)
+    width = max(len(values) // 5, 1)
+    means = np.convolve(values, np.ones(width) / width, mode="valid")
+    floor = min(float(values.min()), 0.0)
+    return float((means[-1] - floor) / max(means.max() - floor, 1e-12))
+
+
+def collapses(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the runs of a suite that collapsed while their twins did not, with their labels; those of one twin in succession."""
+    labels = [(path.parent, json.loads(path.read_text())) for path in sorted(folder.glob("*/label.json"))]
+    for run, label in sorted(labels, key=lambda each: (each[1]["twin"], each[0].name)):
+        kept, of_twin = (
+            share_kept(json.loads((folder / name / "plan.json").read_text())["evaluations"])
+            for name in (run.name, label["twin"])
+        )
+        if label["cause"] not in SOUND and kept <= FELL and of_twin >= HELD:
+            yield run, label
+
+
+def read_runs(folder: Path) -> Iterator[Run]:
+    """Yield each collapse of a suite alone and beside its twin."""
+    controls: dict[str, Facts] = {}
+    for run, label in collapses(folder):
+        known = (folder.name, run.name, label["cause"])
+        facts = read_facts(open_database(str(run / "trace")), PAIR)
+        steps = [facts.fall.step] if facts.fall else sorted(set(broken_steps(facts)))
+        at = {step: table(facts if facts.fall else supposed_at(facts, step)) for step in steps}
+        yield Run(*known, ALONE, facts.fall is not None, at)
+        if label["twin"] not in controls:
+            controls = {
+                label["twin"]: read_facts(open_database(str(folder / label["twin"] / "trace")), PAIR, is_control=True)
+            }
+        control = controls[label["twin"]]
+        facts = facts.beside(control) if shares_prompts(facts, control) else facts
+        of_run = table(facts)
+        found, parted = table_beside(facts, control, of_run)
+        step = facts.fall.step if facts.fall else parted.step if parted else None
+        if facts.fall is None and step is not None:
+            supposed = supposed_at(facts, step)
+            of_run = table(supposed)
+            found, _ = table_beside(supposed, control, of_run)
+        yield Run(*known, BESIDE, facts.fall is not None, {} if step is None else {step: (*of_run, *found)})
+
+
+def write(folders: Iterable[Path], file: Path) -> None:
+    """Write the facts of all collapses, one row per fact."""
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for folder in folders:
+        for run in read_runs(folder):
+            for step, facts in (run.facts or {-1: ()}).items():
+                for one in (None, *facts):
+                    values = (
+                        run.suite,
+                        run.name,
+                        run.cause,
+                        run.situation,
+                        run.is_seen,
+                        step,
+                        one.feature if one else "",
+                        one.level if one else 0.0,
+                    )
+                    for column, value in zip(COLUMNS, values, strict=True):
+                        rows[column].append(value)
+    pq.write_table(pa.table(dict(rows)), file, compression="zstd")
+
+
+COLUMNS = ("suite", "run", "cause", "situation", "is_seen", "step", "feature", "level")
+
+
+def read(file: Path) -> list[Run]:
+    """Read the facts of all collapses."""
+    found: dict[tuple[Any, ...], dict[int, list[Fact]]] = {}
+    for row in pq.read_table(file).to_pylist():
+        key = tuple(row[name] for name in COLUMNS[:5])
+        facts = found.setdefault(key, {})
+        if row["step"] >= 0:
+            facts.setdefault(row["step"], [])
+        if row["feature"]:
+            facts[row["step"]].append(Fact(code=row["feature"], level=row["level"]))
+    return [Run(*key, facts) for key, facts in found.items()]
+
+
+def fit(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the classes, the intercepts, and feature -> coefficients by class, from runs of one situation with a drop."""
+    runs = [run for run in runs if run.is_seen]
+    classes = list(SUSPECTS)
+    of_runs = [
+        {name: one.level for facts in run.facts.values() for name, one in unexplained(facts).items()} for run in runs
+    ]
+    is_beside = bool(runs) and runs[0].situation == BESIDE
+    names = sorted({name for levels in of_runs for name in levels} | unseen(is_beside=is_beside))
+    table_NF = np.array([[levels.get(name, 0.0) for name in names] for levels in of_runs])
+    spread_F = np.sqrt((table_NF**2).mean(0))
+    spread_F = np.where(spread_F > 0, np.maximum(spread_F, LEAST_SPREAD), UNSEEN_SPREAD) ** SCALE
+    truth_N = np.array([classes.index("unknown" if run.cause == "other" else run.cause) for run in runs])
+    owners = [owner(name) for name in names]
+    is_owner = np.array([[one == code for code in classes] for one in owners], float)
+    kinds = np.array([kind_of(name) for name in names])
+    coefficients, intercepts = _least_loss(table_NF / spread_F, truth_N, is_owner, kinds)
+    rows = np.round(coefficients / spread_F[:, None], 1)
+    return {
+        "classes": classes,
+        "intercepts": np.round(intercepts, 2).tolist(),
+        "coefficients": {name: row.tolist() for name, row in zip(names, rows, strict=True) if row.any()},
+    }
+
+
+def unseen(*, is_beside: bool) -> set[str]:
+    """Return the features that speak for a suspect, whether any collapse has them or not."""
+    settings = {
+        f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
+    }
+    return settings | {name for name in _OWNER_OF if is_beside or kind_of(name) != _OF_PAIR}
+
+
+_OF_PAIRS = re.compile(
+    r".*_(part|parts)(\..*)?|changed\..*|(advantages|lag|mismatch|rewards|prompts|learning_rate)(\.(against|later|follow))?|"
+    r"rewards_(by_length|permuted).*|rewards_of_last_step_part|(moved_by_distance|gradient_(grows|is_equal|differs)|loss_is_\w+|weights_jump|"
+    r"update_(is_other|is_equal|grows|or_loss.*)|moment_is_other|entropy_(parts_first|lower)|leaves_reference|responses_cut_off)(\..*)?"
+)
+
+
+def kind_of(feature: str) -> int:
+    """Return the kind of a feature."""
+    if "setting" in feature:
+        return _OF_SETTING
+    return _OF_PAIR if _OF_PAIRS.fullmatch(feature) else _OF_RUN
+
+
+def _least_loss(
+    table_NF: np.ndarray, truth_N: np.ndarray, is_owner: np.ndarray, kinds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return coefficients [F, C] and intercepts [C] with the least penalised logarithmic loss."""
+    (n, num), classes = table_NF.shape, is_owner.shape[1]
+    weight = np.where(is_owner > 0, NEAR_MEAN, NEAR_0)
+
+    def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
+        part, begins, means = np.split(given, [num * classes, num * classes + classes])
+        part = part.reshape(num, classes)
+        logits = table_NF @ part + begins
+        odds = np.exp(logits - logits.max(1, keepdims=True))
+        odds /= odds.sum(1, keepdims=True)
+        apart = part - is_owner * means[kinds][:, None]
+        total = -np.log(np.maximum(odds[np.arange(n), truth_N], 1e-12)).sum()
+        total += (weight * apart**2).sum() / 2 + OF_INTERCEPT * (begins**2).sum() / 2
+        odds[np.arange(n), truth_N] -= 1
+        of_means = [-(weight * apart * is_owner)[kinds == kind].sum() for kind in range(len(means))]
+        slope = table_NF.T @ odds + weight * apart
+        return total, np.r_[slope.ravel(), odds.sum(0) + OF_INTERCEPT * begins, of_means]
+
+    found = minimize(
+        loss, np.zeros(num * classes + classes + 3), jac=True, method="L-BFGS-B", options={"maxiter": 500}
+    ).x
+    return found[: num * classes].reshape(num, classes), found[num * classes :][:classes]
+
+
+def answer(run: Run, model: dict[str, Any]) -> tuple[str, float, str]:
+    """Return the first of the list, its probability, and the first that has a name; `none` where nothing is known."""
+    best = ("none", 0.0, "none")
+    for facts in run.facts.values():
+        suspects = judged(facts, run.situation, model)
+        first = suspects[0]
+        if not run.is_seen and first.code == "unknown":
+            continue
+        if first.probability > best[1]:
+            named = next(suspect for suspect in suspects if suspect.code != "unknown")
+            best = (first.code, first.probability, named.code if named.probability >= 0.05 else "none")
+    return best
+
+
+def score(runs: Sequence[Run]) -> None:
+    """Print how often the model is right on each suite, fitted on the others."""
+    for situation in (ALONE, BESIDE):
+        of_situation = [run for run in runs if run.situation == situation]
+        total: Counter[str] = Counter()
+        named: list[tuple[bool, float]] = []
+        for suite in sorted({run.suite for run in of_situation}):
+            model = fit([run for run in of_situation if run.suite != suite])
+            count: Counter[str] = Counter()
+            for run in (run for run in of_situation if run.suite == suite):
+                first, probability, suspect = answer(run, model)
+                is_named = first not in ("none", "unknown") and probability > BANDS[0]
+                if is_named:
+                    named.append((first == run.cause, probability))
+                if run.cause == "other":
+                    count.update(others=1, confident=is_named and probability >= CONFIDENT)
+                    continue
+                count.update(
+                    causes=1, right=is_named and first == run.cause, first=suspect == run.cause, unseen=not run.is_seen
+                )
+                count.update(first_unseen=not run.is_seen and suspect == run.cause)
+                if suspect != run.cause:
+                    print(f"    {run.name}: {run.cause}, first {suspect} ({first} {probability:.0%})")
+            _print(f"{situation} {suite}", count)
+            total += count
+        _print(f"{situation}, all", total)
+        for low, high in pairwise(BANDS):
+            band = [(is_right, p) for is_right, p in named if low <= p < high]
+            mean = np.mean([p for _, p in band]) if band else 0.0
+            print(
+                f"  {low:.0%} to {min(high, 1):.0%} (mean {mean:.0%}): {sum(right for right, _ in band)} of {len(band)} right"
+            )
+
+
+def _print(title: str, count: Counter[str]) -> None:
+    print(
+        f"{title}: cause {count['right']} of {count['causes']}, top suspect {count['first']} ({count['first_unseen']} of {count['unseen']} "
+        f"without a drop), others with a confident wrong name {count['confident']} of {count['others']}"
+    )
+
+
+def main() -> None:
+    """Write the facts of suites, score the model on them, or fit it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("do", choices=("facts", "score", "fit"))
+    parser.add_argument("path", type=Path, nargs="+")
+    parser.add_argument("-o", "--output", type=Path, default=Path(applied.__file__).parent / "model.json")
+    given = parser.parse_args()
+    if given.do == "facts":
+        write(given.path, given.output)
+    elif given.do == "score":
+        score(read(given.path[0]))
+    else:
+        runs = read(given.path[0])
+        models = {name: fit([run for run in runs if run.situation == name]) for name in (ALONE, BESIDE)}
+        given.output.write_text(
+            json.dumps(models, separators=(",", ":")).replace(".0,", ",").replace("-0,", "0,").replace('],"', '],\n"')
+            + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
