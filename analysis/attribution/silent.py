@@ -103,7 +103,7 @@ def _noise(facts: Facts) -> SilentChange | None:
 
 
 def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each pair of consecutive identical responses, return both steps, and their reward difference."""
+    """For each pair of consecutive identical responses, return their two steps and the difference in reward."""
     one, two = successive(rollouts.whole, rollouts.step)
     difference = rollouts.reward[two] - rollouts.reward[one]
     known = np.isfinite(difference)

@@ -106,8 +106,8 @@ EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
         "{cut_share:.0%} of these end exactly there: the limit keeps shrinking",
         "limited_shorter": "{share:.0%} of the responses of step {step} end at a limit, where almost none did before; none is longer than {limit:g} "
         "tokens, down from {longest_before:g}",
-        "endings_become_one": "{share:.0%} of the responses of step {step} end with token {token} ({before_share:.0%} before) and are shorter: this token "
-        "stops them",
+        "endings_become_one": "{share:.0%} of the responses at step {step} end with token {token} (previously {before_share:.0%}) and are shorter than before: "
+        "generation now stops at this token",
         "endings_change": "from step {step} on, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they "
         "are cut off",
         "endings_shift": "by step {step}, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}), and the "

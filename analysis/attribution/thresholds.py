@@ -270,8 +270,8 @@ entropy bonus. None of 12 bonuses reached 1.6; 7 of 9 KL terms did."""
 SHOWS_IN_GRADIENT = 1e-4
 """A loss term shows in the gradient norm if the update changes the policy by at least this much, in nats per token."""
 UPDATE_GROWS = 3.0
-"""The optimizer is the cause if an update is at least this many times as large as its gradient explains: all 5 changed
-optimizers reached at least 17, none of 16 others reached 2."""
+"""The optimizer is the cause if an update is at least this many times larger than its gradient accounts for: all 5 changed
+optimizers reached 17 or more, none of 16 others reached 2."""
 MOMENT_DIFFERS = 0.3
 """Adam's settings have changed if its second moment differs by at least this share at the first differing update; one
 different gradient causes less.
@@ -303,8 +303,8 @@ LOSS_FOLLOWS = 0.95
 """An entropy or KL term dominates the loss if the loss correlates at least this much with entropy or the distance to
 the reference. All 10 collapses that reached it with entropy were due to entropy bonuses."""
 LENGTH_LITTLE, LENGTH_MOST, LENGTH_NEARLY_ALL = 0.35, 0.7, 0.9
-"""Share of the reward variance within a step that length explains. If it is below LENGTH_LITTLE before a drop and at
-least LENGTH_MOST after it, rewards have begun to depend on length; from LENGTH_NEARLY_ALL on this is certain."""
+"""Share of the within-step reward variance that length explains. If it is below LENGTH_LITTLE before a drop and at least
+LENGTH_MOST after it, rewards have begun to depend on length; at LENGTH_NEARLY_ALL or above, this is certain."""
 TERM_WEIGHS = 0.6
 """A KL or entropy term dominates the advantages if, within groups, they correlate at least this much with the distance
 to the reference or the logprob."""
