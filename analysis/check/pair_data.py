@@ -5,6 +5,7 @@ Shapes: N sampled tokens in S sequences, K kept tokens, i.e. tokens not explaine
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
@@ -186,9 +187,9 @@ class PairData:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract recorded for pass `a` or `b`; empty if none is recorded."""
-        hashes = [name for name in getattr(self.sample, side).contracts if name]
-        return self.contracts.get(max(set(hashes), key=hashes.count), {}) if hashes else {}
+        """Return the most frequent contract recorded for pass `a` or `b`, of several the first; empty if none is recorded."""
+        counts = Counter(name for name in getattr(self.sample, side).contracts if name)
+        return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
 
 
 def once(work: Callable[[PairData], Value]) -> Callable[[PairData], Value]:

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES,
 from tim_trace.analysis.check.faults.not_computed import EQUAL
 from tim_trace.analysis.check.features import along_movement, error_structure, variance_between
 from tim_trace.analysis.check.finding import Finding
+from tim_trace.analysis.check.pair_data import PairData
 from tim_trace.analysis.check.rounding import dtype_of, precisions, value_precision
 from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_texts
 from tim_trace.analysis.trace.sums import summarize
@@ -675,3 +677,13 @@ def test_one_fault_among_findings_fails():
     assert result_of(computation, recording).broken == "computation"
     expected = replace(result_of(recording).findings[0], is_expected=True)
     assert replace(result_of(EQUAL), findings=(expected,)).is_valid
+
+
+def test_of_equally_frequent_contracts_the_first_counts():
+    for number in range(20):
+        one, two = (f"{name}{number}" for name in ("one", "two"))
+        data = SimpleNamespace(
+            sample=SimpleNamespace(a=SimpleNamespace(contracts=[one, None, two, two, one])),
+            contracts={name: {"name": name} for name in (one, two)},
+        )
+        assert PairData.contract(data, "a") == {"name": one}
