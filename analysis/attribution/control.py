@@ -334,7 +334,7 @@ def _rewards(facts: Facts, control: Facts) -> Iterator[Difference]:
     length = length_correlation(difference[chosen], a.length[at_a][chosen], a.step[at_a][chosen])
     if abs(length) > ft.LENGTH_EXPLAINS:
         yield Difference(suspect="length", code="rewards_by_length", values=values | {"correlation": length})
-    elif _permuted(a, b) or facts.rewards_lie_off:
+    elif permuted(a, b) or facts.rewards_lie_off:
         yield Difference(suspect="pairing", code="rewards_permuted", values=values)
     else:
         yield Difference(suspect="reward", code="rewards", values=values)
@@ -346,7 +346,7 @@ def _noise(rollouts: Rollouts) -> float:
     return 0.0 if math.isnan(unequal) else unequal
 
 
-def _permuted(a: Rollouts, b: Rollouts) -> bool:
+def permuted(a: Rollouts, b: Rollouts) -> bool:
     """Return True if the first step whose rewards differ has the baseline run's rewards in another order."""
     for step in np.unique(a.step):
         one, two = a.step == step, b.step == step

@@ -191,6 +191,14 @@ class Facts:
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
 
+    @property
+    def longest(self) -> np.ndarray:
+        """Length of the longest response at each step, [n] tokens; NaN where there are no sequences."""
+        longest = np.full(len(self.steps), np.nan)
+        steps, starts = np.unique(self.rollouts.step, return_index=True)
+        longest[np.searchsorted(self.steps, steps)] = np.maximum.reduceat(self.rollouts.num_tokens, starts)
+        return longest
+
     @cached_property
     def since_fall(self) -> Rollouts:
         """The sequences from the earliest possible onset of the drop; all sequences if there is no drop."""

@@ -114,7 +114,9 @@ _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS 
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
 """Number of standard errors that chance does not reach, even once in a thousand steps."""
-BATCH, LENGTH = "a constant for the whole batch", "length"
+BATCH = "a constant for the whole batch"
+_OF_OWN = {"clipped": "advantages_clipped", "by_length": "advantages_by_length"}
+"""Name of a rule that changes advantages after subtracting the group's mean -> code."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
@@ -271,9 +273,8 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         baseline = found("baseline", off, numbers, notice=not _NAMES_GROUP.search(declared))
         if baseline.since is not None or not _NAMES_OTHER.search(declared):
             yield _fault_if_changed(baseline)
-    elif name in ("clipped", LENGTH):
-        code = "advantages_clipped" if name == "clipped" else "advantages_by_length"
-        yield found(code, off, numbers, notice=True)
+    elif name in _OF_OWN:
+        yield found(_OF_OWN[name], off, numbers, notice=True)
     elif name:
         yield found("rewards_of_other_rows" if name.startswith("rewards") else "baseline", off, numbers)
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
@@ -294,7 +295,7 @@ class AdvantageRule:
     """The rule that turns rewards into advantages at one step."""
 
     name: str
-    """`own` for the group's mean, `constant`, `clipped`, or the name of the baseline or reward order that fits; empty
+    """`own` for the group's mean, `constant`, a key of _OF_OWN, or the name of the baseline or reward order that fits; empty
     if nothing fits; `none` if rewards are equal within every group.
     """
     correlation: float = 0.0
@@ -338,7 +339,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
     # A correct rule leaves less than 1 % of the variance unexplained (eps, rounding), far less than the group mean
     # leaves.
     is_clear = bool(name) and fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
-    if has_own and not (is_clear and name in ("clipped", LENGTH)):
+    if has_own and not (is_clear and name in _OF_OWN):
         return AdvantageRule(name="own", factor=_factor(r, a, x, spread, n), correlation=correlation, freedom=freedom)
     return AdvantageRule(
         name=name if is_clear else "", correlation=correlation, freedom=freedom, between=between, fit=fits.get(name, 0.0), own=own
@@ -362,7 +363,7 @@ def _others(
         "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
         f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
         "rewards of the same group in another order": normalised(r[order], g),
-        LENGTH: [each / length for each in normalised(r, g)],
+        "by_length": [each / length for each in normalised(r, g)],
     }
     by_group = np.argsort(g, kind="stable")
     rank = np.empty(len(r), np.int64)

@@ -1,7 +1,6 @@
 """Features of a mismatch that no explanation predicts token by token: numbers from which `kinds` tells its kind.
 
-The 27 features are those left of 83 after dropping, again and again, the ones with the smallest coefficients, as long as the
-fitted model named no fewer faults of authors that it was not fitted to.
+Of 83 features tried, these 27 suffice: with them, the fitted model names as many faults of authors whose cases it has not seen.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -118,6 +117,7 @@ def _contrast(values: np.ndarray, inside: np.ndarray) -> float:
     return float(values[inside].mean() - values[~inside].mean()) / max(float(values.std()), 1e-9)
 
 
+@once
 def _moved(data: PairData) -> np.ndarray:
     """Return the change [K] of the logit that explains d, with the largest and smallest hundredth clipped, nats."""
     moved = data.d / data.scale

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..advice import NOTHING, Advice
 from .pair_data import PairData
 
@@ -17,6 +18,8 @@ Broken = Literal["recording", "engine", "trainer", "computation", "versions"]
 """What must be fixed. `recording`: the two passes do not hold the same quantity for the same tokens. `engine`, `trainer`:
 that side used the wrong weights, cache, experts, context or precision; `computation` if the trace does not show which.
 `versions`: nothing must be fixed; the policy versions of engine and trainer differ, as in asynchronous training."""
+SIDES: Mapping[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
+"""Pass -> what must be fixed if its values are wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,11 @@ DEGREES = 3.0
 large models are no heavier.
 """
 MAX_FLIP_NATS = 3.0
-"""Largest logit error, nats, that is attributed to a different expert if the model is not known to be a mixture of
-experts, for log-odds with a `spread` of as much; in proportion for a larger one.
+"""Largest logit error, nats, attributed to a different expert if the model is not known to be a mixture of experts; where
+`spread` is larger, it is the limit.
 """
 MIN_OFF_TOKENS = 5
-"""Minimum number of tokens off to report; with fewer, only those off by more than MAX_FLIP_NATS are reported."""
+"""Minimum number of tokens off to report; with fewer, only those off by more than `max_flip` are reported."""
 LEAST_SHARE = 6.0
 """The noise assumed for a run is at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
 bit-identical, the measured noise is almost 0.

@@ -41,9 +41,7 @@ def _limited(facts: Facts) -> list[Evidence]:
     if facts.fall is None:
         return []
     limited, first = facts.values("share_length_limited"), facts.fall.interval[0] - int(ft.AHEAD)
-    longest = np.full(len(facts.steps), np.nan)
-    steps, starts = np.unique(facts.rollouts.step, return_index=True)
-    longest[np.searchsorted(facts.steps, steps)] = np.maximum.reduceat(facts.rollouts.num_tokens, starts)
+    longest = facts.longest
     known = np.isfinite(limited) & np.isfinite(longest)
     before = known & (facts.steps < first)
     last = facts.fall.latest + int(ft.AHEAD)

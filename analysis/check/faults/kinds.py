@@ -9,14 +9,14 @@ import numpy as np
 from ...advice import Advice
 from .. import commands
 from ..features import growth, repeats
-from ..finding import Broken, Fault, Finding, Number
+from ..finding import SIDES, Broken, Fault, Finding, Number
 from ..kinds import ROUNDING, SIZE, judged, judged_words, probabilities, reasons
 from ..likelihood import Hypothesis, located, max_flip
 from ..pair_data import PairData
 from ..rounding import HALF_ULP, allowed_noise, dtype_of, is_mixture, level, precisions
 from ..where import Where
 from .sampling import PENALTY
-from .values import SIDES, UNRELATED
+from .values import UNRELATED
 from .weights import WEIGHTS, measured
 
 MIN_SECOND = 0.2

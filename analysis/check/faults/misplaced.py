@@ -107,7 +107,7 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Return the hypothesis that `source`, [K] kept token or -1, has the values of `tokens` in pass b, or in a if `of_a`."""
+    """Return the hypothesis that pass b holds the values of `tokens` at the tokens `source`, [K] index or -1; pass a if `of_a`."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)
@@ -310,14 +310,17 @@ def _matches(data: PairData) -> np.ndarray | None:
     at, come = ((start[windows[fits]][:, None] + span).ravel() for windows in (wanted, nearest))
     best_last = np.argsort(-np.abs(data.b[at] - data.a[come]), kind="stable")
     source[at[best_last]] = come[best_last]
-    for step in (1,) * 64 + (-1,) * 64:  # extend the matches as long as the values match
-        at = np.flatnonzero(source < 0)
-        at = at[(at >= step) & (at - step < data.num_kept)]
-        at = at[(source[at - step] >= 0) & (data.seq[at] == data.seq[at - step])]
-        come = source[at - step] + step
-        at, come = (each[(come >= 0) & (come < data.num_kept)] for each in (at, come))
-        fits = (data.seq[come] == data.seq[come - step]) & (np.abs(data.b[at] - data.a[come]) <= np.abs(data.d[at]))
-        source[at[fits]] = come[fits]
+    for step in (1, -1):  # extend the matches as long as the values match
+        for _ in range(64):
+            at = np.flatnonzero(source < 0)
+            at = at[(at >= step) & (at - step < data.num_kept)]
+            at = at[(source[at - step] >= 0) & (data.seq[at] == data.seq[at - step])]
+            come = source[at - step] + step
+            at, come = (each[(come >= 0) & (come < data.num_kept)] for each in (at, come))
+            fits = (data.seq[come] == data.seq[come - step]) & (np.abs(data.b[at] - data.a[come]) <= np.abs(data.d[at]))
+            source[at[fits]] = come[fits]
+            if not fits.any():
+                break
     return source
 
 
@@ -370,11 +373,3 @@ def row_means(costs: np.ndarray) -> np.ndarray:
     """Return the mean [R] of the finite costs in each row; NaN for rows without any."""
     count = np.isfinite(costs).sum(axis=1)
     return np.where(count > 0, np.nansum(costs, axis=1) / np.maximum(count, 1), np.nan)
-
-
-def row_spreads(data: PairData, values: np.ndarray) -> np.ndarray:
-    """Return the standard deviation [S] of `values`, [K], within each sequence; NaN for those with fewer than three."""
-    count = np.bincount(data.seq, minlength=data.sample.num_sequences)
-    mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
-    squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
-    return np.where(count >= 3, np.sqrt(squares / np.maximum(count, 1)), np.nan)

@@ -17,7 +17,6 @@ from ..pair_data import PairData, declared
 from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from ..where import places
-from .misplaced import row_spreads
 from .sampling import recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
@@ -33,7 +32,8 @@ IMPOSSIBLE_LOGPROB = -80.0
 _SHARED_FACTOR = 10
 """Minimum number of contexts in which both passes have the same value, relative to nearby values, for it to be a placeholder."""
 _REPEATED_FACTOR = 3
-"""The same for a value of one pass, at which the other pass differs."""
+"""Minimum number of contexts in which one pass has a value that the other does not, relative to nearby values, for the value to be a
+placeholder."""
 _WINDOW_NATS = 0.05
 """Maximum distance, nats, between a constant and the nearby values that show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
@@ -330,8 +330,8 @@ def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: floa
 def find_constant_rows(data: PairData) -> list[Hypothesis]:
     """Detect a pass with the same value at all tokens in a sequence, such as their mean or sum, while the other pass varies."""
     for side, other, values, others in (("a", "b", data.a, data.b), ("b", "a", data.b, data.a)):
-        spread = row_spreads(data, values)
-        asked = np.isfinite(spread) & (row_spreads(data, others) > 0.05)
+        spread = _spreads(data, values)
+        asked = np.isfinite(spread) & (_spreads(data, others) > 0.05)
         if asked.sum() >= 3 and np.all(spread[asked] < 1e-3) and np.std(values) > 1e-3:
             count = np.maximum(np.bincount(data.seq, minlength=len(spread)), 1)
             own, sums = (np.bincount(data.seq, each, len(spread)) for each in (values, others))
@@ -345,6 +345,14 @@ def find_constant_rows(data: PairData) -> list[Hypothesis]:
             )  # fmt: skip
             return [predicting(data, finding, np.zeros(data.num_kept), 5.0 * asked.sum())]
     return []
+
+
+def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
+    """Return the standard deviation [S] of `values`, [K], within each sequence; NaN for those with fewer than three."""
+    count = np.bincount(data.seq, minlength=data.sample.num_sequences)
+    mean = np.bincount(data.seq, values, len(count)) / np.maximum(count, 1)
+    squares = np.bincount(data.seq, (values - mean[data.seq]) ** 2, len(count))
+    return np.where(count >= 3, np.sqrt(squares / np.maximum(count, 1)), np.nan)
 
 
 def find_equal(data: PairData) -> list[Finding]:
@@ -386,10 +394,10 @@ def find_copied_rows(data: PairData) -> list[Finding]:
     telling_others = fine[data.seq] & (data.b < -1e-3)
     seq, equal = data.seq[telling_others], data.d[telling_others] == 0.0
     equal_elsewhere = float(np.mean(equal)) if len(equal) else 1.0
-    # If nothing was copied, fully equal rows occur together with mostly equal ones.
-    mostly = int(np.sum(np.bincount(seq, equal, size) > 0.5 * np.maximum(np.bincount(seq, minlength=size), 1)))
     if equal_elsewhere > MAX_EQUAL_ELSEWHERE:
         return []  # values coincide so often that whole rows can
+    # If nothing was copied, fully equal rows occur together with mostly equal ones.
+    mostly = int(np.sum(np.bincount(seq, equal, size) > 0.5 * np.maximum(np.bincount(seq, minlength=size), 1)))
     few = copied.sum() < 3 and telling[copied].max() < 16  # a short row may be equal by chance
     expected = size * max(equal_elsewhere, 1e-3) ** telling[copied].max()
     if few or expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:

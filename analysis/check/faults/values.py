@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ...statistics.moments import pearson
 from .. import commands
 from ..features import exact_rows, sampled_mean, sampled_score
-from ..finding import Broken, Fault, Finding, Number
+from ..finding import SIDES, Fault, Finding, Number
 from ..kinds import judged, judged_words
 from ..likelihood import Hypothesis, of_signs, predicting
 from ..pair_data import PairData, declared
@@ -118,8 +117,6 @@ UNRELATED = Fault(
         "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly"
     },
 )
-SIDES: dict[str, Broken] = {ROLLOUT: "engine", TRAIN: "trainer", CURRENT: "trainer"}
-"""Pass -> what must be fixed if its values are wrong."""
 MIN_CORRELATION = 0.3
 """Correlation between the logprobs of two passes below which they belong to different tokens or models. With rounding,
 different weights or a different temperature it stays above 0.8; for unrelated values it is 0."""
@@ -368,20 +365,19 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         correlation = max(correlation if (within := _within_ids(data)) is None else within, 0.0)
     if correlation >= MIN_CORRELATION:
         return []
-    side, sampled, mean, broken = "b", "unknown", None, UNRELATED.broken
     means = {name: float(np.mean(getattr(data, name))) for name in "ab"}
     lower, higher = sorted(means, key=lambda each: means[each])
-    if means[lower] < min(2 * means[higher], means[higher] - 1):
+    is_improbable = means[lower] < min(2 * means[higher], means[higher] - 1)
+    scores = {name: sampled_score(data, name) for name in "ab" if getattr(data.sample, name).entropy is not None}
+    name = min(scores, key=lambda each: abs(scores[each]), default=None)
+    mean = None if name is None else sampled_mean(data, name)
+    side, sampled, broken = "b", "unknown", UNRELATED.broken
+    if name is not None and mean is not None and abs(scores[name]) >= 6 and abs(mean) >= 0.1:
+        side, sampled, broken = lower if is_improbable else "b", "from_neither", "computation"
+    elif is_improbable:
         side, sampled, broken = lower, "improbable", SIDES.get(data.names[lower], "computation")
-    known = {name: sampled_score(data, name) for name in "ab" if getattr(data.sample, name).entropy is not None}
-    if known:
-        name = min(known, key=lambda each: abs(known[each]))
-        mean = sampled_mean(data, name)
-        is_from_other = abs(known[name]) < 6 or abs(mean) < 0.1
-        if not is_from_other:
-            sampled, broken = "from_neither", "computation"
-        elif sampled == "unknown":
-            side, sampled = ("b" if name == "a" else "a"), "from_other"
+    elif name is not None:
+        side, sampled = "b" if name == "a" else "a", "from_other"
     finding = UNRELATED.finding(
         data, "no_correlation", next=commands.tokens(data), broken=broken,
         numbers={

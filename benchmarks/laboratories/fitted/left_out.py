@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,15 +33,16 @@ from explained import unexplained
 from fact import Fact
 from model import ALONE, BESIDE, judged
 from scipy.optimize import minimize
-from table import shares_prompts, table, table_beside
+from table import table, table_beside
+from tim_trace.analysis.attribution.control import shares_prompts
 from tim_trace.analysis.attribution.run_facts import Facts, read_facts
 from tim_trace.analysis.attribution.silent import broken_steps, supposed_at
 from tim_trace.analysis.attribution.suspect import SUSPECTS
 from tim_trace.analysis.views import open_database
 
-FELL, HELD = 0.9, 0.95
-SOUND = ("sound", "harmless")
-CONFIDENT = 0.6
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from left_out import CONFIDENT, FELL, HELD, SOUND, share_kept
+
 BANDS = (0.5, 0.7, 0.9, 1.01)
 PAIR = ("train", "rollout")
 
@@ -103,15 +105,6 @@ def owner(feature: str) -> str | None:
     name = feature.removeprefix("changed.")
     setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", name)
     return setting[1] if setting else _OWNER_OF.get(name)
-
-
-def share_kept(evaluations: Sequence[float]) -> float:
-    """Return the last fifth's mean over the best fifth's, above the lowest value where rewards are negative."""
-    values = np.asarray(evaluations, float)
-    width = max(len(values) // 5, 1)
-    means = np.convolve(values, np.ones(width) / width, mode="valid")
-    floor = min(float(values.min()), 0.0)
-    return float((means[-1] - floor) / max(means.max() - floor, 1e-12))
 
 
 def collapses(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 from fact import Fact, fact, of_ratio
+from tim_trace.analysis.attribution.control import permuted
 from tim_trace.analysis.attribution.divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.settings import suspect_of
@@ -15,7 +16,7 @@ from tim_trace.analysis.facts import thresholds as ft
 from tim_trace.analysis.facts.recorded import read_recorded
 from tim_trace.analysis.facts.relations import correlation, length_correlation, relation
 from tim_trace.analysis.facts.repeats import repeated_responses
-from tim_trace.analysis.facts.rollouts import Rollouts, least_reward, reward_differences, shared_responses
+from tim_trace.analysis.facts.rollouts import least_reward, reward_differences, shared_responses
 from tim_trace.analysis.facts.two_runs import moved_tokens
 from tim_trace.schemas.passes import REFERENCE
 
@@ -149,21 +150,10 @@ def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator
     by_length = length_correlation(difference[chosen], a.length[at_a][chosen], a.step[at_a][chosen])
     if abs(by_length) > ft.LENGTH_EXPLAINS:
         yield fact("rewards_by_length", abs(by_length), correlation=by_length, **values)
-    elif facts.rewards_lie_off or _permuted(a, b):
+    elif facts.rewards_lie_off or permuted(a, b):
         yield fact("rewards_permuted", math.sqrt(share), **values)
     else:
         yield fact("rewards", math.sqrt(share), **values)
-
-
-def _permuted(a: Rollouts, b: Rollouts) -> bool:
-    """Return True if the first step whose rewards differ has the baseline run's rewards in another order."""
-    for step in np.unique(a.step):
-        one, two = a.at_step(step), b.at_step(step)
-        if len(one.step) != len(two.step) or not (one.whole == two.whole).all():
-            return False
-        if not np.allclose(one.reward, two.reward, equal_nan=True):
-            return bool(np.allclose(np.sort(one.reward), np.sort(two.reward), equal_nan=True))
-    return False
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:

@@ -77,9 +77,7 @@ def limited(facts: Facts) -> Iterator[Fact]:
     """Yield a step near the onset whose responses end at a limit shorter than the longest earlier ones."""
     assert facts.fall is not None
     share, begins = facts.values("share_length_limited"), facts.fall.interval[0] - int(ft.AHEAD)
-    longest = np.full(len(facts.steps), np.nan)
-    steps, starts = np.unique(facts.rollouts.step, return_index=True)
-    longest[np.searchsorted(facts.steps, steps)] = np.maximum.reduceat(facts.rollouts.num_tokens, starts)
+    longest = facts.longest
     known = np.isfinite(share) & np.isfinite(longest)
     before = known & (facts.steps < begins)
     near = np.flatnonzero(known & (facts.steps >= begins) & (facts.steps <= facts.fall.latest + int(ft.AHEAD)))

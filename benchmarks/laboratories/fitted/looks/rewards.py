@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 from fact import Fact, fact, of_ratio
 from tim_trace.analysis.attribution.run_facts import Facts
+from tim_trace.analysis.attribution.suspects.timing import AFTER, order
 from tim_trace.analysis.facts import thresholds as ft
 from tim_trace.analysis.facts.conditions import ADVANTAGES
 from tim_trace.analysis.facts.moves import POLICY
 from tim_trace.analysis.facts.relations import relation
 
-from looks.order import AFTER, order
 from looks.training import nearness, values_of
 
 _ORDERS = {
