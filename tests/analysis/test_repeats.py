@@ -58,6 +58,8 @@ def facts(**given):
     }  # fmt: skip
     found = SimpleNamespace(**usual | given)
     found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
+    if isinstance(given.get("rollouts"), Rollouts):
+        found.longest = Facts.longest.fget(found)
     return found
 
 
