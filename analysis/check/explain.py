@@ -13,9 +13,9 @@ from ..advice import NOTHING
 from .faults.kinds import COMPUTATION, equal_weights, find_kinds, find_placed, find_router_flips, is_fault
 from .faults.misplaced import find_broken, find_placement
 from .faults.not_computed import (
+    EQUAL,
     find_constant_rows,
     find_constants,
-    find_copied_rows,
     find_equal,
     find_missing,
     find_shared_constants,
@@ -25,7 +25,9 @@ from .faults.places import (
     BOUNDARY,
     BY_TIME,
     ONE_PLACE,
+    ROUNDING,
     SUBSET,
+    TOO_FEW,
     find_place,
     find_subset,
     rounding,
@@ -41,7 +43,14 @@ from .faults.values import (
     find_unit,
     find_unrelated,
 )
-from .faults.weights import find_adapter, find_declared, find_earlier_growth, find_engine_weights, weights_agree
+from .faults.weights import (
+    declared_precision,
+    find_adapter,
+    find_declared,
+    find_earlier_growth,
+    find_engine_weights,
+    weights_agree,
+)
 from .features import not_repeatable
 from .finding import Finding, Number
 from .likelihood import Hypothesis, nobodys
@@ -83,8 +92,30 @@ _PLACES = (find_place, find_subset, find_placed)
 def explain(data: PairData) -> list[Finding]:
     """Return the findings, most probable first; never empty."""
     engine = find_engine_weights(data)
-    rest = _explain(data, is_known=bool(engine))
+    parts = [_explain(part, is_known=bool(engine)) for part in _by_precision(data)]
+    rest: list[Finding] = []
+    for part in parts:
+        rest = _added(rest, [each for each in part if each.code not in _PLAIN or len(parts) == 1], None)
+    if len(parts) > 1:
+        rest = sorted(rest, key=lambda each: not each.fails)
+        if not any(each.fails for each in rest):
+            rest += [each for part in parts for each in part if each.code in _PLAIN]
     return [*engine, *(each for each in rest if each.fails or not engine)]
+
+
+_PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
+"""Verdicts without a fault that hold for one part of a run; a fault in another part replaces them."""
+
+
+def _by_precision(data: PairData) -> list[PairData]:
+    """Return the data of the sequences whose contracts declare the same dtypes and quantisation, the largest part first."""
+    names = list(zip(data.sample.a.contracts, data.sample.b.contracts, strict=True))
+    precision = {each: [declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)}
+    kinds = np.array([str(precision[each]) for each in names])[data.seq]
+    found, counts = np.unique(kinds, return_counts=True)
+    if len(found) < 2:
+        return [data]
+    return [data.within(kinds == found[each]) for each in np.argsort(-counts, kind="stable")]
 
 
 def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
@@ -104,10 +135,10 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     if data.num_kept < MIN_LOGPROBS:
         equal = [finding for finding in find_equal(data) if not finding.fails]
         return facts or _gross(data) or equal or [too_few(data, MIN_LOGPROBS)]
-    copied = find_copied_rows(data)
-    if not copied and (equal := find_equal(data)):
+    equal = find_equal(data)
+    if not data.d.any():
         return [*facts, *(each for each in equal if each.fails or not facts)]
-    found: list[Finding] = list(copied) if is_known else [*copied, *_explained(data)]
+    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(data)]
     if not any(finding.fails for finding in (*found, *facts)):
         found += [each.finding for each in find_unsampled(data)]
         if not any(finding.fails for finding in found):

@@ -187,8 +187,10 @@ class PairData:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract recorded for pass `a` or `b`, of several the first; empty if none is recorded."""
-        counts = Counter(name for name in getattr(self.sample, side).contracts if name)
+        """Return the most frequent contract of the kept sequences in pass `a` or `b`, of several the first; empty if none is
+        recorded."""
+        names = getattr(self.sample, side).contracts
+        counts = Counter(names[row] for row in np.unique(self.seq) if names[row])
         return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
 
 

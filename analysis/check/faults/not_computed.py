@@ -14,9 +14,8 @@ from .. import commands
 from ..finding import Fault, Finding, Number
 from ..likelihood import Hypothesis, predicting
 from ..pair_data import PairData, declared
-from ..rounding import allowed_noise, dtype_of, half_ulp, precisions
+from ..rounding import dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
-from ..where import places
 from .sampling import recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
@@ -41,12 +40,6 @@ MIN_COPIED_TOKENS = 4
 COPIED_BY_CHANCE = 1e-4
 """Maximum expected number of groups of rows that are equal by chance, estimated from the share of equal tokens in all other
 rows."""
-MAX_EQUAL_ELSEWHERE = 0.2
-"""Maximum share of equal tokens in the other rows for equal rows to be copies: two executions in 16 bits can agree in all
-tokens of one row and in a third of the tokens of another."""
-_OF_FORWARD = ("forward_row", "pad_left", "not_first", "shorter")
-"""First words of the features that describe a row's place in its forward pass."""
-
 _EVIDENCE = {
     "missing": "{side} has {value} where {other} has a logprob, for {num_tokens:,} tokens {at}",
     "missing_in_both": "neither {side} nor {other} has a finite logprob ({side}: {value}) for {num_tokens:,} tokens {at}",
@@ -63,8 +56,8 @@ _EVIDENCE = {
     "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
     "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
     "{differing}: {copied_text}",
-    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, but only "
-    "{equal_elsewhere:.1%} of the tokens of the others: these rows were copied from the other pass",
+    "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
+    "contracts name {differing}: these rows were copied from the other pass",
 }
 _REASONS = {
     "improbable": "; elsewhere it has {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
@@ -101,6 +94,7 @@ _WORDS = {
         else "no contract gives a reason to differ"
     },
     "equal_against_contracts": _differences,
+    "copied_rows": _differences,
 }
 
 
@@ -356,61 +350,40 @@ def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """Detect that every compared token has bitwise-equal logprobs in both passes."""
-    if not data.num_kept or np.any(data.d != 0.0):
-        return []
-    a, b = data.contract("a"), data.contract("b")
-    numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
-    if differing := _differing(a, b):
-        # Two engines can be built to give equal bits; two dtypes cannot.
-        return [
-            COPIES.finding(
-                data, "equal_against_contracts", is_expected="dtype_a" not in differing,
-                next=commands.replay(data, "", "as-recorded"), numbers=numbers | differing,
-            )
-        ]  # fmt: skip
-    return [EQUAL.finding(data, "equal_bits", numbers=numbers | {"contracts_known": int(bool(a and b))})]
+    """Detect that all compared tokens are bitwise equal in both passes, or that whole sequences are although the passes were
+    computed in different dtypes.
 
-
-def find_copied_rows(data: PairData) -> list[Finding]:
-    """Detect that some sequences have bitwise-equal logprobs in both passes and all others do not."""
+    With one dtype, both passes can compute the same bits for some sequences, such as those without padding.
+    """
     if not data.num_kept:
         return []
-    size, steps = data.sample.num_sequences, data.sample.steps
-    num = np.bincount(data.seq, minlength=size)
-    telling = np.bincount(data.seq, data.b < -1e-3, minlength=size)
-    same = np.bincount(data.seq, data.d == 0.0, minlength=size) == num
-    copied = same & (telling >= MIN_COPIED_TOKENS)
-    others = ~same & (num > 0)
-    if not copied.any() or not others.any() or steps[copied].max() < steps[others].min():
-        return []  # in the last case the engine was exact, or not yet stale, at first
-    # Chance agreement is measured in the steps with equal rows: at other steps the engine may hold different weights.
-    beside = others & np.isin(steps, steps[copied])
-    beside = beside if beside.any() else others
-    # It is measured in rows at the level of rounding. If all other rows have a fault, equal rows may be the only right ones.
-    fine = beside & (np.bincount(data.seq, data.d**2, size) / np.maximum(num, 1) < allowed_noise(data) ** 2)
-    if not fine.any():
+    differing = _differing(data.contract("a"), data.contract("b"))
+    if not data.d.any():
+        numbers: dict[str, Number] = {"num_tokens": data.num_kept, **data.names}
+        if differing:
+            # Two engines can be built to give equal bits; two dtypes cannot.
+            return [
+                COPIES.finding(
+                    data, "equal_against_contracts", is_expected="dtype_a" not in differing,
+                    next=commands.replay(data, "", "as-recorded"), numbers=numbers | differing,
+                )
+            ]  # fmt: skip
+        known = bool(data.contract("a") and data.contract("b"))
+        return [EQUAL.finding(data, "equal_bits", numbers=numbers | {"contracts_known": int(known)})]
+    size = data.sample.num_sequences
+    num, telling, equal = (
+        np.bincount(data.seq, each, minlength=size)
+        for each in (None, data.b < -1e-3, (data.d == 0.0) & (data.b < -1e-3))
+    )
+    copied = (telling >= MIN_COPIED_TOKENS) & (equal == telling)
+    elsewhere = float(equal[~copied].sum() / max(telling[~copied].sum(), 1))
+    expected = size * max(elsewhere, 1e-3) ** telling.max(where=copied, initial=0)
+    if "dtype_a" not in differing or not copied.any() or expected > COPIED_BY_CHANCE:
         return []
-    telling_others = fine[data.seq] & (data.b < -1e-3)
-    seq, equal = data.seq[telling_others], data.d[telling_others] == 0.0
-    equal_elsewhere = float(np.mean(equal)) if len(equal) else 1.0
-    if equal_elsewhere > MAX_EQUAL_ELSEWHERE:
-        return []  # values coincide so often that whole rows can
-    # If nothing was copied, fully equal rows occur together with mostly equal ones.
-    mostly = int(np.sum(np.bincount(seq, equal, size) > 0.5 * np.maximum(np.bincount(seq, minlength=size), 1)))
-    few = copied.sum() < 3 and telling[copied].max() < 16  # a short row may be equal by chance
-    expected = size * max(equal_elsewhere, 1e-3) ** telling[copied].max()
-    if few or expected > COPIED_BY_CHANCE or mostly > copied.sum() / 4:
-        return []
-    batched = (each for each in places(data) if each.feature.startswith(_OF_FORWARD))
-    if any(np.array_equal(place.inside, others[data.seq]) for place in batched):
-        return []  # the others are off because of their place in the forward, for example behind the first row of a pack
     return [
         COPIES.finding(
             data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
-            numbers={
-                "num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), "equal_elsewhere": equal_elsewhere,
-            },
+            numbers={"num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), **differing},
         )
     ]  # fmt: skip
 

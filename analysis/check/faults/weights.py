@@ -16,7 +16,7 @@ from ..features import along_movement, token_effect
 from ..finding import Fault, Finding, Number
 from ..kinds import SIZE, judged, judged_words
 from ..pair_data import PairData, declared, named
-from ..rounding import allowed_noise, coarsest, level
+from ..rounding import allowed_noise, coarsest, dtype_of, level
 
 CLEAR_GROWTH = 5.0
 """Ratio between the mismatch in the selected steps and at the run's first step that shows weights that were left behind."""
@@ -113,6 +113,11 @@ def _quantised(contract: Contract) -> dict[str, str]:
     """Return name -> value of each setting that declares quantised weights or a quantised KV cache."""
     values = {name: str(value) for name, value in named(contract, *_QUANTISED).items() if value}
     return {name: value for name, value in values.items() if value not in _NOT_QUANTISED}
+
+
+def declared_precision(contract: Contract) -> tuple[str, ...]:
+    """Return the dtype and the quantisation that a contract declares."""
+    return str(dtype_of(contract)), *sorted(_quantised(contract).values())
 
 
 def find_adapter(data: PairData) -> list[Finding]:
