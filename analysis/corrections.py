@@ -20,8 +20,8 @@ from .trace.columns import parse_pair, tell_sampled, why_nothing
 from .trace.database import Database
 from .trace.macros import quoted, quoted_pair
 from .trace.source import Pair, Traces
-from .trace.spread import spread
 from .trace.sums import Chunk, run_chunks
+from .trace.tokens import spread
 from .views import open_database
 
 _COLUMNS = ", ".join(TYPES)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..schemas.documents import CLOSED, FAILED, OPEN, WriterState, command_exit_code
 from ..schemas.layout import DENSE, FOLDERS, MANIFEST, WEIGHTS
 from ..schemas.passes import REPLAY_PREFIX, STANDARD
 from ..schemas.results import Result
-from ..schemas.writer_state import CLOSED, FAILED, OPEN, WriterState, command_exit_code
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from ..tracer.located import result_ids

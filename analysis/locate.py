@@ -10,7 +10,7 @@ from ..replay.arms import Arm, parse_arm
 from ..replay.locate.engine import REFERENCE
 from ..replay.locate.engine import locate as locate_operators
 from ..schemas.checksums import short_hash
-from ..schemas.contract import canonical_json
+from ..schemas.documents import canonical_json
 from ..tracer.located import LocateQuestion, write_result
 from ..tracer.progress import Progress, no_progress
 from ..tracer.store import Store, first_line

@@ -16,8 +16,8 @@ from .trace.columns import parse_pair, passes_with, tell_sampled, why_nothing
 from .trace.database import Database
 from .trace.macros import quoted_pair
 from .trace.source import Pair, Traces, find_sums
-from .trace.spread import packed
 from .trace.sums import CHUNK_TOKENS, ensure, keep, make_exact, summarize
+from .trace.tokens import packed
 from .views import open_database
 
 KEYS = ("run", "step", "seq_id", "iteration_a", "iteration_b")

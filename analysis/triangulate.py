@@ -34,8 +34,7 @@ from .statistics.intervals import Interval, NoInterval, bootstrap, ends, numbere
 from .trace.columns import tell_sampled
 from .trace.database import Database
 from .trace.macros import quoted
-from .trace.spread import places, spread, unit_tokens
-from .trace.tokens import step_ranges, tokens_by_step
+from .trace.tokens import places, spread, step_ranges, tokens_by_step, unit_tokens
 from .views import open_database
 
 _CONFIDENCE = 0.95

@@ -18,7 +18,8 @@ from ..schemas.layout import DENSE, LOCATE, PASSES, SUMS, TABLES, TOKENIZER, WEI
 from ..schemas.results import Result
 from ..tracer.dense_group import is_sealed, open_dense, sealed_root
 from ..tracer.index import passed_over
-from ..tracer.journal import DENSE_TABLE, journaled_segments, read_journal
+from ..tracer.journal import DENSE_TABLE, read_journal
+from ..tracer.liveness import journaled_segments
 from ..tracer.located import read_result, result_ids, result_path
 from ..tracer.progress import Progress, no_progress
 from ..tracer.snapshot import torn_record

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.dataset as ds
 
 from ..schemas.capture import Capture
-from ..schemas.contract import Contract, canonical_json, differences
+from ..schemas.documents import Contract, canonical_json, differences
 from ..schemas.layout import DENSE, PASSES, SCORES, WRITERS, Segment
 from ..schemas.passes import REPLAY_PREFIX
 from ..tracer.batch import Batch

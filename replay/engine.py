@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..schemas.contract import differences
+from ..schemas.documents import differences
 from ..schemas.errors import CannotReplay, InvalidOption, option
 from ..schemas.lazy import check_arguments
 from ..schemas.passes import ROLLOUT, TRAIN

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
+from ..schemas.documents import PACKED_ROWS, PREFIX_TREE, Contract
 from ..schemas.errors import CannotReplay, TimTraceWarning, option
 from ..schemas.modules import has_experts
 from ..tracer import environment

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..schemas.contract import Contract
+from ..schemas.documents import Contract
 from ..schemas.errors import InvalidOption, option
 from ..tracer.progress import Advance
 from ..tracer.weights.checkpoints import CheckpointReader

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..schemas.contract import PACKED_ROWS, PREFIX_TREE, Contract
+from ..schemas.documents import PACKED_ROWS, PREFIX_TREE, Contract
 from .arm_option import EXACT
 from .arms import DTYPES, PACKABLE, Arm
 from .backends import packing, trl

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 
-from ..schemas.contract import Contract
+from ..schemas.documents import Contract
 from ..schemas.errors import CannotReplay, DamagedTrace, tell_damage
 from ..schemas.layout import PASSES, SCORES, SEQUENCES
 from ..schemas.modules import has_experts

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..schemas.contract import Contract
+from ..schemas.documents import Contract
 from ..schemas.errors import TimTraceWarning
 from ..tracer.environment import torch_settings
 from .arms import Arm

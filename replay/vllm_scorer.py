@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-from ..schemas.contract import Contract, engine_dtype
+from ..schemas.documents import Contract, engine_dtype
 from ..schemas.passes import ROLLOUT
 from ..tracer import environment
 from ..tracer.progress import Advance, unheard

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from fuzz_runner import Runner
 from shared import one_at_a_time
 from tim_trace import cli
-from tim_trace.schemas.contract import contract_hash
+from tim_trace.schemas.documents import contract_hash
 from tim_trace.tracer.recorder import Recorder
 
 ROOT = Path(__file__).parent.parent

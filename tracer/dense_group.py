@@ -14,7 +14,8 @@ from ..schemas.checksums import SealedFile
 from ..schemas.errors import DamagedTrace, InvalidRecord
 from ..schemas.layout import DENSE, ROUTING, Segment
 from ..schemas.passes import check_pass_name
-from .journal import BFLOAT16, DATA_TYPES, DENSE_TABLE, journaled_segments, read_journal
+from .journal import BFLOAT16, DATA_TYPES, DENSE_TABLE, read_journal
+from .liveness import journaled_segments
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]

@@ -20,9 +20,9 @@ import msgspec
 import pyarrow as pa
 
 from ..schemas.checksums import SealedFile, short_hash, whole_hash
+from ..schemas.documents import WriterState
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import INDEX, PASSES, SCORES, SEQUENCES, SUMS, TABLES, WRITERS
-from ..schemas.writer_state import WriterState
 from .parquet_file import ParquetFooter, read_footer
 from .store import Store
 from .whole_file import write_part

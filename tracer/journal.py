@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
-from ..schemas.layout import JOURNAL, TABLES, Segment
+from ..schemas.layout import TABLES, Segment
 from .store import Store, first_line
 from .whole_file import check_inside, check_there, sync
 
@@ -253,19 +253,3 @@ def _is_compressed(metadata: bytes) -> bool:
         return field(header + struct.unpack_from("<I", metadata, header)[0], _COMPRESSION) is not None
     except (struct.error, IndexError) as error:
         raise ValueError("it is not an Arrow message") from error
-
-
-def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return unsealed segment -> table -> size of its journal, bytes."""
-    found: dict[Segment, dict[str, int]] = {}
-    for name, num_bytes in store.files(JOURNAL).items():
-        if (journal := journal_of(name)) is not None:
-            found.setdefault(journal[0], {})[journal[1]] = num_bytes
-    return {segment: found[segment] for segment in sorted(found)}
-
-
-def journal_of(name: str) -> tuple[Segment, str] | None:
-    """Return the segment and table that a journal's file name encodes; None for other names."""
-    stem, _, table = name.removesuffix(".arrows").rpartition(".")
-    segment = Segment.parse(stem)
-    return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

@@ -1,4 +1,6 @@
-"""Whether a writer may still add to its trace, and training attempts, since a resumed run repeats some steps."""
+"""Whether a writer may still add to its trace, what it has not sealed yet, and training attempts, since a resumed run repeats some
+steps.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..schemas.layout import JOURNAL, WRITERS
-from ..schemas.writer_state import OPEN, WriterState
+from ..schemas.documents import OPEN, WriterState
+from ..schemas.layout import JOURNAL, WRITERS, Segment
 from . import environment
+from .journal import JOURNALED
 from .store import Store
 
 HEARTBEAT_S = 60.0
@@ -208,3 +211,19 @@ def _is_beside(state: WriterState, store: Store, resumes: bool) -> bool:
 def is_this_process(state: WriterState) -> bool:
     """Return True if this process opened the writer."""
     return (state.boot_id, state.pid, state.process_start) == (boot_id(), os.getpid(), process_start(os.getpid()))
+
+
+def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
+    """Return unsealed segment -> table -> size of its journal, bytes."""
+    found: dict[Segment, dict[str, int]] = {}
+    for name, num_bytes in store.files(JOURNAL).items():
+        if (journal := journal_of(name)) is not None:
+            found.setdefault(journal[0], {})[journal[1]] = num_bytes
+    return {segment: found[segment] for segment in sorted(found)}
+
+
+def journal_of(name: str) -> tuple[Segment, str] | None:
+    """Return the segment and table that a journal's file name encodes; None for other names."""
+    stem, _, table = name.removesuffix(".arrows").rpartition(".")
+    segment = Segment.parse(stem)
+    return (segment, table) if segment is not None and table in JOURNALED and name.endswith(".arrows") else None

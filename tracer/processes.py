@@ -15,9 +15,9 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ..schemas.documents import CLOSED, LAUNCHER, WriterState
 from ..schemas.errors import TimTraceError
 from ..schemas.layout import WRITERS
-from ..schemas.writer_state import CLOSED, LAUNCHER, WriterState
 from .liveness import AGE, PROCESS, liveness
 from .store import Store
 

@@ -20,15 +20,13 @@ import numpy as np
 
 from .. import __version__
 from ..schemas.capture import Capture
-from ..schemas.contract import Contract
-from ..schemas.documents import Manifest, now
+from ..schemas.documents import CLOSED, Contract, Manifest, now
 from ..schemas.errors import InvalidRecord, TimTraceWarning, TraceExists
 from ..schemas.layout import EVAL_SPLIT, HYPERPARAMETER, METRICS, ROUTING, SPLITS, TRAIN_SPLIT
 from ..schemas.lazy import checked
 from ..schemas.loss import Loss
 from ..schemas.passes import ROLLOUT, check_pass, check_pass_name
 from ..schemas.tables import GIVEN, PER_RESPONSE_TOKEN, REWARDS, TOKEN_SCORES, Column
-from ..schemas.writer_state import CLOSED
 from . import environment
 from .batch import Batch, SequenceNames, padding_of
 from .create import join_trace, new_trace

@@ -13,15 +13,15 @@ import numpy as np
 import pyarrow as pa
 
 from ..schemas.checksums import SealedFile
+from ..schemas.documents import WriterState
 from ..schemas.errors import DamagedTrace
 from ..schemas.layout import EVAL_SCORES, JOURNAL, SCORES, WRITERS, Segment
 from ..schemas.tables import FLOATS, TOKENS
 from ..schemas.tables import TABLES as TABLE_SPECS
-from ..schemas.writer_state import WriterState
 from . import dense
 from .create import remove_unfinished
-from .journal import DENSE_TABLE, JOURNALED, journaled_segments, read_journal
-from .liveness import liveness
+from .journal import DENSE_TABLE, JOURNALED, read_journal
+from .liveness import journaled_segments, liveness
 from .parquet_file import write_checked
 from .store import Store
 from .whole_file import alone, check_no_links, remove_temporaries, trace_file, write_part

@@ -14,8 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..schemas.checksums import SealedFile
-from ..schemas.contract import contract_hash
-from ..schemas.documents import Manifest, read_object
+from ..schemas.documents import FAILED, Manifest, WriterState, contract_hash, read_object
 from ..schemas.errors import DamagedTrace, QueryFailed
 from ..schemas.layout import (
     DENSE,
@@ -34,10 +33,9 @@ from ..schemas.layout import (
 )  # fmt: skip
 from ..schemas.tables import TABLES as TABLE_SPECS
 from ..schemas.tables import Table
-from ..schemas.writer_state import FAILED, WriterState
 from .index import Index, read_index
-from .journal import journal_of, journaled_segments, read_journal
-from .liveness import Liveness, liveness
+from .journal import read_journal
+from .liveness import Liveness, journal_of, journaled_segments, liveness
 from .parquet_file import ParquetFooter, read_footer
 from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile

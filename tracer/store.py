@@ -17,7 +17,7 @@ from typing import Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from ..schemas.documents import MAX_BYTES, Manifest, parse_manifest
+from ..schemas.documents import MAX_BYTES, Manifest, WriterState, parse_manifest, parse_writer_state
 from ..schemas.errors import DamagedTrace, StorageError, TraceNotFound, of_system
 from ..schemas.layout import (
     BUILT_PREFIX,
@@ -30,7 +30,6 @@ from ..schemas.layout import (
     TOKENIZER,
     WRITERS,
 )  # fmt: skip
-from ..schemas.writer_state import WriterState, parse_writer_state
 
 _DEEP = (PASSES, TOKENIZER)
 """Folders that are listed recursively, since they contain few files."""

@@ -16,12 +16,11 @@ from threading import Timer
 from typing import Any
 
 from ..schemas.checksums import short_hash, whole_hash
+from ..schemas.documents import parse_writer_state
 from ..schemas.errors import StorageError, StorageStalled, TraceExists
 from ..schemas.layout import INDEX, JOURNAL, MANIFEST, TABLES, TEMPORARY_PREFIX, WRITERS
-from ..schemas.writer_state import parse_writer_state
 from .index import write_index
-from .journal import journal_of
-from .liveness import HEARTBEAT_S
+from .liveness import HEARTBEAT_S, journal_of
 from .patience import MAX_WAIT_S, Patience, say
 from .progress import Progress, no_progress
 from .store import Store, first_line

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..schemas.checksums import SealedFile, sealed
-from ..schemas.contract import Contract, canonical_json, contract_hash
-from ..schemas.documents import now
+from ..schemas.documents import CLOSED, FAILED, Contract, WriterState, canonical_json, contract_hash, now
 from ..schemas.errors import ImportFailed, InvalidRecord, StorageStalled
 from ..schemas.layout import DENSE, JOURNAL, MANIFEST, PASSES, RESERVE_PREFIX, TOKENIZER, WEIGHTS, WRITERS
-from ..schemas.writer_state import CLOSED, FAILED, WriterState
 from . import environment
 from .liveness import HEARTBEAT_S, Attempt, this_process, writer_prefix
 from .patience import Patience, say

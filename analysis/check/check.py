@@ -19,12 +19,11 @@ from ..info import AttemptInfo, attempts
 from ..trace.columns import parse_pair, tell_sampled, why_nothing
 from ..trace.database import Database, cached
 from ..trace.source import Pair
-from ..trace.spread import spread
+from ..trace.tokens import spread
 from ..views import open_database
 from .data_checks import DataFinding, data_findings
 from .explain import explain
-from .finding import Broken, Finding
-from .likelihood import nobodys
+from .finding import Broken, Finding, nobodys
 from .pair_data import PairData
 from .sample import Sample, read_pair_sums, read_sample
 
@@ -133,7 +132,7 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
         has_weights=source.store.exists(WEIGHTS),
         is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
-        attempts=attempts(database),
+        attempts=attempts(database) if source.newest else (),
         engine=_engine(database),
         first=_first_step(database, pair),
         keep=sample.compared,

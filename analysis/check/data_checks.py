@@ -522,7 +522,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
     """Detect two passes with a ratio of 1 at every token although updates happened between them, or their dtypes
     differ.
     """
-    execute, loss = run.database.connection.execute, read_loss(run.settings)
+    execute = run.database.connection.execute
     uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
@@ -540,7 +540,9 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
             reason = "each batch is used several times, with updates in between"
         elif all(dtypes) and dtypes[0].isdisjoint(dtypes[1]):
             reason = f"{a} was computed in {', '.join(dtypes[0])}, {b} in {', '.join(dtypes[1])}"
-        elif a == "current" and loss is not None and loss.has_clip and loss.denominator == b:
+        elif (
+            a == "current" and (loss := read_loss(run.settings)) is not None and loss.has_clip and loss.denominator == b
+        ):
             reason, is_notice = "clipping has no effect, which is right only with one update per batch", True
         else:
             continue

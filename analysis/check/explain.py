@@ -10,7 +10,25 @@ from dataclasses import replace
 import numpy as np
 
 from ..advice import NOTHING
-from .faults.kinds import COMPUTATION, equal_weights, find_kinds, find_placed, find_router_flips, is_fault
+from .faults.kinds import (
+    BOUNDARY,
+    BY_TIME,
+    COMPUTATION,
+    ONE_PLACE,
+    ROUNDING,
+    SUBSET,
+    TOO_FEW,
+    equal_weights,
+    find_kinds,
+    find_place,
+    find_placed,
+    find_router_flips,
+    find_subset,
+    is_fault,
+    rounding,
+    too_few,
+    unexplained_tokens,
+)
 from .faults.misplaced import find_broken, find_placement
 from .faults.not_computed import (
     EQUAL,
@@ -20,19 +38,6 @@ from .faults.not_computed import (
     find_missing,
     find_shared_constants,
     find_unsampled,
-)
-from .faults.places import (
-    BOUNDARY,
-    BY_TIME,
-    ONE_PLACE,
-    ROUNDING,
-    SUBSET,
-    TOO_FEW,
-    find_place,
-    find_subset,
-    rounding,
-    too_few,
-    unexplained_tokens,
 )
 from .faults.sampling import find_grammar, find_one_sided, find_penalty, find_sampled_elsewhere, find_temperature
 from .faults.values import (
@@ -52,10 +57,8 @@ from .faults.weights import (
     weights_agree,
 )
 from .features import not_repeatable
-from .finding import Finding, Number
-from .likelihood import Hypothesis, nobodys
-from .pair_data import PairData
-from .rounding import MAX_EXCESS, allowed_noise, level
+from .finding import Finding, Hypothesis, Number, nobodys
+from .pair_data import MAX_EXCESS, PairData, allowed_noise, level
 from .where import Where, places
 
 MIN_LOGPROBS = 30

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import lgamma, log, pi, sqrt
 from typing import Any, Literal
 
 import numpy as np
 
 from ...schemas.passes import CURRENT, ROLLOUT, TRAIN
 from ..advice import NOTHING, Advice
-from .pair_data import PairData
+from .pair_data import FLOOR_NATS, MAX_EXCESS, MIN_REST, PairData, allowed_noise, levels, once, spread, value_rounding
+from .where import Where
 
 Number = float | int | str | None
 
@@ -138,3 +140,205 @@ class Fault:
         if finding.signal in self.words:
             numbers |= self.words[finding.signal](numbers)
         return self.evidence[finding.signal].format_map(numbers)
+
+
+# --- Explanations of the mismatch at some tokens, and how well they fit: the likelihood of the residuals that they leave,
+
+FALSE_SHARE = 1e-3
+"""Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
+DEGREES = 3.0
+"""Degrees of freedom of the Student t distribution that models rounding errors: tails in healthy runs of small and
+large models are no heavier.
+"""
+MAX_FLIP_NATS = 3.0
+"""Largest logit error, nats, attributed to a different expert if the model is not known to be a mixture of experts; where
+`spread` is larger, it is the limit.
+"""
+MIN_OFF_TOKENS = 5
+"""Minimum number of tokens off to report; with fewer, only those off by more than `max_flip` are reported."""
+LEAST_SHARE = 6.0
+"""The noise assumed for a run is at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
+bit-identical, the measured noise is almost 0.
+"""
+MAX_SCORED_TOKENS = 20_000
+"""Maximum number of tokens on which explanations are compared; whole rows are taken, spread evenly over the sample."""
+_CONSTANT = lgamma((DEGREES + 1) / 2) - lgamma(DEGREES / 2) - 0.5 * log(DEGREES * pi)
+_ROUNDS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Rounding and unexplained errors fitted to residuals."""
+
+    sigma: float
+    """Scale of the rounding error of a logit, nats."""
+    log_likelihood: float
+    """Log likelihood of all residuals, nats."""
+
+
+def fit(residual: np.ndarray, scale: np.ndarray, values: np.ndarray, most: float) -> Fit:
+    """Fit residuals, [K] nats, as a mixture of rounding errors and unexplained errors (Laplace). Rounding errors follow a
+    Student t distribution whose scale adds sigma * `scale` and `values`, the rounding of the recorded logprobs, in
+    quadrature; sigma is at most `most` nats.
+    """
+    size = np.abs(residual)
+    if not len(size):
+        return Fit(FLOOR_NATS, 0.0)
+    noise = size / scale
+    sigma = float(np.clip(1.3 * np.median(noise), FLOOR_NATS, most))
+    width = max(float(np.mean(size)), sigma)
+    unexplained = 0.05
+    for _ in range(_ROUNDS):
+        spread = np.hypot(sigma * scale, values)
+        weighted = (size / spread) ** 2
+        inside = np.log1p(-unexplained) + _CONSTANT - np.log(spread) - (DEGREES + 1) / 2 * np.log1p(weighted / DEGREES)
+        outside = np.log(unexplained) - np.log(2 * width) - size / width
+        total = np.logaddexp(inside, outside)
+        off = np.exp(outside - total)
+        unexplained = float(np.clip(off.mean(), 1e-6, 0.999))
+        width = max(float(np.sum(off * size) / max(off.sum(), 1e-9)), sigma, FLOOR_NATS)
+        weight = (1 - off) * (DEGREES + 1) / (DEGREES + weighted)
+        sigma = float(np.clip(sqrt(np.sum(weight * noise**2) / max(np.sum(1 - off), 1e-9)), FLOOR_NATS, most))
+    return Fit(sigma, float(total.sum()))
+
+
+@once
+def scored(data: PairData) -> np.ndarray:
+    """Return [K] bool: the tokens on which explanations are compared."""
+    rows = np.unique(data.seq)
+    every = -(-data.num_kept // MAX_SCORED_TOKENS)
+    return np.isin(data.seq, rows[:: max(every, 1)]) if every > 1 else np.ones(data.num_kept, bool)
+
+
+def _fit(data: PairData, residual: np.ndarray, inside: np.ndarray | None = None) -> Fit:
+    chosen = scored(data) if inside is None else scored(data) & inside
+    return fit(residual[chosen], data.scale[chosen], value_rounding(data)[chosen], MAX_EXCESS * allowed_noise(data))
+
+
+@once
+def unexplained(data: PairData) -> Fit:
+    """Return the fit to d itself, without any explanation."""
+    return _fit(data, data.d)
+
+
+def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
+    """Return the log likelihood of the residuals, [K], minus that of d and the cost of describing the explanation,
+    nats.
+    """
+    return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
+
+
+def explained(data: PairData, inside: np.ndarray) -> float:
+    """Return the share of the variance of `level` explained by splitting the tokens into inside, [K] bool, and
+    outside.
+    """
+    num = int(inside.sum())
+    if not 0 < num < len(inside):
+        return 0.0
+    level = levels(data) - levels(data).mean()
+    part = float(level[inside].sum())
+    return part**2 * (1 / num + 1 / (len(inside) - num)) / max(float(level @ level), 1e-30)
+
+
+def max_flip(data: PairData) -> float:
+    """Return the largest logit error, nats, that a different expert explains in a model that may have none."""
+    return max(MAX_FLIP_NATS, spread(data))
+
+
+@once
+def nobodys(data: PairData) -> np.ndarray:
+    """Return [K] bool: the tokens whose d exceeds rounding, with an expected share of at most FALSE_SHARE false
+    positives.
+
+    Rounding errors of a logit follow a t distribution with six degrees of freedom, with the scale found in the run, between a sixth
+    and MAX_EXCESS times what the dtypes allow.
+    """
+    allowed = allowed_noise(data)
+    uncertain = data.rest > MIN_REST
+    usual = 1.4 * float(np.median(np.abs(data.d[uncertain]) / data.scale[uncertain])) if uncertain.any() else 0.0
+    sigma = float(np.clip(max(unexplained(data).sigma, usual), allowed / LEAST_SHARE, MAX_EXCESS * allowed))
+    # Nearly certain tokens have a different level of noise from the others, so they are compared with what the dtypes
+    # allow.
+    spread = np.where(data.rest > MIN_REST, sigma, max(sigma, allowed / 4)) * data.scale
+    chance = _beyond(np.abs(data.d) / np.hypot(spread, 2 * value_rounding(data)))
+    order = np.sort(chance)
+    passed = np.flatnonzero(order <= FALSE_SHARE * np.arange(1, len(order) + 1) / len(order))
+    off = chance <= order[passed[-1]] if len(passed) else np.zeros(len(chance), bool)
+    # A chance flip of one router in a mixture of experts changes a token by less than this.
+    return off if off.sum() >= MIN_OFF_TOKENS else off & (np.abs(data.d) > max_flip(data))
+
+
+def _beyond(size: np.ndarray) -> np.ndarray:
+    """Return the probability that |t| with six degrees of freedom exceeds `size`."""
+    t = size / np.sqrt(6 + size**2)
+    near = 1 - t * (1 + (1 - t**2) / 2 + 3 / 8 * (1 - t**2) ** 2)
+    return np.asarray(np.where(size > 50, 270 / np.maximum(size, 1) ** 6, np.maximum(near, 0.0)))
+
+
+CLAIM_NATS = 8.0
+"""Cost, nats, of naming any cause: by chance, one run in 3,000 gets one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hypothesis:
+    """An explanation, with the tokens assigned to it if it is accepted."""
+
+    finding: Finding
+    tokens: np.ndarray
+    """[N] bool: the tokens that it explains."""
+    gain: float
+    """Increase in the log likelihood of d, nats, compared with no explanation."""
+    left: float | None = None
+    """Share of the mismatch at its tokens that its prediction leaves unexplained; None if it does not predict sizes."""
+    rank: int = 0
+    """1 for an explanation with many parameters: another with at least half of its gain is preferred."""
+    right: np.ndarray | None = None
+    """[N] d after moving values to the right tokens or converting their unit; None if the explanation does neither."""
+    place: Where | None = None
+    """The place of the tokens, if the explanation is confined to it."""
+    beside: Finding | None = None
+    """Finding for the place of the tokens, if the explanation covers only the values at one place."""
+
+
+def predicting(
+    data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
+) -> Hypothesis:  # fmt: skip
+    """Return an explanation that predicts d up to a residual, [K] nats, at the tokens, [K] bool, or at all if that is None, and does
+    not change d elsewhere. `cost` is the cost of its parameters, nats. `is_right` is True if the residual is what d would be without
+    the fault, so that it can be judged again.
+    """
+    tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
+    left = np.where(tokens & np.isfinite(residual), residual, data.d)
+    right = None
+    if is_right:
+        right = np.full(len(data.keep), np.nan)
+        right[data.keep] = np.where(tokens, residual, data.d)
+    size = float(np.sum(data.d[tokens] ** 2))
+    return Hypothesis(
+        finding=finding, tokens=data.marked(tokens), gain=gain(data, left, cost + CLAIM_NATS), right=right,
+        left=float(np.sqrt(np.sum(left[tokens] ** 2) / max(size, 1e-30))),
+    )  # fmt: skip
+
+
+def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
+    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Under rounding, each sign
+    occurs half of the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats.
+    """
+    asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
+    num = int(asked.sum())
+    right = float(np.clip(np.mean(np.sign(data.d[asked]) == sign[asked]), 1e-6, 1 - 1e-6)) if num else 0.5
+    entropy = -right * np.log(right) - (1 - right) * np.log(1 - right)
+    worth = num * (np.log(2) - entropy) if right > 0.5 else 0.0
+    return Hypothesis(finding=finding, tokens=data.keep.copy(), gain=float(worth) - cost - CLAIM_NATS)
+
+
+def located(
+    data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
+) -> Hypothesis:
+    """Return an explanation that predicts at which tokens, [K] bool, d is off, but not by how much. Its gain is that of
+    fitting a separate level of mismatch there.
+    """
+    parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
+    apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood
+    gain = (apart if len(parts) > 1 else 0.0) - cost - CLAIM_NATS
+    return Hypothesis(finding=finding, tokens=data.marked(tokens), gain=gain, place=place)

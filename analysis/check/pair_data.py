@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract, engine_dtype
 from ...schemas.steps import ALL_STEPS
 from ..engine_weights import EngineVerdict
 from ..info import AttemptInfo
@@ -221,3 +221,243 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
     for name, value in contract.items():
         found |= named(value, *names) if isinstance(value, dict) else {name: value} if name in names else {}
     return found
+
+
+# --- The effect of rounding on a logprob: the dtypes of both passes, and the scale of d that they allow per token.
+
+UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
+"""dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. An engine and a trainer
+in float32 differ by more than float32 rounding, because their kernels round the inputs of products (0.0019 nats rms at
+8 billion parameters).
+"""
+NOISE_FACTOR = 20.0
+"""Usual maximum of the rms error of a logit, in units of the roundoff times `spread`: large logits have large errors. In units of
+the standard deviation of the log-odds alone, 0.3 to 10 on an H100 (models of up to 130 million parameters, six attention
+kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
+HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
+"""dtype -> number of significant bits; float8 is e4m3."""
+MAX_EXCESS = 2.5
+"""Largest rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Up to it, `kinds` decides. Of 576
+healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies, 99 % stay below
+it and the largest reaches 3.5."""
+MIN_SPREAD = 1.0
+"""Minimum `spread` of the log-odds, nats."""
+FLOOR_NATS = 1e-5
+"""Minimum scale of d that is assumed, nats: float32 logprobs below 16 nats have errors of 1e-6."""
+_LOGIT_GRIDS = {"bfloat16": (2.0**7, 0.02), "float16": (2.0**12, 0.08)}
+"""dtype -> grid steps per nat, for logits above 1 (bfloat16) or 1/4 (float16); maximum distance of a logit difference
+from the grid, in steps: four times the error of a float32 logprob."""
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """dtypes of one pass: declared by its contract, and inferred from its values; None where unknown."""
+
+    declared: str | None
+    logits: str | None
+    """dtype to which the logits were rounded."""
+    values: str | None
+    """dtype to which the logprobs themselves were rounded."""
+    has_tf32: bool = False
+    """True if the contract allows TensorFloat-32 in float32 matrix products."""
+
+    @property
+    def rounded(self) -> str | None:
+        """dtype coarser than float32 to which the logprobs were rounded; None if there is none."""
+        return None if self.values == "float32" else self.values
+
+    @property
+    def coarsest(self) -> str | None:
+        """Coarsest dtype declared or inferred; None if unknown. Logits in float32 alone do not show it, because the
+        layers before the head may be coarser."""
+        seen = [self.declared] if self.declared else []
+        seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
+        seen += [dtype for dtype in (self.logits, self.values) if dtype in HALF_ULP]
+        return max(seen, key=lambda dtype: UNIT_ROUNDOFF.get(dtype, 0.0)) if seen else None
+
+
+@once
+def precisions(data: PairData) -> tuple[Precision, Precision]:
+    """Return the precision of pass a and of pass b."""
+    first, second = context_pairs(data)
+    recorded = data.sample.settings["temperature"]
+    is_known = bool(np.isfinite(recorded).any())
+    temperatures = {1.0, *([float(np.nanmedian(recorded))] if is_known else np.round(np.arange(0.3, 1.51, 0.01), 2))}
+    found = []
+    for side, values in (("a", data.a), ("b", data.b)):
+        contract = data.contract(side)
+        has_tf32 = bool(declared(contract, "torch", "cuda_matmul_allow_tf32") or declared(contract, "allow_tf32"))
+        logits = _logit_precision(values[first] - values[second], sorted(temperatures))
+        found.append(Precision(dtype_of(contract), logits, value_precision(values), has_tf32))
+    return found[0], found[1]
+
+
+def coarsest(data: PairData) -> dict[str, str | None]:
+    """Return the coarsest dtype of each pass, under the keys `dtype_a` and `dtype_b`."""
+    return {f"dtype_{side}": each.coarsest for side, each in zip("ab", precisions(data), strict=True)}
+
+
+def dtype_of(contract: Contract) -> str | None:
+    """Return the torch name of the dtype in which a pass was computed; None if the contract does not name one."""
+    if (dtype := engine_dtype(contract)) is not None:
+        return dtype
+    if (built := declared(contract, "model", "built_in")) is not None:
+        return str(built)
+    for autocast in named(contract, "autocast_dtype", "autocast").values():
+        if str(autocast).removeprefix("torch.") in UNIT_ROUNDOFF:
+            return str(autocast).removeprefix("torch.")
+    dtypes = declared(contract, "model", "dtypes")
+    if isinstance(dtypes, dict) and dtypes:
+        return str(max(dtypes, key=lambda name: dtypes[name]))
+    dtype = declared(contract, "dtype")
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def value_precision(logprobs: np.ndarray) -> str | None:
+    """Return the precision that logprobs, [K], were rounded to: a dtype in HALF_ULP or `float32`, a number of `decimals`, or
+    `steps of` a size; None if too few are informative. If 95 % of the values fit a float and a grid, it is the float unless the
+    grid has less than half as many values.
+    """
+    size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
+    telling = size[size > 1e-3]
+    values, counts = np.unique(telling, return_counts=True)
+    if len(values) < 8:
+        return "0 decimals" if len(telling) > 100 and np.all(telling == np.round(telling)) else None
+    bits = telling.view(np.uint32)
+    lowest = (bits & (~bits + np.uint32(1))).astype(float)
+    significant = np.quantile(24 - np.minimum(np.log2(lowest), 23), 0.95, method="higher")
+    # Values near 0 have a float of their own, but are all 0 on a grid.
+    low, high = np.quantile(np.maximum(size, 1e-3), [0.05, 0.95])
+    possible = {dtype: 2.0 ** (num - 1) * np.log2(high / low) for dtype, num in HALF_ULP.items() if significant <= num}
+    for name, step in _steps(values[counts > 1].astype(float)):
+        scaled = telling / step
+        if np.mean(np.abs(scaled - np.round(scaled)) < 1e-6 * np.maximum(scaled, 1)) >= 0.95:
+            possible[name] = 2 * (high - low) / step
+    return min(possible, key=lambda name: possible[name], default="float32")
+
+
+def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
+    """Return grid steps to try, by name: decimals, and the common divisor of values that occur more than once."""
+    steps = [(f"{decimals} decimals", 10.0**-decimals) for decimals in range(5)]
+    least = np.diff(repeated).min() if len(repeated) >= 8 else 0.0
+    if least > 1e-4:
+        step = repeated[-1] / np.round(repeated / least).max()
+        steps.append((f"steps of {step:.6g}", float(f"{step:.6g}")))
+    return steps
+
+
+@once
+def allowed_noise(data: PairData) -> float:
+    """Return the largest rms error of a logit that rounding explains, nats."""
+    # An unknown dtype could be bfloat16: logits in float16 do not show what the layers before the head were computed in.
+    known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
+    dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
+    return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * spread(data)
+
+
+@once
+def spread(data: PairData) -> float:
+    """Return how far the log-odds of the sampled tokens vary, nats: their standard deviation and, if most tokens are
+    probable, their mean, in quadrature; at least MIN_SPREAD.
+    """
+    compared = data.sample.compared
+    if not compared.any():
+        return MIN_SPREAD
+    odds = (_log_odds(side.logprobs[compared]) for side in (data.sample.a, data.sample.b))
+    return max(min(float(np.hypot(np.std(each), max(np.mean(each), 0.0))) for each in odds), MIN_SPREAD)
+
+
+def _log_odds(logprobs: np.ndarray) -> np.ndarray:
+    return np.asarray(logprobs - np.log(np.maximum(-np.expm1(np.minimum(logprobs, 0.0)), 1e-6)))
+
+
+@once
+def value_rounding(data: PairData) -> np.ndarray:
+    """Return the error [K] in d from rounding of the recorded logprobs themselves, nats: half a unit in the last place."""
+    half = np.zeros(data.num_kept)
+    for side, values in zip(precisions(data), (data.a, data.b), strict=True):
+        if side.rounded is not None:
+            half += half_ulp(values, side.rounded)
+    return np.asarray(half + 1e-6 * (1 + np.abs(data.a) + np.abs(data.b)))
+
+
+def half_ulp(values: np.ndarray, precision: str) -> np.ndarray:
+    """Return half of the distance between neighbouring values, [K], at a precision named by `value_precision`."""
+    if precision in HALF_ULP:
+        return np.asarray(np.ldexp(1.0, np.frexp(values)[1] - HALF_ULP[precision] - 1))
+    *_, last = precision.split()
+    return np.full(len(values), 0.5 * (10.0 ** -int(precision.split()[0]) if last == "decimals" else float(last)))
+
+
+@once
+def logit_error(data: PairData) -> np.ndarray:
+    """Return the logit error [K] that would explain d, plus the error from rounding of the recorded values, nats."""
+    return np.asarray(np.abs(data.d) / data.scale + value_rounding(data))
+
+
+@once
+def levels(data: PairData) -> np.ndarray:
+    """Return the logarithm [K] of the logit error that would explain d, after adding a quarter of its median."""
+    noise = logit_error(data)
+    return np.asarray(np.log(noise + np.median(noise) / 4)) if len(noise) else noise
+
+
+def level(data: PairData) -> float:
+    """Return the rms change of the logits that explains d, nats: sqrt(sum d^2 / sum (1 - p)^2), with the largest hundredth
+    clipped."""
+    known = np.isfinite(data.noise)
+    noise, rest = data.noise[known], data.rest[known]
+    if not len(noise):
+        return 0.0
+    cut = float(np.quantile(noise, 0.99))
+    return float(np.sqrt(np.sum((np.minimum(noise, cut) * rest) ** 2) / np.sum(rest**2)))
+
+
+def _logit_precision(difference: np.ndarray, temperatures: list[float]) -> str | None:
+    """Return the dtype to which logits were rounded, from differences of logprobs in one context; None if there are too few.
+
+    In one context, the logprobs of two tokens differ by the difference of their logits. Logits above 1 in bfloat16 are
+    multiples of 2^-7, and so are their differences, whatever the dtype of the softmax; a temperature divides the
+    spacing.
+    """
+    # Small differences are always near a grid point, and for large ones the logprob's own rounding error is too large.
+    difference = np.unique(difference[(np.abs(difference) > 0.02) & (np.abs(difference) < 30)])
+    if len(difference) < 6:
+        return None
+    for dtype, (steps, tolerance) in _LOGIT_GRIDS.items():
+        for temperature in temperatures:
+            scaled = difference * temperature * steps
+            share = min(float(np.mean(np.abs(scaled - np.round(scaled)) < tolerance)), 1 - 1e-9)
+            # Chernoff bound on the probability that at least this share of the differences is on the grid by chance.
+            chance = 2 * tolerance
+            divergence = share * np.log(share / chance) if share else 0.0
+            divergence += (1 - share) * np.log((1 - share) / (1 - chance))
+            if share > 0.35 and len(temperatures) * np.exp(-len(difference) * divergence) < 1e-6:
+                return dtype
+    return "float32"
+
+
+@once
+def context_pairs(data: PairData) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of pairs of kept tokens with different ids in the same context and step."""
+    keys = data.sample.prefix_keys[data.keep]
+    steps = data.sample.steps[data.seq]
+    tokens = data.sample.tokens[data.keep]
+    order = np.lexsort((tokens, keys, steps))
+    one, two = order[:-1], order[1:]
+    pair = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (tokens[one] != tokens[two])
+    return one[pair], two[pair]
+
+
+def is_mixture(data: PairData) -> bool | None:
+    """Return True if a contract or the model configuration names experts; None if neither describes the model."""
+    texts = [
+        str(declared(data.contract(side), *path) or "")
+        for side in "ab"
+        for path in (("model", "class"), ("model_class",), ("model", "experts"), ("model", "moe_layers"))
+    ]
+    config = data.model.get("config") or {}
+    counted = [config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")]
+    if any(counted) or any("moe" in text.lower() or "mixtral" in text.lower() for text in texts):
+        return True
+    return False if config or any(texts[:2]) else None

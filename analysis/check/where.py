@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .pair_data import PairData, once
-from .rounding import levels, logit_error
+from .pair_data import PairData, levels, logit_error, once
 from .sample import Sample
 
 Kind = Literal["one_of", "from", "before", "is"]

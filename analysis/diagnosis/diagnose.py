@@ -21,8 +21,7 @@ from ..attribution.thresholds import ABRUPT
 from ..check import commands
 from ..check.check import CheckResult, gather, judge
 from ..check.data_checks import data_findings
-from ..check.pair_data import PairData
-from ..check.rounding import Precision, dtype_of, precisions
+from ..check.pair_data import PairData, Precision, dtype_of, precisions
 from ..facts.changes import known_run
 from ..facts.conditions import SETTING
 from ..facts.recorded import CONTRACT, RecordedChange, read_recorded

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...replay.arms import arm_text
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.passes import REPLAY_PREFIX
 from ..statistics.estimators import Array
 from ..statistics.intervals import Interval, NoInterval, bootstrap, ends, unit

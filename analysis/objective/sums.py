@@ -21,8 +21,7 @@ from ..statistics.moments import centred, co_moment
 from ..trace.connection import mapped, num_threads
 from ..trace.database import Database
 from ..trace.ragged import Tokens, array_of, blocks, counted
-from ..trace.spread import spread, unit_tokens
-from ..trace.tokens import CHUNK_TOKENS, step_ranges, tokens_by_step, tokens_of_rows
+from ..trace.tokens import CHUNK_TOKENS, spread, step_ranges, tokens_by_step, tokens_of_rows, unit_tokens
 from .loss_terms import SIDES, Differences, terms_of
 from .pass_roles import PassRoles, names_of, read_batches
 

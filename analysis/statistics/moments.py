@@ -68,14 +68,3 @@ def off_median(mean_N: Array, num_N: Array, place_N: np.ndarray) -> Array:
 def repeated(values_N: Array, starts_N: np.ndarray, num_tokens: int) -> Array:
     """Return each sequence's value, repeated for its tokens, [T]."""
     return np.repeat(values_N, np.diff(np.append(starts_N, num_tokens)))
-
-
-def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation; NaN for fewer than two values, or if x or y is constant.
-
-    >>> pearson(np.array([1.0, 2.0]), np.array([3.0, 1.0]))
-    -1.0
-    """
-    if len(x) < 2 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return float("nan")
-    return float(np.corrcoef(x, y)[0, 1])

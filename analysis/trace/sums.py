@@ -37,8 +37,8 @@ from .pair_sums import computed, sizes_read
 from .quantiles import ERROR, SHARES, Gathered, Histogram, merged, quantile_cont, quantiles
 from .ragged import array_of
 from .source import Pair, Source, Traces, sums_file
-from .spread import packed, spread, unit_tokens
 from .sum_tables import SUMS_OPTIONS, sums_schema
+from .tokens import packed, spread, unit_tokens
 
 Write = Callable[[pa.Table], None]
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
+from ...schemas.documents import command_exit_code
 from ...schemas.errors import DamagedTrace, InvalidOption, TraceNotFound, option, tell_damage
 from ...schemas.layout import JOURNAL, TABLES, TEMPORARY_PREFIX
 from ...schemas.steps import select_steps
-from ...schemas.writer_state import command_exit_code
 from ...tracer.progress import Progress, no_progress
 from ...tracer.snapshot import Examined
 from ...tracer.store import Store

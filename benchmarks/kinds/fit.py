@@ -37,7 +37,7 @@ def read():
 
 def fitted(names, features, kinds):
     from sklearn.linear_model import LogisticRegression
-    from tim_trace.analysis.check.kinds import MAX_DISTANCE, Model
+    from tim_trace.analysis.check.features import MAX_DISTANCE, Model
 
     mean, scale = features.mean(0).round(5), np.maximum(features.std(0), 1e-3).round(5)
     standard = np.clip((features - mean) / scale, -MAX_DISTANCE, MAX_DISTANCE)
@@ -58,7 +58,7 @@ def fit():
 
 def score():
     from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING, MIN_SECOND, among_faults
-    from tim_trace.analysis.check.kinds import ROUNDING
+    from tim_trace.analysis.check.features import NO_FAULT as ROUNDING
 
     names, features, authors, _, kinds = read()
     printed = []

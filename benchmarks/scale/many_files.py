@@ -21,9 +21,8 @@ from measure import COUNT, ONE_STEP, s3_server
 from tim_trace import __version__
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import open_database
-from tim_trace.schemas.documents import Manifest, now
+from tim_trace.schemas.documents import CLOSED, COMPACTION, Manifest, WriterState, now
 from tim_trace.schemas.layout import SCORES, SEQUENCES, WRITERS, Segment
-from tim_trace.schemas.writer_state import CLOSED, COMPACTION, WriterState
 from tim_trace.tracer.create import whole_trace
 from tim_trace.tracer.index import write_index
 from tim_trace.tracer.liveness import this_process

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.errors import CannotReplay
 from ..batching import ForwardBatch, PackedBatch, PaddedBatch
 from ..settings import autocast

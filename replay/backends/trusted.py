@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.errors import CannotReplay, option
 from ...schemas.lazy import collector_paused
 from . import packing

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...schemas.contract import differences
+from ...schemas.documents import differences
 from ...schemas.modules import KINDS, kind_of
 from ...tracer.staging import to_numpy
 from ..batching import ForwardBatch, responses

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.errors import CannotReplay
 from ...tracer.hooks.patches import replaced
 from ...tracer.weights.reader import Tensor

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.errors import CannotReplay, option
 from ...schemas.modules import has_experts
 from ...tracer.hooks.patches import replaced

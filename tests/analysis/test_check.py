@@ -30,8 +30,7 @@ from tim_trace.analysis.check.faults import ALL, FAULTS, HEALTHY, WEIGHT_CAUSES,
 from tim_trace.analysis.check.faults.not_computed import EQUAL
 from tim_trace.analysis.check.features import along_movement, error_structure, variance_between
 from tim_trace.analysis.check.finding import Finding
-from tim_trace.analysis.check.pair_data import PairData
-from tim_trace.analysis.check.rounding import dtype_of, precisions, value_precision
+from tim_trace.analysis.check.pair_data import PairData, dtype_of, precisions, value_precision
 from tim_trace.analysis.check.text import BROKEN, NOTES, checked_json, checked_text, note_texts
 from tim_trace.analysis.trace.sums import summarize
 from tim_trace.analysis.views import open_database

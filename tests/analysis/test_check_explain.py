@@ -24,8 +24,7 @@ from builders import ROOT
 from tim_trace.analysis.check.check import check, gather
 from tim_trace.analysis.check.faults import evidence_text
 from tim_trace.analysis.check.faults.kinds import MAX_ROUNDING
-from tim_trace.analysis.check.features import REASONS, features
-from tim_trace.analysis.check.kinds import model
+from tim_trace.analysis.check.features import REASONS, features, model
 from tim_trace.analysis.check.text import checked_text
 from tim_trace.analysis.queries.catalogue import catalogue
 from tim_trace.analysis.views import open_database

@@ -16,7 +16,7 @@ from tim_trace.analysis.attribution.suspect import Evidence, Suspect
 from tim_trace.analysis.check.check import CheckResult
 from tim_trace.analysis.check.faults import ALL, FAULTS
 from tim_trace.analysis.check.finding import Finding
-from tim_trace.analysis.check.rounding import Precision
+from tim_trace.analysis.check.pair_data import Precision
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
 from tim_trace.analysis.diagnosis import replay_effects
 from tim_trace.analysis.diagnosis.diagnose import _figures, _next, coarser_dtype, own_metrics, size_comparison

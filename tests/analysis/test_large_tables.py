@@ -9,8 +9,8 @@ from tim_trace.analysis.query import Session
 from tim_trace.analysis.trace import large_tables
 from tim_trace.analysis.verify import verify
 from tim_trace.analysis.views import connect, open_database
+from tim_trace.schemas.documents import parse_writer_state
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, InvalidOption
-from tim_trace.schemas.writer_state import parse_writer_state
 from tim_trace.tracer import index
 from tim_trace.tracer.index import read_index, write_index
 from tim_trace.tracer.recorder import Recorder

@@ -11,7 +11,7 @@ import pytest
 from builders import TIM_TRACE, tim_trace
 from clusters import two_nodes
 from runs import train
-from tim_trace.analysis.trace.spread import spread
+from tim_trace.analysis.trace.tokens import spread
 from tim_trace.analysis.views import connect, open_database
 from tim_trace.replay.engine import replay
 from tim_trace.schemas.errors import ClusterFailed, InvalidOption

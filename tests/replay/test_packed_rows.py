@@ -10,7 +10,7 @@ from tim_trace.analysis.views import connect
 from tim_trace.replay.batching import packed_batch
 from tim_trace.replay.engine import replay
 from tim_trace.replay.recorded import RecordedRun
-from tim_trace.schemas.contract import PACKED_ROWS
+from tim_trace.schemas.documents import PACKED_ROWS
 from tim_trace.tracer.hooks.trl_contract import model_identity
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.rows import Forward

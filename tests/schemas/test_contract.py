@@ -1,6 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
-from tim_trace.schemas.contract import canonical_json, contract_hash
+from tim_trace.schemas.documents import canonical_json, contract_hash
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

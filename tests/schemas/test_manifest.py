@@ -2,8 +2,7 @@ import json
 
 import pytest
 from tim_trace.schemas.checksums import whole_hash
-from tim_trace.schemas.contract import canonical_json
-from tim_trace.schemas.documents import FORMAT_VERSION, Manifest, parse_manifest, to_document
+from tim_trace.schemas.documents import FORMAT_VERSION, Manifest, canonical_json, parse_manifest, to_document
 from tim_trace.schemas.errors import DamagedTrace, NewerTrace
 
 MANIFEST = Manifest(

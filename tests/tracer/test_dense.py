@@ -10,7 +10,8 @@ from tim_trace.analysis.views import connect
 from tim_trace.schemas.errors import DamagedTrace, InvalidRecord
 from tim_trace.tracer import dense
 from tim_trace.tracer.dense import Logits, TopK, read_dense, top_k_with_tail
-from tim_trace.tracer.journal import DENSE_TABLE, journaled_segments
+from tim_trace.tracer.journal import DENSE_TABLE
+from tim_trace.tracer.liveness import journaled_segments
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.seal import seal_table
 from tim_trace.tracer.store import Store

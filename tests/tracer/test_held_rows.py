@@ -3,8 +3,7 @@ import pyarrow.parquet as pq
 import pytest
 from segmented import add_steps
 from tim_trace.schemas.capture import Capture
-from tim_trace.schemas.documents import Manifest
-from tim_trace.schemas.writer_state import CLOSED
+from tim_trace.schemas.documents import CLOSED, Manifest
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.segments import HeldRows

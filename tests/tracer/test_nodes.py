@@ -12,9 +12,8 @@ import pytest
 from builders import PROGRAMS, free_port, make_batch, run, tim_trace
 from tim_trace.analysis.info import info
 from tim_trace.analysis.views import connect
-from tim_trace.schemas.documents import Manifest
+from tim_trace.schemas.documents import Manifest, WriterState, command_exit_code
 from tim_trace.schemas.errors import TraceExists
-from tim_trace.schemas.writer_state import WriterState, command_exit_code
 from tim_trace.tracer import create, whole_file
 from tim_trace.tracer.create import new_trace
 from tim_trace.tracer.hooks.session import BOOTSTRAP

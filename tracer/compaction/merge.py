@@ -12,12 +12,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ...schemas.checksums import SMALL_BLOCK_BYTES, SealedFile
-from ...schemas.documents import now
+from ...schemas.documents import CLOSED, COMPACTION, WriterState, now
 from ...schemas.errors import DamagedTrace, InvalidOption, TraceExists
 from ...schemas.layout import DENSE, LOCATE, PASSES, TABLES, TOKENIZER, WEIGHTS, WRITERS, Segment
 from ...schemas.passes import REPLAY_PREFIX
 from ...schemas.tables import TABLES as TABLE_SPECS
-from ...schemas.writer_state import CLOSED, COMPACTION, WriterState
 from .. import environment
 from ..create import grown_trace, refuse_live, whole_trace
 from ..index import write_index

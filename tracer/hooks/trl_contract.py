@@ -6,7 +6,7 @@ import json
 from typing import Any
 from urllib.request import urlopen
 
-from ...schemas.contract import PREFIX_TREE, Contract, plain
+from ...schemas.documents import PREFIX_TREE, Contract, plain
 from .. import environment
 from ..weights.layout import model_parameters, num_elements
 from .models import class_path, described, dtypes, numerics, trained_model

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.layout import EVAL_SPLIT
 from .. import environment
 from ..batch import Batch

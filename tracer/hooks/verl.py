@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.layout import PASSES
 from ...schemas.passes import REFERENCE, ROLLOUT, TRAIN
 from ..snapshot import read_contract

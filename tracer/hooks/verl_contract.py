@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from ...schemas.contract import PACKED_ROWS, Contract, plain
+from ...schemas.documents import PACKED_ROWS, Contract, plain
 from ...schemas.loss import PPO, SEQUENCE_MEAN, TOKEN, Loss
 from .. import environment
 from .models import class_path, described, dtypes, numerics

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.passes import CURRENT, REFERENCE, TRAIN
 from ..batch import Batch
 from ..writer import Part

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.layout import TRAIN_SPLIT
 from ...schemas.passes import ROLLOUT
 from .. import environment

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from ...schemas.passes import ROLLOUT
 from ..writer import Part
 from .engine_call import DELTA, EngineCall, Requested, asking, cut_down, room_for

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from ...schemas.contract import Contract
+from ...schemas.documents import Contract
 from .. import environment
 from .models import class_path
 

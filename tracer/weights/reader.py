@@ -17,10 +17,10 @@ from itertools import takewhile
 import numpy as np
 
 from ...schemas.checksums import whole_hash
+from ...schemas.documents import WriterState
 from ...schemas.errors import DamagedTrace, TimTraceError, WeightsMissing, option
 from ...schemas.layout import WEIGHTS, WRITERS, Segment
 from ...schemas.weights import ITEM_BYTES, StoredTensor, WeightLayout, WeightVersion, parse_weight_version
-from ...schemas.writer_state import WriterState
 from ..store import Store, first_line, unreadable
 from .chunks import (
     DOCUMENT,

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from ..finding import Finding
 from ..where import where_text
-from .kinds import COMPUTATION, NOT_REPEATABLE, ONSET, ROUTER_FLIPS, ROW_CONTEXT
+from .kinds import (
+    BOUNDARY,
+    COMPUTATION,
+    NOT_REPEATABLE,
+    ONE_PLACE,
+    ONSET,
+    ROUNDING,
+    ROUTER_FLIPS,
+    ROW_CONTEXT,
+    SUBSET,
+    TOO_FEW,
+    UNEXPLAINED,
+)
 from .kinds import TITLES as KIND_TITLES
 from .misplaced import MISPLACED, RETOKENISED, ROW_PAIRING, SHIFT
 from .not_computed import COPIES, EQUAL, HOLES, LENGTHS, MASK, NOT_SAMPLED, PLACEHOLDERS
-from .places import BOUNDARY, ONE_PLACE, ROUNDING, SUBSET, TOO_FEW, UNEXPLAINED
 from .sampling import GRAMMAR, PADDED_VOCABULARY, PENALTY, TEMPERATURE, TRUNCATION
 from .values import LOW_PRECISION, NOT_LOGPROBS, UNIT, UNRELATED
 from .weights import WEIGHTS

@@ -14,10 +14,8 @@ import numpy as np
 from ...advice import Advice
 from .. import commands
 from ..features import sampled_score
-from ..finding import Fault, Number
-from ..likelihood import Hypothesis, located, predicting
-from ..pair_data import PairData, once
-from ..rounding import allowed_noise
+from ..finding import Fault, Hypothesis, Number, located, predicting
+from ..pair_data import PairData, allowed_noise, once
 
 CAP_NATS = 3.0
 """Maximum cost of a token when rows are compared, nats: a token that one side considers impossible weighs no more than this."""

@@ -9,12 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ....schemas.contract import Contract
+from ....schemas.documents import Contract
 from .. import commands
-from ..finding import Fault, Finding, Number
-from ..likelihood import Hypothesis, predicting
-from ..pair_data import PairData, declared
-from ..rounding import dtype_of, half_ulp, precisions
+from ..finding import Fault, Finding, Hypothesis, Number, predicting
+from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
 from .sampling import recorded_filter
 

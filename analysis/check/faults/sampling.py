@@ -17,12 +17,9 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..features import sampled_mean, sampled_score
-from ..finding import Fault, Number
-from ..kinds import judged, judged_words
-from ..likelihood import Hypothesis, of_signs, predicting, unexplained
-from ..pair_data import MIN_REST, PairData, declared
-from ..rounding import allowed_noise, context_pairs, value_rounding
+from ..features import judged, judged_words, sampled_mean, sampled_score
+from ..finding import Fault, Hypothesis, Number, of_signs, predicting, unexplained
+from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, value_rounding
 from ..where import repeated_in_row
 
 

@@ -11,14 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...statistics.moments import pearson
 from .. import commands
-from ..features import exact_rows, sampled_mean, sampled_score
-from ..finding import SIDES, Fault, Finding, Number
-from ..kinds import judged, judged_words
-from ..likelihood import Hypothesis, of_signs, predicting
-from ..pair_data import PairData, declared
-from ..rounding import HALF_ULP, allowed_noise, context_pairs, half_ulp, precisions
+from ..features import exact_rows, judged, judged_words, pearson, sampled_mean, sampled_score
+from ..finding import SIDES, Fault, Finding, Hypothesis, Number, of_signs, predicting
+from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, declared, half_ulp, precisions
 
 MAX_LOGPROB = 1e-4
 """Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""

@@ -9,14 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ....schemas.contract import Contract
+from ....schemas.documents import Contract
 from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from .. import commands
-from ..features import along_movement, token_effect
+from ..features import SIZE, along_movement, judged, judged_words, token_effect
 from ..finding import Fault, Finding, Number
-from ..kinds import SIZE, judged, judged_words
-from ..pair_data import PairData, declared, named
-from ..rounding import allowed_noise, coarsest, dtype_of, level
+from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
 """Ratio between the mismatch in the selected steps and at the run's first step that shows weights that were left behind."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....schemas.contract import Contract
+from ....schemas.documents import Contract
 from ....schemas.errors import CannotReplay, option
 from ....tracer.weights.reader import Tensor
 from ...arms import Arm
