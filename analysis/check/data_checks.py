@@ -20,7 +20,7 @@ from ..trace.columns import read_hyperparameters, sequence_columns
 from ..trace.database import Database
 from ..trace.ragged import array_of
 from . import commands
-from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, Sample, run_lengths
+from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -35,13 +35,17 @@ KINDS = {
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
     "baseline_unknown": ("group means of the advantages are not 0", "the standard deviation of the group means is {between:.2f} times the rms of the advantages, and no known baseline fits"),
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
-    "advantages_by_length": ("advantages are divided by the response length", "advantages are rewards minus the group's mean, divided by the number of response tokens (fit {fit:.4f}; undivided {own:.4f})"),
+    "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})"),
+    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have one advantage, except the {end} {zeros:.3g} tokens on average, which have 0"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
+    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, where their logprobs let at most {expected:.0f} be expected: one seed for several rows, or rows that are used again"),
+    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows of the full length {length} have finish reason '{reason}' but do not end with an end token, as all shorter ones do"),
+    "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the end of {num_rows:,} rows do not count in the loss"),
     "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
 }  # fmt: skip
 """Code -> title and sentence template, filled with the numbers of the finding."""
@@ -80,7 +84,7 @@ def data_text(finding: DataFinding) -> str:
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
     """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
     run = _Run(database, sample)
-    checks = (_values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled)
+    checks = (_values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _finished)
     found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
     return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
 
@@ -91,10 +95,13 @@ _EXPLAINED_BY = {
 }  # fmt: skip
 """Code -> codes that explain it."""
 _LOST = "coalesce(NOT isfinite({}), false)"
+_ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
 SELECT step, response, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
+       CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
+       {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
     SELECT step, row_number() OVER () AS place, hash(prompt_ids, response_ids) AS response, num_response_tokens::DOUBLE AS length, reward, advantage,
@@ -115,8 +122,12 @@ _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM 
 _ERRORS = 4.0
 """Number of standard errors that chance does not reach, even once in a thousand steps."""
 BATCH = "a constant for the whole batch"
-_OF_OWN = {"clipped": "advantages_clipped", "by_length": "advantages_by_length"}
-"""Name of a rule that changes advantages after subtracting the group's mean -> code."""
+_HALVES = "the mean of the row's half of the group"
+_OF_OWN = {
+    "clipped": "advantages_clipped", "divided by the number of response tokens": "advantages_by_length",
+    "multiplied by the number of response tokens": "advantages_by_length", _HALVES: "baseline",
+}  # fmt: skip
+"""Name of a rule after which the advantages of a group still sum to about 0 -> code."""
 _IS_ALGORITHM = re.compile(r"adv|baseline|estimator|algorithm|loss_type", re.IGNORECASE)
 _NAMES_GROUP = re.compile(r"grpo|rloo|group", re.IGNORECASE)
 _NAMES_OTHER = re.compile(r"reinforce|gae|ppo|batch|global|running|critic|remax", re.IGNORECASE)
@@ -179,6 +190,12 @@ def _values(run: _Run) -> Iterator[DataFinding]:
         if (lost := rows[f"lost_{column}"]).any():
             query = "SELECT step, seq_id, {column} FROM {rows} WHERE NOT isfinite({column}) ORDER BY step"
             yield run.finding("not_finite", lost, at, query, {"column": column, "num": int(lost.sum())})
+    for end in ("first", "last"):
+        zeros, by_token = rows[f"zeros_{end}"], rows["is_per_token"]
+        misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
+        if 2 * misplaced.sum() > max(by_token.sum(), 8):
+            numbers = {"num": int(misplaced.sum()), "end": end, "zeros": float(zeros[misplaced].mean())}
+            yield run.finding("advantages_misplaced", misplaced, at, _BY_ROW, numbers)
     rewards = rows["reward"][np.isfinite(rows["reward"])]
     if len(rewards) >= 30 and np.ptp(rewards) == 0:  # any other reward then has a probability below 0.1
         yield run.finding("rewards_constant", at >= 0, at, _BY_STEP, {"value": float(rewards[0])}, notice=True)
@@ -274,7 +291,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         if baseline.since is not None or not _NAMES_OTHER.search(declared):
             yield _fault_if_changed(baseline)
     elif name in _OF_OWN:
-        yield found(_OF_OWN[name], off, numbers, notice=True)
+        yield found(_OF_OWN[name], off, numbers, notice=name != _HALVES)
     elif name:
         yield found("rewards_of_other_rows" if name.startswith("rewards") else "baseline", off, numbers)
     elif correlation < -(0.9 if run.is_per_token else 0.5) and correlation + error < 0:
@@ -363,11 +380,14 @@ def _others(
         "clipped": [np.clip(scale * normalised(r, g)[1], a.min(), a.max()) for scale in (1.0, np.sqrt(1 - 1 / n))],
         f"the mean of every {len(means)}th row": normalised(r, np.arange(len(r)) % len(means)),
         "rewards of the same group in another order": normalised(r[order], g),
-        "by_length": [each / length for each in normalised(r, g)],
+        "divided by the number of response tokens": [each / length for each in normalised(r, g)],
+        "multiplied by the number of response tokens": [each * length for each in normalised(r, g)],
     }
     by_group = np.argsort(g, kind="stable")
     rank = np.empty(len(r), np.int64)
     rank[by_group] = np.arange(len(r)) - np.searchsorted(g[by_group], g[by_group])
+    if n >= 4:
+        rules[_HALVES] = normalised(r, 2 * g + (2 * rank >= count_of(g)))
     for num in {1, int(n) // 2} if n > 2 else ():
         other = r - np.bincount(g, r * (rank < num))[g] / num
         rules[f"the mean of the group's first {num} rows" if num > 1 else "the reward of the group's first row"] = [
@@ -554,12 +574,28 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
         yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
 
 
-def _unsampled(run: _Run) -> Iterator[DataFinding]:
-    """Detect tokens in the loss that the engine did not sample: padding after the end token, and stretches from tools."""
+def _sampled_by(run: _Run) -> tuple[PassSample, PassSample] | None:
+    """Return the values of the engine and of the other pass at the inspected steps; None if there are none."""
     sample = run.sample
     if sample is None or "rollout" not in (sample.a.name, sample.b.name) or not len(sample.tokens):
+        return None
+    return (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
+
+
+def _repeats_end(sample: Sample) -> np.ndarray:
+    """Return [N] bool: True for the tokens that repeat the first token of a constant end of their row."""
+    last_other = sample.starts[:-1] - 1
+    differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
+    np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
+    return np.asarray(np.arange(len(sample.tokens)) > last_other[sample.seq] + 1)
+
+
+def _unsampled(run: _Run) -> Iterator[DataFinding]:
+    """Detect tokens in the loss that the engine did not sample: padding after the end token, and stretches from tools."""
+    if (sides := _sampled_by(run)) is None:
         return
-    engine, other = (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
+    sample, (engine, other) = run.sample, sides
+    assert sample is not None
     seq, tokens = sample.seq, sample.tokens
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
     if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 has a smaller effect
@@ -569,10 +605,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
         unlikely = np.fmax(engine.logprobs, other.logprobs) + entropy < UNSAMPLED_NATS
     missing = sample.mask & (certain | ~np.isfinite(engine.logprobs))
     odd = missing | (sample.mask & unlikely)
-    last_other = sample.starts[:-1] - 1
-    differs = tokens != tokens[np.maximum(sample.starts[1:] - 1, 0)][seq]
-    np.maximum.at(last_other, seq[differs], np.flatnonzero(differs))
-    repeats_end = np.arange(len(tokens)) > last_other[seq] + 1
+    repeats_end = _repeats_end(sample)
     padding, odd = odd & repeats_end, odd & ~repeats_end
     size = run_lengths(odd, seq)
     inside = odd & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[seq])
@@ -588,3 +621,54 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
             "step": int(sample.steps[rows[0]]),
         }  # fmt: skip
         yield run.finding(code, np.isin(np.arange(len(at)), rows), at, _TOKENS, numbers)
+
+
+def _samples(run: _Run) -> Iterator[DataFinding]:
+    """Detect responses that occur again more often than their probability allows, and sampled tokens outside the loss."""
+    if (sides := _sampled_by(run)) is None:
+        return
+    sample, (engine, other) = run.sample, sides
+    assert sample is not None
+    starts, at = sample.starts[:-1], np.searchsorted(run.steps, sample.steps)
+    full = np.flatnonzero(sample.lengths)
+    prompt, whole = sample.prefix_keys[starts[full]], sample.token_keys[starts[full] + sample.lengths[full] - 1]
+    _, firsts, which = np.unique(whole, return_index=True, return_inverse=True)
+    again = firsts[which] != np.arange(len(full))
+    order = np.argsort(prompt, kind="stable")
+    earlier = np.empty(len(full), np.int64)
+    earlier[order] = np.arange(len(full)) - np.searchsorted(prompt[order], prompt[order])
+    asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
+    # Sampling may be sharper than the recorded distribution: half of a logprob belongs to a temperature of about 0.5.
+    probability = np.exp(np.add.reduceat(np.nan_to_num(engine.logprobs), starts[full]) / 2)
+    expected = float(-np.expm1(earlier[asked] * np.log1p(-np.minimum(probability[asked], 1 - 1e-9))).sum())
+    temperature = sample.settings["temperature"]
+    if (num := int(again[asked].sum())) > max(20, 2 * expected, asked.sum() / 2) and not np.all(temperature == 0):
+        numbers: Numbers = {"num": num, "num_asked": int(asked.sum()), "expected": expected}
+        notice = not np.isfinite(temperature).any()
+        yield run.finding("samples_repeat", again[asked], at[full][asked], _BY_ROW, numbers, notice=notice)
+    place = np.arange(len(sample.tokens))
+    last = np.full(sample.num_sequences, -1)
+    np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
+    sampled = (engine.logprobs < 0) & np.isfinite(engine.logprobs) & np.isfinite(other.logprobs)
+    cut = sampled & (place > last[sample.seq]) & (last[sample.seq] >= 0) & ~_repeats_end(sample)
+    rows = np.unique(sample.seq[cut])
+    if len(rows) > max(3, sample.num_sequences / 2):
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
+        yield run.finding("mask_cuts", np.isin(np.arange(len(at)), rows), at, _BY_ROW, numbers, notice=True)
+
+
+def _finished(run: _Run) -> Iterator[DataFinding]:
+    """Detect rows that are said to have stopped by themselves but were cut at the length limit."""
+    sample = run.sample
+    if sample is None or not sample.lengths.any():
+        return
+    longest = int(sample.lengths.max())
+    last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
+    said = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
+    ends, counts = np.unique(last[said & (sample.lengths < longest)], return_counts=True)
+    if counts.sum() < 8 or len(ends) > 3:  # a stop string ends with any token
+        return
+    wrong = said & (sample.lengths == longest) & ~np.isin(last, ends)
+    if wrong.sum() >= max(3, 0.02 * said.sum()):
+        numbers: Numbers = {"num": int(wrong.sum()), "length": longest, "reason": "stop"}
+        yield run.finding("finish_contradicts", wrong, np.searchsorted(run.steps, sample.steps), _BY_ROW, numbers)

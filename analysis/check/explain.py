@@ -292,7 +292,7 @@ def _is_told(data: PairData, place: Where) -> bool:
     is_off = place.mean_ratio > 3 and float(off[place.inside].mean()) > 0.2
     if is_above(data) or is_fault(data) or is_off:
         return True
-    return place.feature not in BY_TIME and inside > allowed / 2 and place.ratio > 5
+    return inside > allowed / 2 and place.ratio > 5
 
 
 def _places(data: PairData) -> list[Hypothesis]:

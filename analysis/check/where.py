@@ -194,7 +194,7 @@ def _best(
         chosen = 1 if sums[1] / counts[1] > sums[0] / counts[0] else 0
         kind: Kind = "is" if chosen else "before"
         options.append((float(gains(counts[1:], sums[1:])[0]) - 1, kind, np.array([chosen])))
-    elif known.dtype.kind in "if" and not name.startswith(("phase", "token")):
+    elif known.dtype.kind in "if" and not name.startswith("phase"):
         before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
         worth = gains(before, part) - np.log(len(known))
         worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf

@@ -683,6 +683,6 @@ def test_of_equally_frequent_contracts_the_first_counts():
         one, two = (f"{name}{number}" for name in ("one", "two"))
         data = SimpleNamespace(
             sample=SimpleNamespace(a=SimpleNamespace(contracts=[one, None, two, two, one])),
-            contracts={name: {"name": name} for name in (one, two)},
+            contracts={name: {"name": name} for name in (one, two)}, seq=np.arange(5),
         )
         assert PairData.contract(data, "a") == {"name": one}

@@ -137,7 +137,8 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     """Return the most probable kind of the mismatch, and the next one if it is nearly as probable. `place` is where the
     mismatch is, if it is confined to it.
     """
-    if (recorded := None if place is None else _recorded(data, place)) is not None:
+    recorded = None if place is None or _grows(data.within(place.inside)) else _recorded(data, place)
+    if recorded is not None:
         return [_finding(data, *recorded, 1.0, place)]
     known = among_faults(probabilities(data))
     first, second, *_ = known
@@ -148,6 +149,13 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
         _finding(data, first, KINDS[first][1], known[first], place, rival),
         _finding(data, second, KINDS[second][1], known[second], place),
     ]
+
+
+def _grows(data: PairData) -> bool:
+    """Return True if the mismatch is rounding at the first step and at least doubles afterwards, as with weights that are left
+    behind; another context or another computation is there from the first step on."""
+    grown = growth(data)
+    return grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data)
 
 
 def among_faults(found: Mapping[str, float]) -> dict[str, float]:
@@ -174,7 +182,7 @@ def _finding(
 ) -> Finding:
     grown, twins, inside = growth(data), repeats(data), None if place is None else place.inside
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
-    if kind == "weights" and grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data):
+    if kind == "weights" and _grows(data):
         numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
     for at, (name, value, is_above) in enumerate(reasons(data, kind)):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
@@ -283,6 +291,7 @@ _EVIDENCE = {
 ONE_PLACE = Fault(
     code="one_place", title="values at one fixed place in the sequences are wrong", broken="computation", evidence=_EVIDENCE,
     words={"place": _place},
+    causes={"ids": "token ids on one side of a limit are wrong: a vocabulary shard, added tokens, or ids stored in too few bits"},
 )  # fmt: skip
 BOUNDARY = Fault(
     code="chunk_boundary", title="tokens at the boundaries of chunks or context-parallel shards are scored wrongly",
@@ -309,7 +318,7 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
             ):
                 continue
             fault = BOUNDARY
-        elif place.feature in _TOKENS and place.inside.mean() < 0.5:
+        elif place.feature in _TOKENS and (place.inside.mean() < 0.5 or _is_id_range(place)):
             if place.feature in ("position", "total_position") and place.kind != "one_of" and place.values[0] >= 2:
                 continue
             fault = ONE_PLACE
@@ -323,7 +332,8 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         finding = fault.finding(
             data, "place", place.inside, weight=explained(data, place.inside), next=commands.far_tokens(data),
             numbers={
-                **place.numbers, **data.names, "num_tokens": int(place.inside.sum()), "of_tokens": data.num_kept,
+                **place.numbers, **data.names, "cause": "ids" if _is_id_range(place) else "",
+                "num_tokens": int(place.inside.sum()), "of_tokens": data.num_kept,
                 "size": float(np.mean(np.abs(data.d[place.inside]))),
                 "elsewhere": float(np.mean(np.abs(data.d[~place.inside]))),
                 "share_lower": float(np.mean(data.d[place.inside] < 0)),
@@ -360,6 +370,11 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         preferred = -2.0 if place.feature == "step" else 0.0
         found.append(located(data, finding, place.inside, preferred + 10.0 * len(place.values)))
     return found
+
+
+def _is_id_range(place: Where) -> bool:
+    """Return True if a place is all token ids from or below one id."""
+    return place.feature in ("token_id", "token_before") and place.kind != "one_of"
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
