@@ -328,7 +328,7 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
     if place.code in (ONE_PLACE.code, BOUNDARY.code) and cause is None:
-        return [place, *_likely(data)]
+        return [place] if place.numbers.get("cause") else [place, *_likely(data)]
     if place.code != SUBSET.code:
         return [place if cause is None else _confined(data, cause, best)]
     inside = data.without(~best.tokens)

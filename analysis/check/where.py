@@ -182,10 +182,11 @@ def _best(
     `counts` and `sums`, [V], are the number of units (sequences or tokens) with each of the V values and the sum of
     their levels; `level` holds the levels of all units.
     """
-    total, num = float(np.sum((level - level.mean()) ** 2)), len(level)
+    num = len(level)
     sums = sums - counts * level.mean()
 
-    def gains(inside: np.ndarray, part: np.ndarray) -> np.ndarray:
+    def gains(inside: np.ndarray, part: np.ndarray, level: np.ndarray = level) -> np.ndarray:
+        total, num = float(np.sum((level - level.mean()) ** 2)), len(level)
         between = part**2 / inside + part**2 / np.maximum(num - inside, 1e-9)
         return np.asarray(-num / 2 * np.log(np.maximum(1 - between / max(total, 1e-30), 1e-12)))
 
@@ -198,6 +199,10 @@ def _best(
         before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
         worth = gains(before, part) - np.log(len(known))
         worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf
+        if name.startswith("token"):  # the tokens of one id have similar levels, so the ids must tell the same
+            means, size = sums / counts, np.arange(1, len(known))
+            of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
+            worth[(of_ids < MIN_GAIN_NATS) | (np.minimum(size, len(known) - size) < MIN_PART_UNITS)] = -np.inf
         at = int(np.argmax(worth))
         up = part[at] < 0
         chosen_values = np.arange(at + 1, len(known)) if up else np.arange(at + 1)

@@ -11,7 +11,17 @@ from ...advice import Advice
 from .. import commands
 from ..features import NO_FAULT, SIZE, growth, judged, judged_words, probabilities, reasons, repeats
 from ..finding import SIDES, Broken, Fault, Finding, Hypothesis, Number, explained, located, max_flip
-from ..pair_data import HALF_ULP, PairData, allowed_noise, coarsest, dtype_of, is_mixture, level, precisions
+from ..pair_data import (
+    HALF_ULP,
+    PairData,
+    allowed_noise,
+    coarsest,
+    dtype_of,
+    is_mixture,
+    level,
+    logit_error,
+    precisions,
+)
 from ..where import Where, where_text
 from .sampling import PENALTY
 from .values import UNRELATED
@@ -137,7 +147,7 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     """Return the most probable kind of the mismatch, and the next one if it is nearly as probable. `place` is where the
     mismatch is, if it is confined to it.
     """
-    recorded = None if place is None or _grows(data.within(place.inside)) else _recorded(data, place)
+    recorded = None if place is None or _begins_later(data, place) else _recorded(data, place)
     if recorded is not None:
         return [_finding(data, *recorded, 1.0, place)]
     known = among_faults(probabilities(data))
@@ -151,11 +161,16 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     ]
 
 
-def _grows(data: PairData) -> bool:
-    """Return True if the mismatch is rounding at the first step and at least doubles afterwards, as with weights that are left
-    behind; another context or another computation is there from the first step on."""
-    grown = growth(data)
-    return grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data)
+def _begins_later(data: PairData, place: Where) -> bool:
+    """Return True if the first step has tokens at a place and elsewhere and the mismatch is not larger at the place yet, as with
+    weights that are left behind; another context is there from the first step on."""
+    steps = data.sample.steps[data.seq]
+    first = steps == steps.min()
+    inside, outside = first & place.inside, first & ~place.inside
+    if first.all() or not inside.any() or not outside.any():
+        return False
+    noise = logit_error(data)
+    return bool(np.median(noise[inside]) < 2 * np.median(noise[outside]))
 
 
 def among_faults(found: Mapping[str, float]) -> dict[str, float]:
@@ -182,7 +197,7 @@ def _finding(
 ) -> Finding:
     grown, twins, inside = growth(data), repeats(data), None if place is None else place.inside
     numbers: dict[str, Number] = {**measured(data), "cause": cause, "probability": probability, **(rival or {})}
-    if kind == "weights" and _grows(data):
+    if kind == "weights" and grown.since is not None and grown.ratio > 2 and grown.first < allowed_noise(data):
         numbers |= {"since": grown.since, "first": grown.first, "later": grown.later}
     for at, (name, value, is_above) in enumerate(reasons(data, kind)):
         numbers |= {f"reason_{at}": name, f"reason_{at}_value": value, f"reason_{at}_above": int(is_above)}
