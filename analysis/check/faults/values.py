@@ -11,9 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from ....schemas.passes import ROLLOUT
 from .. import commands
 from ..features import exact_rows, judged, judged_words, pearson, sampled_mean, sampled_score
-from ..finding import SIDES, Fault, Finding, Hypothesis, Number, of_signs, predicting
+from ..finding import Fault, Finding, Hypothesis, Number, of_signs, predicting
 from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, declared, half_ulp, precisions
 
 MAX_LOGPROB = 1e-4
@@ -35,6 +36,7 @@ _NAMES = {
     "negative_complement": "p - 1",
     "log_complement": "ln(1 - p)",
     "cumulative": "cumulative sums of logprobs along the sequence",
+    "cumulative_to_end": "sums of the logprobs from each token to the end of the sequence",
     "factor": "logprobs times {factor:.4g}",
     "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
     "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
@@ -78,7 +80,7 @@ LOW_PRECISION = Fault(
 _SAMPLED = {
     "unknown": ": they belong to different tokens, in no known order, or to different models",
     "improbable": ", and {side} gives the sampled tokens {mean_lower:.3g} nats on average, {other} {mean_higher:.3g}: {side} scored "
-    "other tokens or another text, or its weights are broken",
+    "other tokens or another text, or one side's weights are broken",
     "from_other": ", and logprob + entropy of {other} averages to {mean:.2g}: the tokens were sampled from {other}'s "
     "distribution, so {side} holds other values",
     "from_neither": ", and logprob + entropy of {other} averages to {mean:.2g} nats: the tokens were not sampled from its "
@@ -110,7 +112,10 @@ UNRELATED = Fault(
         },
     },
     causes={
-        "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly"
+        "unknown": "the two sides' values are unrelated: other tokens, another text, or a broken model on one side",
+        "from_neither": "the two sides' values are unrelated: one side has broken weights or scored another text",
+        "improbable": "the two sides' values are unrelated: one side scored another text or has a broken model",
+        "values": "recorded values are not the logprobs of the sampled tokens: stored, gathered or changed wrongly",
     },
 )
 MIN_CORRELATION = 0.3
@@ -144,7 +149,7 @@ def find_unit(data: PairData) -> list[Hypothesis]:
     """Detect that the values of one side are a function of the other side's, in all sequences or in those that differ."""
     found = [each for side in "ab" for each in _functions(data, side)]
     _, rows = exact_rows(data)
-    if any(not each.rank for each in found) or not len(rows):
+    if any(each.finding.numbers["unit"] != "curve" for each in found) or not len(rows):
         return found
     part = data.within(np.isin(data.seq, rows))
     counted = {"part_feature": None, "part_sequences": len(rows), "part_of": len(np.unique(data.seq))}
@@ -159,12 +164,13 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
     # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor, and a constant any function.
-    size = _typical(data.d)
-    varied = min(size, _typical(data.d - np.median(data.d)), _typical(other - np.median(other)))
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
+        typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
+        size = typical(data.d)
+        varied = min(size, typical(data.d - np.median(data.d)), typical(other - np.median(other)))
         residual = nats - other
-        left = _typical(residual[np.isfinite(residual)])
+        left = typical(residual[np.isfinite(residual)])
         most = (MAX_LEFT_BY_UNIT if cost <= 2 else MAX_LEFT_BY_FIT) * varied
         if np.mean(np.isfinite(nats)) < 0.99 or left >= most:
             continue
@@ -173,8 +179,8 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
             data, "other_unit", weight=1 - left / max(size, 1e-12), next=commands.sql(data, query),
             numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
         )  # fmt: skip
-        hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=unit != "curve")
-        found.append(replace(hypothesis, rank=int(unit == "curve")))
+        hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=cost <= 2)
+        found.append(replace(hypothesis, rank=int(cost > 2)))
     return found
 
 
@@ -196,10 +202,12 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
         count = np.bincount(data.seq[some], minlength=data.sample.num_sequences)
         ratios = np.bincount(data.seq[some], np.log(values[some] / other[some]), len(count))
         factors = np.exp(ratios / np.maximum(count, 1))
-        if (count >= 4).sum() >= 8 and np.std(np.log(factors[count >= 4])) > 0.05:
+        is_divided = np.median(factors) < 1
+        if is_divided and (count >= 4).sum() >= 8 and np.std(np.log(factors[count >= 4])) > 0.05:
             yield "factor_by_length", values / factors[data.seq], {}, 4.0 * len(np.unique(data.seq))
     starts = np.r_[True, data.seq[1:] != data.seq[:-1]]
     yield "cumulative", values - np.where(starts, 0.0, np.r_[0.0, values[:-1]]), {}, 2.0
+    yield "cumulative_to_end", values - np.where(np.r_[starts[1:], True], 0.0, np.r_[values[1:], 0.0]), {}, 2.0
     p = np.exp(np.minimum(other, 0.0))
     (offset, factor), rounded = _line(values, p)
     if rounded in _PROBABILITIES:
@@ -209,7 +217,7 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
     if rounded == (1.0, -1.0):
         yield "log_complement", _log(1 - raised), {}, 2.0
     elif offset > 1e-12 and abs(factor - 1) < 0.1 and np.min(values) > np.log(offset) - 1e-3:
-        yield "floor", _log(raised - offset), {"factor": offset}, 8.0
+        yield "floor", other + values - np.log(p + offset), {"factor": offset}, 8.0
     yield "curve", _curve(data, values, other), {"curve": _shape(values, other)}, 8.0
 
 
@@ -258,6 +266,10 @@ def _shape(values: np.ndarray, other: np.ndarray) -> str:
     order = np.argsort(other, kind="stable")
     some = order[np.linspace(0, len(order) - 1, 5).astype(int)]
     return ", ".join(f"{values[each]:.3g} for {other[each]:.3g}" for each in some)
+
+
+def _rms(d: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(d * d))) if len(d) else 0.0
 
 
 def _typical(d: np.ndarray) -> float:
@@ -367,18 +379,20 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
     scores = {name: sampled_score(data, name) for name in "ab" if getattr(data.sample, name).entropy is not None}
     name = min(scores, key=lambda each: abs(scores[each]), default=None)
     mean = None if name is None else sampled_mean(data, name)
-    side, sampled, broken = "b", "unknown", UNRELATED.broken
+    side, sampled, broken = "b", "unknown", "computation"
     if name is not None and mean is not None and abs(scores[name]) >= 6 and abs(mean) >= 0.1:
         side, sampled, broken = lower if is_improbable else "b", "from_neither", "computation"
     elif is_improbable:
-        side, sampled, broken = lower, "improbable", SIDES.get(data.names[lower], "computation")
+        side, sampled = lower, "improbable"
+        # The engine sampled the tokens, so that they are improbable to a trainer if either is broken.
+        broken = "engine" if data.names[lower] == ROLLOUT else "computation"
     elif name is not None:
         side, sampled = "b" if name == "a" else "a", "from_other"
     finding = UNRELATED.finding(
         data, "no_correlation", next=commands.tokens(data), broken=broken,
         numbers={
             "side": data.names[side], "other": data.names["b" if side == "a" else "a"], "num_tokens": data.num_kept,
-            "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
+            "cause": sampled, "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
         },
     )  # fmt: skip
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]

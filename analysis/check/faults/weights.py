@@ -57,7 +57,10 @@ WEIGHTS = Fault(
         "contract": "the contract of {side} has {setting} {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
-        "judged": judged("a sync that failed, came late or left tensors out; a missing adapter; a replica with another version"),
+        "judged": judged(
+            "a sync that failed, came late or left tensors out; a missing adapter; a replica with another version; trainer logprobs "
+            "from the reference's weights, or from after the update"
+        ),
     },
     words={"engine_weights": _tensor, "one_adapter": judged_words, "judged": judged_words},
     causes={
