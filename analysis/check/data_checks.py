@@ -194,7 +194,7 @@ def _values(run: _Run) -> Iterator[DataFinding]:
         zeros, by_token = rows[f"zeros_{end}"], rows["is_per_token"]
         misplaced = by_token & (zeros > 0) & (zeros == rows["num_zero"])
         if 2 * misplaced.sum() > max(by_token.sum(), 8):
-            numbers = {"num": int(misplaced.sum()), "end": end, "zeros": float(zeros[misplaced].mean())}
+            numbers: Numbers = {"num": int(misplaced.sum()), "end": end, "zeros": float(zeros[misplaced].mean())}
             yield run.finding("advantages_misplaced", misplaced, at, _BY_ROW, numbers)
     rewards = rows["reward"][np.isfinite(rows["reward"])]
     if len(rewards) >= 30 and np.ptp(rewards) == 0:  # any other reward then has a probability below 0.1
@@ -206,7 +206,7 @@ def _values(run: _Run) -> Iterator[DataFinding]:
     medians = [np.median(some) for _, part in _parts(at) if len(some := size[part][size[part] > 0])]
     usual = float(np.quantile(medians, 0.25)) if medians else 0.0
     if (extreme := (size > bound) & (size > 50 * usual)).any():
-        numbers: Numbers = {"largest": float(size.max()), "bound": float(bound[extreme].max()), "usual": usual}
+        numbers = {"largest": float(size.max()), "bound": float(bound[extreme].max()), "usual": usual}
         yield run.finding("advantages_extreme", extreme, at, _BY_STEP, numbers)
 
 

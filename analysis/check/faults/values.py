@@ -14,7 +14,7 @@ import numpy as np
 from ....schemas.passes import ROLLOUT
 from .. import commands
 from ..features import exact_rows, judged, judged_words, pearson, sampled_mean, sampled_score
-from ..finding import Fault, Finding, Hypothesis, Number, of_signs, predicting
+from ..finding import Broken, Fault, Finding, Hypothesis, Number, of_signs, predicting
 from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, declared, half_ulp, precisions
 
 MAX_LOGPROB = 1e-4
@@ -379,7 +379,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
     scores = {name: sampled_score(data, name) for name in "ab" if getattr(data.sample, name).entropy is not None}
     name = min(scores, key=lambda each: abs(scores[each]), default=None)
     mean = None if name is None else sampled_mean(data, name)
-    side, sampled, broken = "b", "unknown", "computation"
+    side, sampled = "b", "unknown"
+    broken: Broken = "computation"
     if name is not None and mean is not None and abs(scores[name]) >= 6 and abs(mean) >= 0.1:
         side, sampled, broken = lower if is_improbable else "b", "from_neither", "computation"
     elif is_improbable:
@@ -387,7 +388,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         # The engine sampled the tokens, so that they are improbable to a trainer if either is broken.
         broken = "engine" if data.names[lower] == ROLLOUT else "computation"
     elif name is not None:
-        side, sampled = "b" if name == "a" else "a", "from_other"
+        side, sampled, broken = "b" if name == "a" else "a", "from_other", "recording"
     finding = UNRELATED.finding(
         data, "no_correlation", next=commands.tokens(data), broken=broken,
         numbers={
