@@ -337,6 +337,8 @@ def test_prompt_tokens_that_count_are_told_from_lost_values(tmp_path):
         ("negative_complement", np.expm1),
         ("log_complement", lambda row: np.log(-np.expm1(row))),
         ("floor", lambda row: np.log(np.exp(row) + 0.01)),
+        ("cumulative", np.cumsum),
+        ("cumulative_to_end", lambda row: np.cumsum(row[::-1])[::-1]),
         ("factor", lambda row: row * 1.015),
         ("curve", lambda row: -3 * np.sqrt(-row)),
     ],
@@ -683,6 +685,7 @@ def test_of_equally_frequent_contracts_the_first_counts():
         one, two = (f"{name}{number}" for name in ("one", "two"))
         data = SimpleNamespace(
             sample=SimpleNamespace(a=SimpleNamespace(contracts=[one, None, two, two, one])),
-            contracts={name: {"name": name} for name in (one, two)}, seq=np.arange(5),
+            contracts={name: {"name": name} for name in (one, two)},
+            seq=np.arange(5),
         )
         assert PairData.contract(data, "a") == {"name": one}

@@ -493,3 +493,75 @@ def test_values_of_one_step_say_the_step(tmp_path):
     first = first_of(Recording(rollout=rollout, contracts=BOTH_FP32), tmp_path / "trace")
     assert (first.code, first.numbers["in_steps"]) == ("shift", "2")
     assert evidence_text(first).endswith("all of it in step 2")
+
+
+# --- Contracts, limits of ids, and mismatches that begin later ---------------------------------------------------------------
+
+
+def test_each_sequence_is_judged_by_its_own_contract(tmp_path):
+    with Recorder(tmp_path / "trace") as recorder:
+        for number in range(1, 7):
+            step = sample(table(), 100 + number)
+            is_fine = number > 3
+            recorder.add_contract("train", FP32)
+            recorder.add_contract("rollout", {"engine": "vllm", "dtype": "float32" if is_fine else "bfloat16"})
+            batch = recorder.add_sequences(
+                step=number, prompt_ids=[row.tolist() for row in step.prompts], response_ids=[row.tolist() for row in step.responses]
+            )  # fmt: skip
+            recorder.add_scores("rollout", batch, logprobs=(in_float32 if is_fine else in_bfloat16)(step, number))
+            recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+    found = check(tmp_path / "trace")
+    assert found.is_valid
+    assert [finding.code for finding in found.findings] == ["rounding", "rounding"]
+    assert {finding.numbers["dtype_b"] for finding in found.findings} == {"bfloat16", "float32"}
+
+
+def exact_short_rows(step, number):
+    values = in_bfloat16(step, number)
+    return [own if len(own) < 30 else off for own, off in zip(step.scored(), values, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "codes_of"), [("float32", ["copies"]), ("bfloat16", ["rounding"])])
+def test_equal_rows_are_copies_only_if_the_dtypes_differ(tmp_path, dtype, codes_of):
+    contracts = {"train": {"engine": "trl", "dtype": dtype}, "rollout": {"engine": "vllm", "dtype": "bfloat16"}}
+    found = check(Recording(rollout=exact_short_rows, contracts=contracts).write(tmp_path / "trace"))
+    assert [finding.code for finding in found.findings][:1] == codes_of
+
+
+def wrong_ids(limit):
+    """An engine whose values belong to another token if the id is at least `limit`."""
+
+    def rollout(step, number):
+        draw = np.random.default_rng(number)
+        values = in_float32(step, number)
+        return [
+            np.where(row >= limit, np.minimum(own - draw.uniform(1, 4, len(row)), -1e-3), own)
+            for row, own in zip(step.responses, values, strict=True)
+        ]
+
+    return rollout
+
+
+@pytest.mark.parametrize("limit", [VOCABULARY // 4, VOCABULARY // 2])
+def test_ids_beyond_a_limit_are_named(tmp_path, limit):
+    first = first_of(Recording(rollout=wrong_ids(limit), contracts=BOTH_FP32), tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.numbers["feature"]) == ("one_place", "ids", "token_id")
+    assert float(first.numbers["values"]) == pytest.approx(limit, abs=3)
+
+
+def test_rows_that_are_off_from_a_later_step_on_are_not_packed(tmp_path):
+    rollout = off_where(not_first)
+    run = lambda step, number: in_float32(step, number) if number == 1 else rollout(step, number)  # noqa: E731
+    found = recorded_forwards(tmp_path / "trace", run, lambda num, number: forwards(num, number, np.zeros(num)))
+    assert not found.is_valid
+    assert "packing" not in {finding.numbers.get("cause") for finding in found.findings}
+
+
+def test_unrelated_values_blame_no_side_that_the_sampler_does_not_rule_out(tmp_path):
+    other = table()[:, ::-1]
+    improbable = Recording(train=lambda step, number: step.scored(other), entropy=False, contracts=BOTH_FP32)
+    first = first_of(improbable, tmp_path / "trace")
+    assert (first.code, first.broken) == ("unrelated", "computation")
+    engine = Recording(rollout=lambda step, number: step.scored(other), entropy=False, contracts=BOTH_FP32)
+    first = first_of(engine, tmp_path / "engine")
+    assert (first.code, first.broken) == ("unrelated", "engine")

@@ -7,7 +7,7 @@ import pytest
 from bigrams import FP32, VLLM_BF16, VLLM_FP32, in_float32, moved, sample, table
 from builders import tim_trace
 from shared import rest_slow
-from tim_trace.analysis.check.data_checks import KINDS, data_findings, data_text
+from tim_trace.analysis.check.data_checks import _HALVES, KINDS, data_findings, data_text
 from tim_trace.analysis.check.sample import read_sample
 from tim_trace.analysis.views import open_database
 from tim_trace.schemas.loss import Loss
@@ -181,6 +181,30 @@ def previous(r):
     return (r - np.roll(means, 1)[GROUP]) / spread(r).clip(0.1)
 
 
+HALVES = 2 * GROUP + (np.arange(len(GROUP)) % IN_GROUP >= IN_GROUP // 2)
+
+
+def late(values, number, num):
+    """One advantage for all tokens of a row but the first ones."""
+    return [
+        np.where(np.arange(length) < num, 0.0, value) for value, length in zip(values, lengths_of(number), strict=True)
+    ]
+
+
+def of_first_rows(recorder, batch, step, number):
+    """Logprobs of groups in which each row is the first one."""
+    for name, values in (("rollout", in_float32(step, number)), ("train", step.scored())):
+        recorder.add_scores(name, batch, logprobs=[values[row - row % IN_GROUP] for row in range(len(GROUP))])
+
+
+def stopped(step):
+    """Responses that end with an end token, except those of the full length; all are said to have stopped."""
+    longest = max(map(len, step.responses))
+    ids = [row.tolist() if len(row) == longest else [*row[:-1].tolist(), END] for row in step.responses]
+    step.responses = [np.array(row) for row in ids]
+    return {"response_ids": ids, "finish_reason": ["stop"] * len(ids)}
+
+
 FAULTS = {
     "one group a row": ("one_row_groups", None, {"groups": lambda step, n: [f"{n}-{row}" for row in range(len(GROUP))], "advantage": lambda r, n: r}),
     "interleaved group ids": ("groups_mix_prompts", None, {"groups": lambda step, n: [str(row % GROUPS) for row in range(len(GROUP))], "advantage": lambda r, n: strided(r)}),
@@ -209,6 +233,12 @@ FAULTS = {
     "scale": ("advantages_scaled", None, {"advantage": lambda r, n: 10 * grpo(r)}),
     "scale from 5": ("advantages_scaled", 5, {"advantage": since(5, lambda r: 30 * grpo(r)), "reward": graded}),
     "clipped": ("advantages_clipped", None, {"advantage": lambda r, n: np.clip(grpo(r), -0.5, 1.5), "reward": graded}),
+    "times length": ("advantages_by_length", None, {"advantage": lambda r, n: centred(r) * lengths_of(n), "reward": graded}),
+    "halves of the group": ("baseline", None, {"advantage": lambda r, n: centred(r, HALVES), "reward": graded}),
+    "first tokens without": ("advantages_misplaced", None, {"advantage": lambda r, n: late(grpo(r), n, 3)}),
+    "one seed": ("samples_repeat", None, {"columns": lambda step, n: {"response_ids": [step.responses[row - row % IN_GROUP].tolist() for row in range(len(GROUP))], "temperature": 1.0}, "passes": of_first_rows}),
+    "cut masks": ("mask_cuts", None, {"columns": lambda step, n: {"response_mask": [np.arange(len(row)) < (len(row) + 1) // 2 for row in step.responses]}}),
+    "stopped at the limit": ("finish_contradicts", None, {"columns": lambda step, n: stopped(step)}),
     "extreme from 6": ("advantages_extreme", 6, {"advantage": since(6, lambda r: np.where(np.arange(len(r)) == 3, 4000.0, grpo(r)))}),
     "nan rewards": ("not_finite", 7, {"recorded": lambda r, n: np.where((np.arange(len(r)) == 3) & (n > 6), np.nan, r)}),
     "constant rewards": ("rewards_constant", None, {"reward": lambda step, n, draw: np.zeros(len(GROUP))}),
@@ -223,6 +253,8 @@ NOTICES = (
     "scale",
     "clipped",
     "divided by length",
+    "times length",
+    "cut masks",
     "constant rewards",
     "logged length",
     "logged entropy",
@@ -243,6 +275,7 @@ def test_a_planted_fault_is_named_with_its_first_step(tmp_path, kind):
 EXPLAINED = {
     "whole batch": "the batch's mean", "no baseline": "nothing", "interleaved": "the mean of every 8th row",
     "previous group": "the previous group's mean", "rewards of other rows": "rewards of the same group in another order",
+    "halves of the group": _HALVES, "times length": "multiplied by the number of response tokens",
     "first row": "the reward of the group's first row", "half of the group": "the mean of the group's first 4 rows",
 }  # fmt: skip
 
