@@ -375,7 +375,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         steps = data.sample.steps
         since = _since(steps, rows) if by_time else None
         finding = SUBSET.finding(
-            data, "column", place.inside, weight=explained(data, place.inside), next=commands.by_column(data, place.feature),
+            data, "column", place.inside, weight=explained(data, place.inside), next=commands.query(data, "course") if place.feature == "step" else commands.by_column(data, place.feature),
             numbers={
                 "column": place.feature, "values": place.values_text, "ratio": place.ratio, "num_sequences": len(rows),
                 "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside), "since": since,

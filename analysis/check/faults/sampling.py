@@ -240,7 +240,7 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
     # A scale is more general than a temperature; it is named if every recorded temperature is 1.
     cause = {"cause": "scale"} if declared_ones and all(value == 1.0 for value in declared_ones) else {}
     finding = TEMPERATURE.finding(
-        data, "scaled_logits", weight=fit.r2, next=_confirming(data, nearest),
+        data, "scaled_logits", weight=fit.r2, next=_confirming(data, nearest, has_contexts=exact is not None),
         numbers={
             "temperature": temperature, "least": 1 / (high * wider), "largest": wider / max(low, 1 / MAX_TEMPERATURE),
             "r2": fit.r2, "standard_errors": fit.score, **data.names, **known, **cause,
@@ -266,11 +266,13 @@ def _temperatures(data: PairData) -> dict[str, float | str]:
     return found | ({"logprobs_mode": str(mode)} if mode else {})
 
 
-def _confirming(data: PairData, temperature: float) -> Advice:
+def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Advice:
     """Return a command that replays at the temperature; if the trace has no weights, a query for the scale of the
     log-odds per step."""
     if data.has_weights:
         return commands.replay(data, f"--temperature {temperature:.3g}", "temperature")
+    if has_contexts:
+        return commands.query(data, "context-odds")
     odds = "ln(exp({0}) / (1 - exp({0})))"
     return commands.sql(
         data,

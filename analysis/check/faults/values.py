@@ -390,7 +390,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
     elif name is not None:
         side, sampled, broken = "b" if name == "a" else "a", "from_other", "recording"
     finding = UNRELATED.finding(
-        data, "no_correlation", next=commands.tokens(data), broken=broken,
+        data, "no_correlation", next=commands.query(data, "shape"), broken=broken,
         numbers={
             "side": data.names[side], "other": data.names["b" if side == "a" else "a"], "num_tokens": data.num_kept,
             "cause": sampled, "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
