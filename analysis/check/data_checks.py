@@ -645,7 +645,8 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
     probability = np.exp(np.add.reduceat(np.nan_to_num(engine.logprobs), starts[full]) / 2)
     expected = float(-np.expm1(earlier[asked] * np.log1p(-np.minimum(probability[asked], 1 - 1e-9))).sum())
     temperature = sample.settings["temperature"]
-    if (num := int(again[asked].sum())) > max(20, 2 * expected, asked.sum() / 2) and not np.all(temperature == 0):
+    is_greedy = np.all((temperature == 0) | (sample.settings["top_k"] == 1))
+    if (num := int(again[asked].sum())) > max(20, 2 * expected, asked.sum() / 2) and not is_greedy:
         numbers: Numbers = {"num": num, "num_asked": int(asked.sum()), "expected": expected}
         notice = not np.isfinite(temperature).any()
         yield run.finding("samples_repeat", again[asked], at[full][asked], _BY_ROW, numbers, notice=notice)
