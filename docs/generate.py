@@ -95,7 +95,7 @@ def thresholds(*files):
         for assigned, said in itertools.pairwise(ast.parse(source).body):
             if isinstance(assigned, ast.Assign) and isinstance(said, ast.Expr):
                 name = ast.get_source_segment(source, assigned.targets[0])
-                if file.endswith("thresholds.py") or not name.startswith("_"):
+                if file.endswith("thresholds.py") or (name.isupper() and not name.startswith("_")):
                     value = ast.get_source_segment(source, assigned.value)
                     value = value if len(value) < 40 else "see the file"
                     reason = " ".join(said.value.value.split()).replace("|", "\\|")
@@ -196,7 +196,7 @@ def pages():
         "reference/arms.md": {"options": arms()},
         "reference/check.md": {
             "thresholds": thresholds(
-                "check/explain.py", "check/faults/kinds.py", "check/likelihood.py", "check/rounding.py"
+                "check/explain.py", "check/faults/kinds.py", "check/finding.py", "check/pair_data.py"
             )
         },
         "reference/trace-format.md": {

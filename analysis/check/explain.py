@@ -172,13 +172,30 @@ def _explained(data: PairData) -> list[Finding]:
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
             return _added(found, left, behind)
-        dated = _dated(data, best, _with_cause(data, best))
+        dated = _dated(data, best, _narrowed(data, best, _with_cause(data, best)))
         found = _added(found, [replace(each, tokens=best.tokens & data.keep) for each in dated], behind)
         if best.right is None:
             data = data.without(best.tokens)
         else:
             data, behind = data.corrected(best.tokens, best.right), best.finding.code
     return found
+
+
+def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
+    """Return the findings. If they cover a part of the tokens, and of this part only some are off that are at one place, the first
+    finding also has that place.
+    """
+    part = data.without(~best.tokens)
+    if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
+        return list(found)
+    off, allowed = nobodys(part), allowed_noise(part)
+    shown = {str(value) for name, value in found[0].numbers.items() if name in ("feature", "column")}
+    for place in places(part):
+        is_all = off.any() and (off & place.inside).sum() > 0.9 * off.sum()
+        if is_all and place.level_outside < allowed / 2 and place.mean_ratio > 10 and place.feature not in shown:
+            numbers = {f"within_{name}": value for name, value in place.numbers.items()}
+            return [replace(found[0], numbers=found[0].numbers | numbers), *found[1:]]
+    return list(found)
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:

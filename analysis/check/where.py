@@ -116,7 +116,7 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     if kind == "is":
         return f"all at {phrase}"
     relation = {"from": "is at least", "before": "is below"}.get(kind, "is one of" if "," in str(values) else "is")
-    if kind == "before" and not values:
+    if kind == "before" and str(values) in ("", "True"):
         return f"none at {phrase}"
     return f"all where {phrase} {relation} {values}"
 

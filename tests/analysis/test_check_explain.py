@@ -565,3 +565,18 @@ def test_unrelated_values_blame_no_side_that_the_sampler_does_not_rule_out(tmp_p
     engine = Recording(rollout=lambda step, number: step.scored(other), entropy=False, contracts=BOTH_FP32)
     first = first_of(engine, tmp_path / "engine")
     assert (first.code, first.broken) == ("unrelated", "engine")
+
+
+def test_what_is_off_within_a_part_of_the_run_is_named(tmp_path):
+    def rollout(step, number):
+        draw = np.random.default_rng(number)
+        values = [np.array(row) for row in in_float32(step, number)]
+        for own in values[16:]:
+            own[9:] = np.minimum(own[9:] + draw.normal(0, 1.0, len(own) - 9), -1e-3)
+        return values
+
+    found = check(Recording(rollout=rollout, contracts=BOTH_FP32).write(tmp_path / "trace"))
+    text = " ".join(evidence_text(finding) for finding in found.findings)
+    assert not found.is_valid
+    assert "the index of the row in its step is at least 16" in text
+    assert "the position in the response is at least 9" in text

@@ -317,9 +317,10 @@ SUBSET = Fault(
     title="the mismatch is concentrated in part of the run",
     broken="engine",
     evidence={
-        "column": "{num_sequences:,} of {of_sequences:,} sequences (with {column} {values}) have {ratio:.3g} times the mismatch "
-        "of the others (rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
+        "column": "{num_sequences:,} of {of_sequences:,} sequences ({where}) have {ratio:.3g} times the mismatch of the others "
+        "(rms {effect:.2g} vs {rms_elsewhere:.2g} nats)"
     },
+    words={"column": lambda n: {"where": where_text({**n, "feature": n["column"]}).removeprefix("all where ")}},
 )
 
 
@@ -377,7 +378,7 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
         finding = SUBSET.finding(
             data, "column", place.inside, weight=explained(data, place.inside), next=commands.query(data, "course") if place.feature == "step" else commands.by_column(data, place.feature),
             numbers={
-                "column": place.feature, "values": place.values_text, "ratio": place.ratio, "num_sequences": len(rows),
+                "column": place.feature, "kind": place.kind, "values": place.values_text, "ratio": place.ratio, "num_sequences": len(rows),
                 "of_sequences": len(np.unique(data.seq)), "rms_elsewhere": data.rms(~place.inside), "since": since,
                 "last_before": None if since is None else int(steps[steps < since].max()),
             },
