@@ -193,7 +193,7 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
     for place in places(part):
         is_all = off.any() and (off & place.inside).sum() > 0.9 * off.sum()
         if is_all and place.level_outside < allowed / 2 and place.mean_ratio > 10 and place.feature not in shown:
-            numbers = {f"within_{name}": value for name, value in place.numbers.items()}
+            numbers: dict[str, Number] = {f"within_{name}": value for name, value in place.numbers.items()}
             return [replace(found[0], numbers=found[0].numbers | numbers), *found[1:]]
     return list(found)
 
