@@ -1,0 +1,37 @@
+"""One row of the table of facts: what was observed in a run or between a run and its baseline run, where and how strongly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..statement import Measured, Statement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact(Statement):
+    """One observation. Its code is a key in text.EVIDENCE; `step`, `low`, `high`, `series` and both values are in `values`."""
+
+    level: float
+    """How strong the observation is, -1 to 1; 0 if there is nothing to see."""
+    group: str = ""
+    """Part of the code that distinguishes features, such as the suspect that a setting belongs to."""
+
+    @property
+    def feature(self) -> str:
+        """Name of the model's feature that the fact fills."""
+        return f"{self.code}.{self.group}" if self.group else self.code
+
+
+def fact(code: str, level: float, group: str = "", **values: Measured) -> Fact:
+    """Return a fact with its level clipped to -1 to 1; an unknown level counts as 0."""
+    return Fact(code=code, level=0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0)), group=group, values=values)
+
+
+def of_ratio(after: float, before: float, most: float) -> float:
+    """Return the logarithm of a ratio as a level: 1 if `after` is at least `most` times `before`, -1 the other way round."""
+    if not (math.isfinite(after) and math.isfinite(before)) or min(after, before) < 0:
+        return 0.0
+    return float(np.clip(math.log((after + 1e-12) / (before + 1e-12)) / math.log(most), -1.0, 1.0))

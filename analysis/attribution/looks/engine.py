@@ -1,0 +1,156 @@
+"""Facts about the engine: the mismatch and the age of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...facts import thresholds as ft
+from ...facts.mismatch import FROM_START, FROM_UPDATES
+from ..fact import Fact, fact, of_ratio
+from ..lag import declared_lag, is_declared_fresh, is_grown_beside_lag
+from ..run_facts import Facts
+from .order import AFTER, FIRST, largest_rise, order
+
+_USUAL = 0.02
+"""Mean |d|, in nats, at which a mismatch weighs half; bf16 engines show 0.002 to 0.01 in healthy runs."""
+_FEWEST = 2
+"""Minimum number of steps with an entropy on each side of a drop."""
+_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
+
+
+def weighs(facts: Facts) -> float:
+    """Return how much a mismatch of this size can matter, 0 to 1."""
+    return 0.0 if facts.mismatch is None else facts.mismatch.size / (facts.mismatch.size + _USUAL)
+
+
+def size(facts: Facts) -> Iterator[Fact]:
+    """Yield the size of the mismatch at the onset, and when it began."""
+    run = facts.mismatch
+    if run is None:
+        yield fact("no_passes", 1.0)
+        return
+    yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
+    lag = declared_lag(facts).at_fall
+    if run.begins == FROM_START:
+        yield fact("mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag", weighs(facts))
+    if run.begins == FROM_UPDATES and not run.grows and lag < 1:
+        yield fact("mismatch_steady", weighs(facts))
+    if facts.grows_from_nothing and lag < 1:
+        yield fact("mismatch_grows_by_updates", weighs(facts), step=facts.moves.step("mean_abs_d") or 0)
+
+
+def rise(facts: Facts) -> Iterator[Fact]:
+    """Yield the largest growth of the mismatch, and whether it leads or follows the drop."""
+    largest = largest_rise(facts)
+    if largest is None or facts.fall is None:
+        return
+    factor = largest.after / max(largest.before, 1e-12)
+    values = {"step": largest.step, "low": largest.low, "high": largest.high}
+    when = order(facts, largest)
+    if largest.before == 0 and when != AFTER:
+        yield fact("exact_until", largest.after / (largest.after + _USUAL), mean_abs_d=largest.after, **values)
+        return
+    code = {FIRST: "mismatch_grows_before_fall", AFTER: "mismatch_grows_after_fall"}.get(when, "mismatch_grows_with_fall")
+    yield fact(code, of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
+    step = facts.moves.step("mean_abs_d")
+    if step is not None and when != AFTER:
+        if facts.moves.moves_at(step, "reward", "sampled", "length"):
+            yield fact("engine_moves_with_mismatch", weighs(facts), step=step)
+        elif facts.moves.moves_at(step + 2, "trained", "entropy", "grad_norm"):
+            yield fact("trainer_moves_first", weighs(facts), step=step)
+
+
+def carried(facts: Facts) -> float:
+    """Return the share of the mismatch that the tokens of check's first finding account for, at most 1; 1 if it has no size."""
+    finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
+    mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
+    return 1.0 if not mean or not effect else min(effect / mean, 1.0)
+
+
+def check(facts: Facts) -> Iterator[Fact]:
+    """Yield what `check` finds."""
+    if facts.checked is None:
+        return
+    finding = facts.checked.findings[0]
+    if not finding.fails:
+        yield fact("check_passes", 1.0, finding=finding.code)
+    elif finding.code == "row_pairing":
+        yield fact("logprobs_in_other_rows", carried(facts))
+    else:
+        is_stale = "stale_weights" in (finding.code, finding.numbers.get("cause"))
+        group = "stale" if is_stale else "weights" if finding.code in _OF_WEIGHTS else "values"
+        yield fact("check_fails", carried(facts), group, finding=finding.code)
+
+
+def rows(facts: Facts) -> Iterator[Fact]:
+    """Yield the share of logprobs that belong to other rows."""
+    if (found := facts.scored_rows) is not None:
+        yield fact("logprobs_of_other_rows", found.share - found.by_chance, **found.values)
+
+
+def noise(facts: Facts) -> Iterator[Fact]:
+    """Yield how often equal prefixes of one step get different logprobs, from the engine and from the trainer."""
+    engine, trainer = facts.disagreeing
+    if engine > trainer:
+        yield fact("engine_disagrees", engine, share=engine)
+    elif trainer > 0:
+        yield fact("trainer_disagrees", trainer, share=trainer)
+
+
+def age(facts: Facts) -> Iterator[Fact]:
+    """Yield the age of the engine's weights as equal prefixes show it."""
+    still, earlier, stale = facts.still_engine, facts.earlier_weights, facts.stale_weights
+    if still is not None:
+        code = "engine_stands_still" if still.explains else "engine_moves_on"
+        yield fact(code, (still.still - still.of_trainer if still.explains else 1 - still.still) * weighs(facts), **still.values)
+    if earlier is not None and earlier.explains:
+        of_one = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
+        yield fact(of_one if earlier.is_one else "earlier_weights_of_several_steps", weighs(facts), **earlier.values)
+    if stale is not None and stale.explains:
+        yield fact("stale_weights_match", (1 - stale.left) * weighs(facts), **stale.values)
+    elif stale is not None and stale.is_excluded:
+        yield fact("stale_weights_excluded", stale.left * weighs(facts), max_distance=stale.farthest, left_share=stale.left)
+
+
+def lag(facts: Facts) -> Iterator[Fact]:
+    """Yield the declared lag of the sampling weights."""
+    found, size = declared_lag(facts), facts.mismatch.size if facts.mismatch else 0.0
+    if is_declared_fresh(facts):
+        yield fact("declared_fresh", 1.0)
+    elif found.at_fall >= 1 and is_grown_beside_lag(facts, found):
+        yield fact("mismatch_grows_beside_lag", weighs(facts), lag=found.at_fall, mean_abs_d=size)
+    elif found.at_fall >= 1 and found.grew:
+        level = of_ratio(found.at_fall, max(found.usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
+        yield fact("declared_lag_grows", level, lag=found.at_fall, lag_before=found.usual, mean_abs_d=size)
+    elif found.at_fall >= 1:
+        yield fact("declared_lag", of_ratio(found.at_fall, 1.0, 16.0) * weighs(facts), lag=found.at_fall, mean_abs_d=size)
+
+
+def unsampled(facts: Facts) -> Iterator[Fact]:
+    """Yield by how much sampled tokens are less likely than the entropy allows, since the drop.
+
+    For tokens sampled from the returned logprobs, -logprob equals the entropy on average.
+    """
+    known = np.isfinite(facts.values("entropy"))
+    if facts.fall is None or not known.any():
+        return
+    steps, logprob = facts.rollouts.sampled_by_step
+    shared, at, of = np.intersect1d(steps, facts.steps[known], return_indices=True)
+    entropy, surprisal = facts.values("entropy")[known][of], -logprob[at]
+    before, since = shared < facts.fall.interval[0] - ft.AHEAD, shared > facts.fall.latest
+    if before.sum() < _FEWEST or since.sum() < _FEWEST or (entropy <= 0).any():
+        return
+    ratios = surprisal / entropy
+    usual, ratio = float(np.median(ratios[before][-10:])), float(np.median(ratios[since]))
+    apart = facts.values("mean_abs_d")[known][of][since]
+    excess = float(np.median((surprisal - entropy)[since]))
+    unexplained = max(excess - 2 * float(np.nanmedian(apart)), 0.0) if np.isfinite(apart).any() else max(excess, 0.0)
+    grown = max(of_ratio(float(np.median(surprisal[since])), float(np.median(surprisal[before][-10:])), 4.0), 0.0)
+    level = max(of_ratio(ratio, usual, 4.0), 0.0) * grown**0.5 * unexplained / (unexplained + 0.5)
+    values = {"entropy": float(np.median(entropy[since])), "surprisal": float(np.median(surprisal[since]))}
+    yield fact("not_sampled_so", level, ratio_before=usual, ratio_since=ratio, **values)
+
+
+ALL = (size, rise, check, rows, noise, age, lag, unsampled)

@@ -1,0 +1,253 @@
+"""Facts about settings, the optimizer, entropy and the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...facts import thresholds as ft
+from ...facts.conditions import REFERENCE
+from ...facts.moves import POLICY, Quantity
+from ...facts.recorded import RecordedChange
+from ...facts.relations import correlation
+from ...statistics.noise import robust_sd
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from ..settings import is_learning_rate, suspect_of
+from ..suspect import SUSPECTS
+from .order import AFTER, FIRST, order, rises
+
+_CUSTOMARY: dict[str, tuple[float, float]] = {
+    "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
+    "entropy_coefficient": (1e-4, 0.01),
+}  # fmt: skip
+"""Setting -> its usual range."""
+_FEWEST = 8
+"""Minimum number of steps to correlate the loss with a quantity."""
+
+
+def values_of(change: RecordedChange) -> dict[str, float | int | str]:
+    """Return a change's series, step, interval and both values."""
+    return {"series": change.series, "step": change.step, "low": change.low, "high": change.high, "from_value": change.before,
+            "to_value": change.after}  # fmt: skip
+
+
+def nearness(facts: Facts, change: RecordedChange) -> float:
+    """Return how well a change's step fits the onset: 1 within its interval, less before it."""
+    assert facts.fall is not None
+    early = facts.fall.interval[0] - ft.AHEAD - change.high
+    return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
+
+
+def settings(facts: Facts) -> Iterator[Fact]:
+    """Yield, per suspect, the changed setting nearest to the drop; a slight change of the learning rate counts less."""
+    assert facts.fall is not None
+    step = facts.fall.step
+    for suspect in SUSPECTS:
+        found = facts.settings_of(suspect)
+        if not found:
+            continue
+        nearest = min(found, key=lambda change: abs(change.step - step))
+        level = nearness(facts, nearest)
+        if is_learning_rate(nearest.series) and not isinstance(nearest.before, str) and not isinstance(nearest.after, str):
+            level *= abs(of_ratio(nearest.after, nearest.before, 10.0))
+        yield fact("setting_changed", level, suspect, **values_of(nearest))
+
+
+def unusual(facts: Facts) -> Iterator[Fact]:
+    """Yield settings far outside their usual range."""
+    is_adam = any(name.startswith("adam_") for name in facts.settings) and facts.settings.get("adam_beta2") != 0
+    for name, (low, high) in _CUSTOMARY.items():
+        value = facts.settings.get(name)
+        if not isinstance(value, float) or value <= 0 or (name in ("learning_rate", "adam_beta2") and not is_adam):
+            continue
+        if name in ("adam_beta1", "adam_beta2"):
+            far = of_ratio(1 - low, 1 - value, 10.0) if value > high else of_ratio(1 - value, 1 - low, 10.0)
+        else:
+            far = of_ratio(value, high, 100.0) if value > high else of_ratio(low, value, 1000.0)
+        values = {"setting": name, "value": value, "customary_low": low, "customary_high": high}
+        yield fact("setting_unusual", max(far, 0.0), name, **values)
+
+
+def rate(facts: Facts) -> Iterator[Fact]:
+    """Yield by how much the learning rate exceeds its earlier median at or before the onset."""
+    assert facts.fall is not None
+    values = facts.values("learning_rate")
+    known = np.isfinite(values) & (values > 0)
+    steps, values = facts.steps[known], values[known]
+    if len(steps) < 4:
+        return
+    ratios = np.array([values[at] / np.median(values[:at]) for at in range(3, len(values))])
+    at = int(np.argmax(ratios > 3.0)) if (ratios > 3.0).any() else int(ratios.argmax())
+    first, factor = int(steps[at + 3]), float(ratios[at:].max())
+    late = first > max(facts.fall.high, facts.fall.fallen)
+    near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
+    code = "after" if late else "at" if near else "before"
+    yield fact(f"learning_rate_spike_{code}_fall", max(of_ratio(factor, 1.5, 10.0), 0.0), factor=factor, step=first)
+
+
+def updates(facts: Facts) -> Iterator[Fact]:
+    """Yield the size of updates relative to the weights, the largest one at the onset, and single large ones before."""
+    assert facts.fall is not None
+    values = facts.values("update_to_weight")
+    known = np.isfinite(values) & (values > 0)
+    steps, values = facts.steps[known], values[known]
+    until = values[steps <= facts.fall.high]
+    if len(until) < 5:
+        return
+    size = float(np.median(until))
+    yield fact("update_size", of_ratio(size, 0.003, 30.0), update_to_weight=size)
+    first = facts.fall.interval[0] - ft.AHEAD - 5
+    before, near = values[steps < first][-20:], (steps >= first) & (steps <= facts.fall.latest)
+    if len(before) >= 5 and near.any():
+        at = np.flatnonzero(near)[int(values[near].argmax())]
+        factor = float(values[at] / np.median(before))
+        yield fact("update_leaps", max(of_ratio(factor, 1.5, 12.0), 0.0), step=int(steps[at]), factor=factor)
+    burst = float(np.sort(until)[-2] / size)
+    yield fact("update_bursts", max(of_ratio(burst, 3.0, 10.0), 0.0), num_updates=int((until > 8 * size).sum()), burst_factor=8.0, max_factor=float(until.max() / size))  # fmt: skip
+
+
+def gradient(facts: Facts) -> Iterator[Fact]:
+    """Yield a gradient norm that grows before or after the drop."""
+    changes = rises(facts, "grad_norm", 3.0)
+    if changes:
+        factor, when = changes[0].after / max(changes[0].before, 1e-12), order(facts, changes[0])
+        if when in (FIRST, AFTER):
+            code = "grad_norm_grows_before_fall" if when == FIRST else "grad_norm_grows_after_fall"
+            yield fact(code, of_ratio(factor, 1.0, 30.0), factor=factor, step=changes[0].step)
+
+
+def first(facts: Facts) -> Iterator[Fact]:
+    """Yield what moves before any other quantity: gradient, updates, the policy at once, the loss."""
+    found = facts.moves
+    step, sampled = found.step("grad_norm"), found.step("sampled")
+    group = "reference" if np.isfinite(facts.rollouts.reference).any() else ""
+    if step is not None and found.size("grad_norm", step) > 0 and not found.moves_at(step, "reward", "mean_abs_d", *POLICY):
+        yield fact("gradient_moves_first", 1.0, group, step=step)
+    elif sampled is not None and not found.moves_at(sampled, "mean_abs_d", "grad_norm"):
+        if found.moves_at(sampled, "reward") and not found.moves_at(sampled - 1, "reward", "relation", *POLICY):
+            yield fact("policy_moves_at_once", 1.0, step=sampled)
+    step = found.step("update_to_weight")
+    if step is not None and found.size("update_to_weight", step) > 0 and not found.moves_at(step, "reward", "grad_norm", *POLICY):
+        yield fact("update_moves_first", 1.0, step=step)
+    step = found.step("loss")
+    if step is not None and not found.moves_at(step, "reward", "mean_abs_d", *POLICY):
+        size = found.size("loss", step)
+        yield fact("loss_moves_up" if size > 0 else "loss_moves_down", 1.0, group if size > 0 else "", step=step, in_sd=abs(size))
+
+
+def loss(facts: Facts) -> Iterator[Fact]:
+    """Yield how the loss follows entropy and the distance to the reference since the onset."""
+    assert facts.fall is not None
+    own = facts.moves.columns.get("loss")
+    if own is None:
+        return
+    begins = facts.fall.interval[0] - ft.AHEAD
+    before, since = own.values[own.steps < begins], own.values[own.steps >= begins]
+    if min(len(before), len(since)) < _FEWEST:
+        return
+    grown = max(of_ratio(float(since.std()), float(before.std()), 10.0), 0.0)
+    rise = float(np.tanh((np.median(since[:10]) - np.median(before[-10:])) / max(float(before.std()), 1e-12) / 5))
+    if (facts.mismatch.size if facts.mismatch else 0.0) > 0.05:
+        rise = 0.0
+    with_entropy, with_distance = (_beside(own, facts.moves.columns.get(name), begins) for name in ("entropy", "distance"))
+    if with_entropy > 0:
+        yield fact("loss_punishes_entropy", with_entropy**2 * grown * max(rise, 0.0), correlation=with_entropy)
+    else:
+        yield fact("loss_follows_entropy", with_entropy**4 * grown, correlation=with_entropy)
+    if with_distance > 0:
+        yield fact("loss_follows_distance", with_distance**4 * grown, correlation=with_distance)
+
+
+def _beside(own: Quantity, other: Quantity | None, begins: float) -> float:
+    if other is None:
+        return 0.0
+    steps, at, of = np.intersect1d(own.steps, other.steps, return_indices=True)
+    since = steps >= begins
+    return correlation(own.values[at][since], other.values[of][since]) if since.sum() >= _FEWEST else 0.0
+
+
+def terms(facts: Facts) -> Iterator[Fact]:
+    """Yield advantages that follow -logprob or the distance to the reference since the drop: a term in the reward."""
+    assert facts.fall is not None
+    begins, last = facts.fall.low, facts.moves.last + int(ft.AHEAD)
+    follows = facts.moves.columns.get("follows")
+    for name, code in (("surprises", "advantages_by_surprise"), ("leaves", "advantages_by_distance")):
+        column = facts.moves.columns.get(name)
+        if column is None:
+            continue
+        since, before = (column.steps >= begins) & (column.steps <= last), column.steps < facts.fall.interval[0] - ft.AHEAD
+        if min(since.sum(), before.sum()) < 3:
+            continue
+        usual, now = float(np.median(column.values[before][-15:])), float(np.median(column.values[since]))
+        of_reward = follows.values[(follows.steps >= begins) & (follows.steps <= last)] if follows is not None else np.empty(0)
+        beside = abs(float(np.median(of_reward))) if len(of_reward) else 0.0
+        level = max(abs(now) - max(np.sign(now) * usual, 0.0) - beside / 2, 0.0)
+        yield fact(code, level, correlation_before=usual, correlation=now)
+
+
+def entropy(facts: Facts) -> Iterator[Fact]:
+    """Yield how entropy goes: at the onset, and from just before it to the end, and whether it stays there."""
+    assert facts.fall is not None
+    known = np.isfinite(facts.values("entropy"))
+    steps, values = facts.steps[known], facts.values("entropy")[known]
+    if len(values) < 9:
+        return
+    width = max(len(values) // 20, 3)
+    begins = int(np.searchsorted(steps, facts.fall.interval[0]))
+    start, last = float(np.median(values[:3])), float(np.median(values[-width:]))
+    before = float(np.median(values[max(begins - 2 * width, 0) : begins] if begins >= 3 else values[:3]))
+    at = values[(steps >= facts.fall.low) & (steps <= facts.fall.fallen)]
+    at_fall = float(np.median(at)) if len(at) else before
+    numbers = {"first": start, "at_fall": at_fall, "last": last}
+    if at_fall > 14.0:
+        yield fact("entropy_impossible", 1.0, **numbers)
+        return
+    smooth = np.convolve(values[begins:], np.ones(3) / 3, mode="valid")
+    stays = last / max(float(smooth.max()), 1e-9) if len(smooth) else 0.0
+    grown, left = of_ratio(last, before, 8.0), before / max(start, 1e-9)
+    yield fact("entropy_in_range", 1 - abs(grown), **numbers)
+    if grown > 0:
+        slow = 1.0 if facts.fall.fallen - facts.fall.interval[0] >= 2 else 0.3
+        yield fact("entropy_climbs", grown * max(stays * 2 - 1, 0.0) * slow, **numbers)
+        yield fact("entropy_rises_with_fall", grown, **numbers)
+    else:
+        yield fact("entropy_collapses", -grown * min(left, 1.0), **numbers)
+        yield fact("entropy_lost", -grown, **numbers)
+    yield fact("entropy_rose_before_fall", max(of_ratio(before, start, 4.0), 0.0), **numbers)
+
+
+def reference(facts: Facts) -> Iterator[Fact]:
+    """Yield a reference model that changed, a jump of the distance to it, or a return of the policy to it."""
+    assert facts.fall is not None
+    used = any(suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items())
+    steps, distance = facts.rollouts.reference_distance_by_step
+    if not used and not len(steps):
+        yield fact("no_reference", 1.0)
+    if (other := facts.changed_reference) is not None:
+        yield fact("reference_changed", math.sqrt(other.share), **other.values)
+        return
+    jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
+    for change in jumps[:1]:
+        if not facts.moves.moves_at(change.step, "sampled", "entropy"):
+            yield fact("reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change))
+    if len(steps) < 9:
+        return
+    width = max(len(facts.steps) // 10, 3)
+    until, scatter = distance[steps < facts.fall.low][-width:], max(robust_sd(np.diff(distance)), 1e-12)
+    near = [at for at in range(3, len(steps) - 2) if facts.fall.interval[0] - ft.AHEAD - 3 <= steps[at] <= facts.fall.latest]
+    rises_ = [float(distance[at : at + 3].min() - distance[at - 3 : at].max()) for at in near]
+    if rises_ and max(rises_) > 0:
+        at = near[int(np.argmax(rises_))]
+        group = "policy" if facts.moves.moves_at(int(steps[at]), *POLICY) else ""
+        numbers = {"step": int(steps[at]), "from_value": float(np.median(distance[at - 3 : at])), "to_value": float(np.median(distance[at : at + 3]))}
+        yield fact("distance_jumps", float(np.tanh(max(rises_) / scatter / 20)), group, series="reference_distance", low=int(steps[at]), high=int(steps[at]), **numbers)  # fmt: skip
+    if len(until) and used:
+        before, last = float(np.median(until)), float(np.median(distance[-width:]))
+        far = before / (before + 0.05) if before > 0 else 0.0
+        yield fact("returns_to_reference", far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0), distance_before=before, distance_after=last)
+
+
+ALL = (settings, unusual, rate, updates, gradient, first, loss, terms, entropy, reference)
