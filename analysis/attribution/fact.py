@@ -17,17 +17,20 @@ class Fact(Statement):
     level: float
     """How strong the observation is, -1 to 1; 0 if there is nothing to see."""
     group: str = ""
-    """Part of the code that distinguishes features, such as the suspect that a setting belongs to."""
+    """What distinguishes facts of one code, such as the suspect that a setting belongs to."""
+    kind: str = ""
+    """Name shared by facts of several codes that the model does not distinguish; empty if there is none."""
 
     @property
     def feature(self) -> str:
         """Name of the model's feature that the fact fills."""
-        return f"{self.code}.{self.group}" if self.group else self.code
+        return self.kind or (f"{self.code}.{self.group}" if self.group else self.code)
 
 
-def fact(code: str, level: float, group: str = "", **values: Measured) -> Fact:
+def fact(code: str, level: float, group: str = "", kind: str = "", **values: Measured) -> Fact:
     """Return a fact with its level clipped to -1 to 1; an unknown level counts as 0."""
-    return Fact(code=code, level=0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0)), group=group, values=values)
+    bounded = 0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0))
+    return Fact(code=code, level=bounded, group=group, kind=kind, values=values)
 
 
 def of_ratio(after: float, before: float, most: float) -> float:

@@ -107,7 +107,7 @@ def age(facts: Facts) -> Iterator[Fact]:
         yield fact(code, (still.still - still.of_trainer if still.explains else 1 - still.still) * weighs(facts), **still.values)
     if earlier is not None and earlier.explains:
         of_one = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
-        yield fact(of_one if earlier.is_one else "earlier_weights_of_several_steps", weighs(facts), **earlier.values)
+        yield fact(of_one if earlier.is_one else "earlier_weights_of_several_steps", weighs(facts), kind="earlier_weights", **earlier.values)
     if stale is not None and stale.explains:
         yield fact("stale_weights_match", (1 - stale.left) * weighs(facts), **stale.values)
     elif stale is not None and stale.is_excluded:

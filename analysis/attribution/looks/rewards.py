@@ -51,20 +51,20 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
     found, graded = facts.repeated, facts.graded_elsewhere
     if graded is not None:
         values = {"shift": graded.shift, "num_responses": graded.num_responses, "share": graded.equal}
-        yield fact("rewards_of_other_prompts", 1.0, "rows", chance_share=graded.by_chance, **values)
+        yield fact("rewards_of_other_prompts", 1.0, kind="in_other_rows", chance_share=graded.by_chance, **values)
     elif facts.sorted_in_groups is not None:
         share, before = facts.sorted_in_groups
-        yield fact("rewards_sorted", 1.0, "rows", share=share, before_share=before)
+        yield fact("rewards_sorted", 1.0, kind="in_other_rows", share=share, before_share=before)
     elif found.num_pairs and found.lies_off:
         code = _ORDERS[found.order] if found.order else "rewards_in_other_rows"
         values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal, "shift": found.shift}
-        yield fact(code, 1.0, "rows", unequal_shifted_share=found.unequal_shifted, **values)
+        yield fact(code, 1.0, kind="in_other_rows", unequal_shifted_share=found.unequal_shifted, **values)
     elif facts.moved_rewards is not None and not facts.reordered.is_permuted:
         kept = facts.moved_rewards
-        yield fact("rewards_move_rows", 1.0, "rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean)
+        yield fact("rewards_move_rows", 1.0, kind="in_other_rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean)
     elif facts.rewards_lie_off:
         other = facts.reordered
-        yield fact("rewards_reordered", 1.0, "rows", num_responses=other.num_other, num_lacking=other.num_lacking, by_chance=other.lacking_by_chance)  # fmt: skip
+        yield fact("rewards_reordered", 1.0, kind="in_other_rows", num_responses=other.num_other, num_lacking=other.num_lacking, by_chance=other.lacking_by_chance)  # fmt: skip
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
@@ -174,7 +174,9 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     ) if len(last.step) and len(near.step) else ((0.0, 0.0), (0.0, 0.0))
     reward = float(np.nanmean(near.reward) - np.nanmean(last.reward)) if len(last.step) and len(near.step) else 0.0
     moved = mean_now - mean
-    own = min(abs(moved), abs(moved - reward), abs(moved - reward * scatter / max(float(np.nanstd(last.reward)), 1e-9))) if scatter else 0.0  # fmt: skip
+    # A slow baseline lets the mean move by up to the reward's change, divided by its spread if advantages are normalised.
+    by_reward = abs(reward) * max(1.0, scatter / max(float(np.nanstd(last.reward)), 1e-9)) if scatter else 0.0
+    own = max(abs(moved) - by_reward, 0.0)
     values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
     yield fact("advantages_changed", float(np.tanh(own / scatter)) if scatter else 0.0, "mean", series="advantage_mean", from_value=mean, to_value=mean_now, **values)  # fmt: skip
     yield fact("advantages_changed", of_ratio(scatter_now, scatter, 30.0), "scale", series="advantage_std", from_value=scatter, to_value=scatter_now, **values)  # fmt: skip

@@ -21,7 +21,7 @@ from .order import AFTER, FIRST, order, rises
 
 _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
-    "entropy_coefficient": (1e-4, 0.01),
+    "entropy_coefficient": (1e-6, 0.1),
 }  # fmt: skip
 """Setting -> its usual range."""
 _FEWEST = 8

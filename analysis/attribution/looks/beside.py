@@ -1,0 +1,217 @@
+"""Facts about a run beside its baseline run: where the two first diverge, and what differs at that step or over the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from ....schemas.passes import REFERENCE
+from ...facts import thresholds as ft
+from ...facts.recorded import read_recorded
+from ...facts.relations import correlation, length_correlation, relation
+from ...facts.repeats import repeated_responses
+from ...facts.rollouts import Rollouts, least_reward, reward_differences, shared_responses
+from ...facts.two_runs import moved_tokens
+from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
+from ..fact import Fact, fact, of_ratio
+from ..lag import declared_lag, is_farther_behind
+from ..run_facts import Facts
+from ..settings import suspect_of
+from .engine import weighs
+
+_SAME = 1e-5
+"""Relative difference up to which two logged numbers count as equal."""
+_SHOWS = 1e-4
+"""Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
+_LASTS = (2, 8)
+"""Updates until the engine has the weights trained at a step, and the last step compared from then on."""
+
+
+def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    """Yield the first difference of two runs that were identical before."""
+    if parted is None:
+        return
+    group = ""
+    if parted.code == ENGINE:
+        finding = facts.checked.findings[0] if facts.checked else None
+        cause = str(finding.numbers.get("cause")) if finding is not None and finding.signal == "engine_weights" else ""
+        behind = cause == "stale_weights" or is_farther_behind(facts, control)
+        group = "behind" if behind else "at_once" if parted.num_before == 0 or cause else "later"
+    if parted.code == SCORING:
+        values, at = facts.values("mean_abs_d"), int(np.searchsorted(facts.steps, parted.step))
+        later = values[at + _LASTS[0] : at + _LASTS[1]]
+        later = later[np.isfinite(later)]
+        group = "lasts" if len(later) and float(np.median(later)) >= 0.5 * float(values[at]) else ""
+    if parted.code == SAMPLING:
+        group = "few" if int(parted.values["num_equal"]) > 0.8 * int(parted.values["num_sequences"]) else ""
+    level = 1.0
+    if parted.code in (ENGINE, SCORING):
+        apart = float(parted.values.get("apart", 0.0))
+        level = 1.0 if math.isnan(apart) else max(apart / (apart + 0.005), weighs(facts))
+    yield fact(parted.code, level, group, step=parted.step, **parted.values)
+
+
+def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    """Yield how the first differing update differs: its gradient, its size, Adam's moment, the loss and the weights it gives."""
+    if parted is None or parted.code != UPDATE:
+        return
+    step, apart = parted.step, float(parted.values.get("apart", 0.0))
+    gradient, size, moment = (_ratio(facts, control, name, step) for name in ("grad_norm", "update_to_weight", "adam_second_moment"))
+    if math.isfinite(gradient):
+        is_equal = abs(gradient - 1) <= _SAME
+        if is_equal and apart >= _SHOWS:
+            yield fact("gradient_is_equal", 1.0, step=step, factor=gradient)
+        if not is_equal:
+            yield fact("gradient_differs", 1.0, step=step, factor=gradient)
+            yield fact("gradient_grows", of_ratio(gradient, 1.0, 10.0), step=step, factor=gradient)
+        if math.isfinite(size):
+            by_optimizer = max(size / max(gradient, 1.0), min(gradient, 1.0) / max(size, 1e-12))
+            yield fact("update_is_other", max(of_ratio(by_optimizer, 1.1, 10.0), 0.0), step=step, factor=size)
+            if is_equal and abs(size - 1) <= _SAME:
+                yield fact("update_is_equal", 1.0, step=step, factor=size)
+        if math.isfinite(moment):
+            far = max(min(1.0, gradient**2) - moment, moment - max(1.0, gradient**2), 0.0)
+            yield fact("moment_is_other", float(np.tanh(far)), step=step, factor=moment)
+    elif math.isfinite(size):
+        yield fact("update_grows", of_ratio(size, 1.0, 10.0), step=step, factor=size)
+    else:
+        yield fact("update_or_loss", 1.0, step=step)
+    if not np.isfinite(facts.rollouts.at([step]).advantage).any():
+        yield fact("update_or_loss_without_advantages", 1.0, step=step)
+    usual = control.values("loss")
+    usual = float(np.nanmedian(np.abs(usual))) if np.isfinite(usual).any() else math.nan
+    higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
+    if math.isfinite(higher) and higher:
+        yield fact("loss_is_higher" if higher > 0 else "loss_is_lower", float(np.tanh(abs(higher) / 3)), step=step, factor=abs(higher))
+    if math.isfinite(apart):
+        yield fact("weights_jump", apart / (apart + 0.3), step=step, apart=apart)
+
+
+def policy(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    """Yield where the policy goes after the first differing update: towards or away from the reference, and its entropy."""
+    if parted is None or parted.code != UPDATE:
+        return
+    step = parted.step
+    after = next((int(each) for each in facts.steps if each > step), None)
+    if after is not None and np.isfinite(facts.rollouts.reference).any():
+        moved = moved_tokens(facts.database, control.database, after, facts.pair[0], REFERENCE)
+        known = np.isfinite(moved.distance)
+        if known.sum() >= 50:
+            by_distance = abs(correlation(moved.moved[known], moved.distance[known]))
+            by_logprob = abs(correlation(moved.moved[known], moved.logprob[known]))
+            is_reload = by_distance >= 0.95
+            yield fact("moved_by_distance", max(by_distance - by_logprob / 2, 0.0), "whole" if is_reload else "", step=step, correlation=by_distance)
+    distances = [run.rollouts.reference_distance_by_step for run in (facts, control)]
+    near = [distance[(steps > step) & (steps <= step + 3)] for steps, distance in distances]
+    if min(map(len, near)):
+        farther = float(near[0].mean() - near[1].mean())
+        yield fact("leaves_reference", float(np.tanh(farther / 0.2)), step=step, farther=farther)
+    since = facts.steps > step
+    if facts.fall is not None:
+        since &= facts.steps <= max(facts.fall.interval[1], step + 12)
+    n = min(len(facts.steps), len(control.steps))
+    apart = (facts.values("entropy")[:n] - control.values("entropy")[:n])[since[:n]]
+    apart = apart[np.isfinite(apart)]
+    if len(apart) >= 4:
+        share = float((apart > 0).mean())
+        yield fact("entropy_parts_first" if share > 0.5 else "entropy_lower", 2 * share - 1, step=step, share=share)
+
+
+def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    """Yield identical responses that get different rewards in the two runs."""
+    a, b = facts.rollouts, control.rollouts
+    at_a, at_b = shared_responses(a, b)
+    difference, differs = reward_differences(a.reward[at_a], b.reward[at_b], b.reward)
+    known = np.isfinite(difference)
+    if known.sum() < 10:
+        return
+    differs &= np.abs(difference) > least_reward(b)
+    share, noise = float(differs[known].mean()), repeated_responses(b).unequal
+    share = max(share - 2 * (0.0 if math.isnan(noise) else noise), 0.0)
+    if share <= 0.01:
+        return
+    values, chosen = {"share": share, "num_responses": int(known.sum())}, known & differs
+    by_length = length_correlation(difference[chosen], a.length[at_a][chosen], a.step[at_a][chosen])
+    if abs(by_length) > ft.LENGTH_EXPLAINS:
+        yield fact("rewards_by_length", abs(by_length), correlation=by_length, **values)
+    elif facts.rewards_lie_off or _permuted(a, b):
+        yield fact("rewards_permuted", math.sqrt(share), **values)
+    else:
+        yield fact("rewards", math.sqrt(share), **values)
+
+
+def _permuted(a: Rollouts, b: Rollouts) -> bool:
+    """Return True if the first step whose rewards differ has the baseline run's rewards in another order."""
+    for step in np.unique(a.step):
+        one, two = a.at_step(step), b.at_step(step)
+        if len(one.step) != len(two.step) or not (one.whole == two.whole).all():
+            return False
+        if not np.allclose(one.reward, two.reward, equal_nan=True):
+            return bool(np.allclose(np.sort(one.reward), np.sort(two.reward), equal_nan=True))
+    return False
+
+
+def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    """Yield differences of advantages, lag, mismatch and learning rate."""
+    of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
+    if of_run < of_control:
+        yield fact("advantages", of_control - of_run, "against" if of_run < -0.3 else "", run=of_run, control=of_control)
+    lags = [declared_lag(run).at_fall for run in (facts, control)]
+    if is_farther_behind(facts, control):
+        yield fact("lag", of_ratio(lags[0] + 1, lags[1] + 1, 8.0), run=lags[0], control=lags[1])
+    if facts.mismatch is not None and control.mismatch is not None:
+        run, other = facts.mismatch.size, control.mismatch.size
+        until = facts.steps <= (math.inf if parted is None else parted.step) + ft.AHEAD
+        n = min(len(facts.steps), len(control.steps))
+        early = (facts.values("mean_abs_d")[:n] > 3 * control.values("mean_abs_d")[:n])[until[:n]].any()
+        yield fact("mismatch", max(of_ratio(run, other, 30.0), 0.0) * weighs(facts), "" if early else "later", run=run, control=other)
+    rates, beside = facts.values("learning_rate"), control.values("learning_rate")
+    n = min(len(rates), len(beside))
+    differs = np.flatnonzero(np.abs(rates[:n] - beside[:n]) > 1e-3 * np.abs(beside[:n]))
+    if len(differs):
+        at = int(differs[0])
+        ratios = [abs(of_ratio(float(rates[one]), float(beside[one]), 10.0)) for one in differs]
+        yield fact("learning_rate", max(ratios), run=float(rates[at]), control=float(beside[at]), step=int(facts.steps[at]))
+
+
+def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
+    """Yield settings and prompts that differ."""
+    for name in sorted(facts.settings.keys() & control.settings.keys()):
+        suspect, pair = suspect_of(name), (facts.settings[name], control.settings[name])
+        if suspect != "unknown" and pair[0] != pair[1]:
+            yield fact("setting", 1.0, suspect, setting=name, run=pair[0], control=pair[1])
+    a, b = facts.rollouts, control.rollouts
+    shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
+    other = [int(step) for step in shared if not np.array_equal(a.prompts_of(step), b.prompts_of(step))]
+    if other and other[0] != shared[0]:
+        apart = next((int(step) for step in shared if not np.array_equal(a.at_step(step).whole, b.at_step(step).whole)), None)
+        follows = apart is not None and apart < other[0]
+        yield fact("prompts", 1.0, "follow" if follows else "", step=other[0], num_steps=len(other))
+
+
+_OF_RUN = ("setting_changed", "reference_changed", "reference_jumps", "distance_jumps", "responses_cut", "advantages_changed", "prompts_changed")
+"""Codes of facts of a run that count as a difference if the baseline run lacks the same change."""
+
+
+def changed(facts: Facts, control: Facts, parted: Divergence | None, known: tuple[Fact, ...] = ()) -> Iterator[Fact]:
+    """Yield the run's changes near the drop that are absent from the baseline run, given the facts of the run."""
+    of_control = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
+    for one in known:
+        if one.code in _OF_RUN and one.level > 0 and (one.values.get("series"), one.values.get("step")) not in of_control:
+            values = {**one.values, "series": str(one.values.get("series") or one.code)}
+            yield fact("changed", one.level, one.feature, **values)
+
+
+def _ratio(facts: Facts, control: Facts, name: str, step: int) -> float:
+    of_run, of_control = (_at(run, name, step) for run in (facts, control))
+    return of_run / of_control if of_control else math.nan
+
+
+def _at(facts: Facts, name: str, step: int) -> float:
+    place = int(np.searchsorted(facts.steps, step))
+    return float(facts.values(name)[place]) if place < len(facts.steps) else math.nan
+
+
+ALL = (first, update, policy, rewards, rest, given)
