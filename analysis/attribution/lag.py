@@ -8,8 +8,8 @@ import numpy as np
 
 from ..facts import thresholds as ft
 from . import thresholds as t
-from .run_facts import Facts
 from .looks.order import AFTER, largest_rise, order
+from .run_facts import Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,3 +55,11 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
         prior = Evidence(code="prior", points=float(begins[place] - begins.mean()))
         found.append(Suspect(code=code, evidence=(*evidence, prior), probability=float(odds[place] / odds.sum())))
     return tuple(sorted(found, key=lambda suspect: -suspect.probability))
+
+
+def supported(one: Fact, situation: str) -> str:
+    """Return the suspect that a fact speaks for most; `unknown` if the model does not know the fact."""
+    fitted = _fitted()[situation]
+    if one.feature not in fitted["coefficients"]:
+        return "unknown"
+    return str(fitted["classes"][int(np.argmax(one.level * np.array(fitted["coefficients"][one.feature])))])

@@ -38,7 +38,10 @@ def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
     """Return True if the first steps of both runs have the same prompts in the same order."""
-    first, second = (run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else () for run in (facts, control))
+    first, second = (
+        run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
+        for run in (facts, control)
+    )
     return len(first) == len(second) > 0 and bool((first == second).all())
 
 

@@ -58,7 +58,9 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
     if parted is None or parted.code != UPDATE:
         return
     step, apart = parted.step, float(parted.values.get("apart", 0.0))
-    gradient, size, moment = (_ratio(facts, control, name, step) for name in ("grad_norm", "update_to_weight", "adam_second_moment"))
+    gradient, size, moment = (
+        _ratio(facts, control, name, step) for name in ("grad_norm", "update_to_weight", "adam_second_moment")
+    )
     if math.isfinite(gradient):
         is_equal = abs(gradient - 1) <= _SAME
         if is_equal and apart >= _SHOWS:
@@ -84,7 +86,12 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
     usual = float(np.nanmedian(np.abs(usual))) if np.isfinite(usual).any() else math.nan
     higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
     if math.isfinite(higher) and higher:
-        yield fact("loss_is_higher" if higher > 0 else "loss_is_lower", float(np.tanh(abs(higher) / 3)), step=step, factor=abs(higher))
+        yield fact(
+            "loss_is_higher" if higher > 0 else "loss_is_lower",
+            float(np.tanh(abs(higher) / 3)),
+            step=step,
+            factor=abs(higher),
+        )
     if math.isfinite(apart):
         yield fact("weights_jump", apart / (apart + 0.3), step=step, apart=apart)
 
@@ -102,7 +109,13 @@ def policy(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
             by_distance = abs(correlation(moved.moved[known], moved.distance[known]))
             by_logprob = abs(correlation(moved.moved[known], moved.logprob[known]))
             is_reload = by_distance >= 0.95
-            yield fact("moved_by_distance", max(by_distance - by_logprob / 2, 0.0), "whole" if is_reload else "", step=step, correlation=by_distance)
+            yield fact(
+                "moved_by_distance",
+                max(by_distance - by_logprob / 2, 0.0),
+                "whole" if is_reload else "",
+                step=step,
+                correlation=by_distance,
+            )
     distances = [run.rollouts.reference_distance_by_step for run in (facts, control)]
     near = [distance[(steps > step) & (steps <= step + 3)] for steps, distance in distances]
     if min(map(len, near)):
@@ -157,7 +170,9 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
     """Yield differences of advantages, lag, mismatch and learning rate."""
     of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
     if of_run < of_control:
-        yield fact("advantages", of_control - of_run, "against" if of_run < -0.3 else "", run=of_run, control=of_control)
+        yield fact(
+            "advantages", of_control - of_run, "against" if of_run < -0.3 else "", run=of_run, control=of_control
+        )
     lags = [declared_lag(run).at_fall for run in (facts, control)]
     if is_farther_behind(facts, control):
         yield fact("lag", of_ratio(lags[0] + 1, lags[1] + 1, 8.0), run=lags[0], control=lags[1])
@@ -166,14 +181,22 @@ def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fa
         until = facts.steps <= (math.inf if parted is None else parted.step) + ft.AHEAD
         n = min(len(facts.steps), len(control.steps))
         early = (facts.values("mean_abs_d")[:n] > 3 * control.values("mean_abs_d")[:n])[until[:n]].any()
-        yield fact("mismatch", max(of_ratio(run, other, 30.0), 0.0) * weighs(facts), "" if early else "later", run=run, control=other)
+        yield fact(
+            "mismatch",
+            max(of_ratio(run, other, 30.0), 0.0) * weighs(facts),
+            "" if early else "later",
+            run=run,
+            control=other,
+        )
     rates, beside = facts.values("learning_rate"), control.values("learning_rate")
     n = min(len(rates), len(beside))
     differs = np.flatnonzero(np.abs(rates[:n] - beside[:n]) > 1e-3 * np.abs(beside[:n]))
     if len(differs):
         at = int(differs[0])
         ratios = [abs(of_ratio(float(rates[one]), float(beside[one]), 10.0)) for one in differs]
-        yield fact("learning_rate", max(ratios), run=float(rates[at]), control=float(beside[at]), step=int(facts.steps[at]))
+        yield fact(
+            "learning_rate", max(ratios), run=float(rates[at]), control=float(beside[at]), step=int(facts.steps[at])
+        )
 
 
 def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -186,12 +209,22 @@ def given(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
     shared = np.intersect1d(np.unique(a.step), np.unique(b.step))
     other = [int(step) for step in shared if not np.array_equal(a.prompts_of(step), b.prompts_of(step))]
     if other and other[0] != shared[0]:
-        apart = next((int(step) for step in shared if not np.array_equal(a.at_step(step).whole, b.at_step(step).whole)), None)
+        apart = next(
+            (int(step) for step in shared if not np.array_equal(a.at_step(step).whole, b.at_step(step).whole)), None
+        )
         follows = apart is not None and apart < other[0]
         yield fact("prompts", 1.0, "follow" if follows else "", step=other[0], num_steps=len(other))
 
 
-_OF_RUN = ("setting_changed", "reference_changed", "reference_jumps", "distance_jumps", "responses_cut", "advantages_changed", "prompts_changed")
+_OF_RUN = (
+    "setting_changed",
+    "reference_changed",
+    "reference_jumps",
+    "distance_jumps",
+    "responses_cut",
+    "advantages_changed",
+    "prompts_changed",
+)
 """Codes of facts of a run that count as a difference if the baseline run lacks the same change."""
 
 
@@ -199,7 +232,11 @@ def changed(facts: Facts, control: Facts, parted: Divergence | None, known: tupl
     """Yield the run's changes near the drop that are absent from the baseline run, given the facts of the run."""
     of_control = {(change.series, change.step) for change in read_recorded(control.database, control.pair)}
     for one in known:
-        if one.code in _OF_RUN and one.level > 0 and (one.values.get("series"), one.values.get("step")) not in of_control:
+        if (
+            one.code in _OF_RUN
+            and one.level > 0
+            and (one.values.get("series"), one.values.get("step")) not in of_control
+        ):
             values = {**one.values, "series": str(one.values.get("series") or one.code)}
             yield fact("changed", one.level, one.feature, **values)
 

@@ -52,7 +52,9 @@ def rise(facts: Facts) -> Iterator[Fact]:
     if largest.before == 0 and when != AFTER:
         yield fact("exact_until", largest.after / (largest.after + _USUAL), mean_abs_d=largest.after, **values)
         return
-    code = {FIRST: "mismatch_grows_before_fall", AFTER: "mismatch_grows_after_fall"}.get(when, "mismatch_grows_with_fall")
+    code = {FIRST: "mismatch_grows_before_fall", AFTER: "mismatch_grows_after_fall"}.get(
+        when, "mismatch_grows_with_fall"
+    )
     yield fact(code, of_ratio(factor, 1.0, 100.0) * weighs(facts), factor=factor, **values)
     step = facts.moves.step("mean_abs_d")
     if step is not None and when != AFTER:
@@ -104,14 +106,25 @@ def age(facts: Facts) -> Iterator[Fact]:
     still, earlier, stale = facts.still_engine, facts.earlier_weights, facts.stale_weights
     if still is not None:
         code = "engine_stands_still" if still.explains else "engine_moves_on"
-        yield fact(code, (still.still - still.of_trainer if still.explains else 1 - still.still) * weighs(facts), **still.values)
+        yield fact(
+            code,
+            (still.still - still.of_trainer if still.explains else 1 - still.still) * weighs(facts),
+            **still.values,
+        )
     if earlier is not None and earlier.explains:
         of_one = "earlier_weights_at_distance" if earlier.is_distance else "earlier_weights_of_step"
-        yield fact(of_one if earlier.is_one else "earlier_weights_of_several_steps", weighs(facts), kind="earlier_weights", **earlier.values)
+        yield fact(
+            of_one if earlier.is_one else "earlier_weights_of_several_steps",
+            weighs(facts),
+            kind="earlier_weights",
+            **earlier.values,
+        )
     if stale is not None and stale.explains:
         yield fact("stale_weights_match", (1 - stale.left) * weighs(facts), **stale.values)
     elif stale is not None and stale.is_excluded:
-        yield fact("stale_weights_excluded", stale.left * weighs(facts), max_distance=stale.farthest, left_share=stale.left)
+        yield fact(
+            "stale_weights_excluded", stale.left * weighs(facts), max_distance=stale.farthest, left_share=stale.left
+        )
 
 
 def lag(facts: Facts) -> Iterator[Fact]:
@@ -125,7 +138,9 @@ def lag(facts: Facts) -> Iterator[Fact]:
         level = of_ratio(found.at_fall, max(found.usual, 0.5), 8.0) * (0.5 + weighs(facts) / 2)
         yield fact("declared_lag_grows", level, lag=found.at_fall, lag_before=found.usual, mean_abs_d=size)
     elif found.at_fall >= 1:
-        yield fact("declared_lag", of_ratio(found.at_fall, 1.0, 16.0) * weighs(facts), lag=found.at_fall, mean_abs_d=size)
+        yield fact(
+            "declared_lag", of_ratio(found.at_fall, 1.0, 16.0) * weighs(facts), lag=found.at_fall, mean_abs_d=size
+        )
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:

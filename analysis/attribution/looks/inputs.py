@@ -59,12 +59,18 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
     if not len(before) or not len(after):
         return
     limit = float(after.max())
-    longer, at_it, usual = float((before > limit).mean()), float((after == limit).mean()), float((before == limit).mean())
+    longer, at_it, usual = (
+        float((before > limit).mean()),
+        float((after == limit).mean()),
+        float((before == limit).mean()),
+    )
     limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
     limited = limited[np.isfinite(limited)]
     group = "told" if len(limited) else "seen"
     share = min(longer, at_it, float(limited.mean())) if len(limited) else min(longer, max(at_it - usual, 0.0))
-    yield fact("responses_cut", min(math.sqrt(share) * 1.5, 1.0), group, limit=limit, longer_share=longer, cut_share=at_it)
+    yield fact(
+        "responses_cut", min(math.sqrt(share) * 1.5, 1.0), group, limit=limit, longer_share=longer, cut_share=at_it
+    )
 
 
 def limited(facts: Facts) -> Iterator[Fact]:
@@ -86,7 +92,9 @@ def limited(facts: Facts) -> Iterator[Fact]:
     numbers = {"share": float(share[at]), "limit": float(longest[at]), "longest_before": usual}
     yield fact("limited_shorter", float(levels.max()), step=int(facts.steps[at]), **numbers)
     longer = np.sqrt(rise) * (longest[near] >= usual)
-    yield fact("limited_more", float(longer.max()), step=int(facts.steps[near[int(longer.argmax())]]), share=float(rise.max()))
+    yield fact(
+        "limited_more", float(longer.max()), step=int(facts.steps[near[int(longer.argmax())]]), share=float(rise.max())
+    )
 
 
 def endings(facts: Facts) -> Iterator[Fact]:
@@ -114,7 +122,15 @@ def endings(facts: Facts) -> Iterator[Fact]:
     token, of_one = tokens[counts.argmax()], float(counts.max() / len(now.ending))
     was = float((last.ending == token).mean()) if len(last.ending) else 1.0
     sooner = max(of_ratio(float(last.length.mean()), float(now.length.mean()), 3.0), 0.0) if len(last.ending) else 0.0
-    yield fact("endings_become_one", max(of_one - was, 0.0) * sooner**0.5, group, token=int(token), step=int(steps[at]), share=of_one, before_share=was)
+    yield fact(
+        "endings_become_one",
+        max(of_one - was, 0.0) * sooner**0.5,
+        group,
+        token=int(token),
+        step=int(steps[at]),
+        share=of_one,
+        before_share=was,
+    )
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:

@@ -43,7 +43,9 @@ def repeats(facts: Facts) -> Iterator[Fact]:
         yield fact("rewards_noisy", math.sqrt(found.unequal) * grown, mean_difference=found.mean_difference, **values)
     since, usual = (_known(value) for value in facts.unequal_in_step)
     if since > usual and not facts.rewards_lie_off:
-        yield fact("rewards_disagree_in_step", math.sqrt(since) * (since - usual) / since, share=since, before_share=usual)
+        yield fact(
+            "rewards_disagree_in_step", math.sqrt(since) * (since - usual) / since, share=since, before_share=usual
+        )
 
 
 def in_other_rows(facts: Facts) -> Iterator[Fact]:
@@ -61,7 +63,9 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
         yield fact(code, 1.0, kind="in_other_rows", unequal_shifted_share=found.unequal_shifted, **values)
     elif facts.moved_rewards is not None and not facts.reordered.is_permuted:
         kept = facts.moved_rewards
-        yield fact("rewards_move_rows", 1.0, kind="in_other_rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean)
+        yield fact(
+            "rewards_move_rows", 1.0, kind="in_other_rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean
+        )
     elif facts.rewards_lie_off:
         other = facts.reordered
         yield fact("rewards_reordered", 1.0, kind="in_other_rows", num_responses=other.num_other, num_lacking=other.num_lacking, by_chance=other.lacking_by_chance)  # fmt: skip
@@ -85,11 +89,19 @@ def changed(facts: Facts) -> Iterator[Fact]:
 def likelihood(facts: Facts) -> Iterator[Fact]:
     """Yield how reward relates to likelihood at the onset, and before it; training on the reward makes better answers likelier."""
     assert facts.fall is not None
-    now, usual = (relation(part, "likelihood", "reward") for part in (facts.around_fall(), facts.rollouts.until(facts.breaks - 1)))
+    now, usual = (
+        relation(part, "likelihood", "reward") for part in (facts.around_fall(), facts.rollouts.until(facts.breaks - 1))
+    )
     if math.isnan(now.by_group):
         return
     values = {"correlation": now.by_group, "negative_share": now.negative}
-    code = "likelier_earn_more" if now.by_group >= 0.15 else "likelier_earn_no_more" if now.by_group >= -0.2 else "likelier_earn_less"
+    code = (
+        "likelier_earn_more"
+        if now.by_group >= 0.15
+        else "likelier_earn_no_more"
+        if now.by_group >= -0.2
+        else "likelier_earn_less"
+    )
     yield fact(code, now.by_group - 0.15, "now", **values)
     if not math.isnan(usual.by_group):
         yield fact("likelier_earned_more", usual.by_group - now.by_group, "lost", correlation=now.by_group, correlation_before=usual.by_group)  # fmt: skip
@@ -114,12 +126,15 @@ def alone(facts: Facts) -> Iterator[Fact]:
         same = 1 / (1 + (drop.policy / 4.0) ** 2)
         if not drop.is_early and not facts.is_given_otherwise:
             yield fact("reward_drops_without_policy", min(drop.share, 1.0) * same, **drop.values)
-        yield fact("reward_drops_with_policy", min(drop.share, 1.0) * (1.0 if drop.is_early else 1 - same), **drop.values)
+        yield fact(
+            "reward_drops_with_policy", min(drop.share, 1.0) * (1.0 if drop.is_early else 1 - same), **drop.values
+        )
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
     """Yield whether the recorded reward drops with the evaluation, and rewards beyond their earlier range."""
-    assert facts.fall is not None and facts.outcome is not None
+    assert facts.fall is not None
+    assert facts.outcome is not None
     if facts.is_held_out:
         yield fact("evaluation_holds", 1.0)
     before, since = (part.reward[np.isfinite(part.reward)] for part in (facts.well_before, facts.since_fall))
@@ -131,7 +146,12 @@ def hidden(facts: Facts) -> Iterator[Fact]:
         return
     of_reward, fall = facts.reward_beside, facts.fall
     lost = (of_reward[0] - of_reward[1]) / max(abs(of_reward[0]), 1e-12) / max(fall.share, 1e-12)
-    values = {"outcome_before": fall.before, "outcome_after": fall.after, "reward_before": of_reward[0], "reward_after": of_reward[1]}
+    values = {
+        "outcome_before": fall.before,
+        "outcome_after": fall.after,
+        "reward_before": of_reward[0],
+        "reward_after": of_reward[1],
+    }
     yield fact("reward_hides_fall" if lost < 0.3 else "reward_falls_too", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)  # fmt: skip
 
 
@@ -140,7 +160,13 @@ def advantages(facts: Facts) -> Iterator[Fact]:
     since = facts.since_fall
     if (broken := facts.advantages_break) is not None:
         since = facts.rollouts.since(broken[0])
-        yield fact("advantages_turn", broken[1] - broken[2], step=broken[0], correlation_before=broken[1], correlation=broken[2])
+        yield fact(
+            "advantages_turn",
+            broken[1] - broken[2],
+            step=broken[0],
+            correlation_before=broken[1],
+            correlation=broken[2],
+        )
     now = relation(since, "reward", "advantage").by_group
     if math.isnan(now):
         return
@@ -165,13 +191,20 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     if len(a) < 20 or len(b) < 20:
         return
     negative, now, positive = float((a < 0).mean()), float((b < 0).mean()), float((b > 0).mean())
-    level = min(negative * 4, 1.0) * max(1 - now / max(negative, 1e-12), 0.0) ** 2 * min(positive * 4, 1.0) * min(_known(since.share_below_group) * 4, 1.0)
+    level = (
+        min(negative * 4, 1.0)
+        * max(1 - now / max(negative, 1e-12), 0.0) ** 2
+        * min(positive * 4, 1.0)
+        * min(_known(since.share_below_group) * 4, 1.0)
+    )
     yield fact("advantages_one_sided", level, before_share=negative, negative_share=now)
     near = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5)
     last = before.since(facts.fall.low - 10)
     (mean, scatter), (mean_now, scatter_now) = (
-        (float(np.nanmean(part.advantage)), float(np.nanstd(part.advantage))) for part in (last, near)
-    ) if len(last.step) and len(near.step) else ((0.0, 0.0), (0.0, 0.0))
+        ((float(np.nanmean(part.advantage)), float(np.nanstd(part.advantage))) for part in (last, near))
+        if len(last.step) and len(near.step)
+        else ((0.0, 0.0), (0.0, 0.0))
+    )
     reward = float(np.nanmean(near.reward) - np.nanmean(last.reward)) if len(last.step) and len(near.step) else 0.0
     moved = mean_now - mean
     # A slow baseline lets the mean move by up to the reward's change, divided by its spread if advantages are normalised.
@@ -182,7 +215,10 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     yield fact("advantages_changed", of_ratio(scatter_now, scatter, 30.0), "scale", series="advantage_std", from_value=scatter, to_value=scatter_now, **values)  # fmt: skip
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     largest = np.fmax.reduceat(np.abs(facts.rollouts.advantage), first)
-    earlier, around = largest[steps < facts.fall.interval[0] - ft.AHEAD], (steps >= facts.fall.interval[0] - ft.AHEAD) & (steps <= facts.fall.interval[1])
+    earlier, around = (
+        largest[steps < facts.fall.interval[0] - ft.AHEAD],
+        (steps >= facts.fall.interval[0] - ft.AHEAD) & (steps <= facts.fall.interval[1]),
+    )
     if len(earlier) >= _FEWEST_STEPS and around.any():
         at = np.flatnonzero(around)[int(np.nanargmax(np.nan_to_num(largest[around])))]
         place = {"step": int(steps[at]), "low": int(steps[at]), "high": int(steps[at])}
@@ -200,13 +236,28 @@ def length(facts: Facts) -> Iterator[Fact]:
         level = of_ratio(far.after, changes[0].before, 3.0)
         yield fact("length_changes_after_fall" if is_after else "length_changes", abs(level), **values)
         paid = _known(facts.pays_length) * level
-        yield fact("length_pays" if facts.pays_length > 0 else "length_costs", 0.0 if is_after else paid, "moves", correlation=_known(facts.pays_length))
+        yield fact(
+            "length_pays" if facts.pays_length > 0 else "length_costs",
+            0.0 if is_after else paid,
+            "moves",
+            correlation=_known(facts.pays_length),
+        )
     else:
         yield fact("length_steady", 1.0)
     paid = _known(facts.pays_length)
-    yield fact("length_pays" if paid > 0 else "length_costs", max(abs(paid) - 0.3, 0.0), "now" if paid > 0 else "costs", correlation=paid)
+    yield fact(
+        "length_pays" if paid > 0 else "length_costs",
+        max(abs(paid) - 0.3, 0.0),
+        "now" if paid > 0 else "costs",
+        correlation=paid,
+    )
     if facts.hides:
-        yield fact("length_pays_while_hidden" if paid > 0 else "length_costs_while_hidden", abs(paid), "hidden", correlation=paid)
+        yield fact(
+            "length_pays_while_hidden" if paid > 0 else "length_costs_while_hidden",
+            abs(paid),
+            "hidden",
+            correlation=paid,
+        )
     if facts.rewards_by_length is not None:
         before, share = facts.rewards_by_length
         yield fact("length_explains_rewards", share - before, before_share=before, share=share)

@@ -51,7 +51,11 @@ def settings(facts: Facts) -> Iterator[Fact]:
             continue
         nearest = min(found, key=lambda change: abs(change.step - step))
         level = nearness(facts, nearest)
-        if is_learning_rate(nearest.series) and not isinstance(nearest.before, str) and not isinstance(nearest.after, str):
+        if (
+            is_learning_rate(nearest.series)
+            and not isinstance(nearest.before, str)
+            and not isinstance(nearest.after, str)
+        ):
             level *= abs(of_ratio(nearest.after, nearest.before, 10.0))
         yield fact("setting_changed", level, suspect, **values_of(nearest))
 
@@ -124,18 +128,38 @@ def first(facts: Facts) -> Iterator[Fact]:
     found = facts.moves
     step, sampled = found.step("grad_norm"), found.step("sampled")
     group = "reference" if np.isfinite(facts.rollouts.reference).any() else ""
-    if step is not None and found.size("grad_norm", step) > 0 and not found.moves_at(step, "reward", "mean_abs_d", *POLICY):
+    if (
+        step is not None
+        and found.size("grad_norm", step) > 0
+        and not found.moves_at(step, "reward", "mean_abs_d", *POLICY)
+    ):
         yield fact("gradient_moves_first", 1.0, group, step=step)
-    elif sampled is not None and not found.moves_at(sampled, "mean_abs_d", "grad_norm"):
-        if found.moves_at(sampled, "reward") and not found.moves_at(sampled - 1, "reward", "relation", *POLICY):
-            yield fact("policy_moves_at_once", 1.0, step=sampled)
+    elif (
+        sampled is not None
+        and found.moves_at(sampled, "reward")
+        and not (
+            found.moves_at(sampled, "mean_abs_d", "grad_norm")
+            or found.moves_at(sampled - 1, "reward", "relation", *POLICY)
+        )
+    ):
+        yield fact("policy_moves_at_once", 1.0, step=sampled)
     step = found.step("update_to_weight")
-    if step is not None and found.size("update_to_weight", step) > 0 and not found.moves_at(step, "reward", "grad_norm", *POLICY):
+    if (
+        step is not None
+        and found.size("update_to_weight", step) > 0
+        and not found.moves_at(step, "reward", "grad_norm", *POLICY)
+    ):
         yield fact("update_moves_first", 1.0, step=step)
     step = found.step("loss")
     if step is not None and not found.moves_at(step, "reward", "mean_abs_d", *POLICY):
         size = found.size("loss", step)
-        yield fact("loss_moves_up" if size > 0 else "loss_moves_down", 1.0, group if size > 0 else "", step=step, in_sd=abs(size))
+        yield fact(
+            "loss_moves_up" if size > 0 else "loss_moves_down",
+            1.0,
+            group if size > 0 else "",
+            step=step,
+            in_sd=abs(size),
+        )
 
 
 def loss(facts: Facts) -> Iterator[Fact]:
@@ -152,7 +176,9 @@ def loss(facts: Facts) -> Iterator[Fact]:
     rise = float(np.tanh((np.median(since[:10]) - np.median(before[-10:])) / max(float(before.std()), 1e-12) / 5))
     if (facts.mismatch.size if facts.mismatch else 0.0) > 0.05:
         rise = 0.0
-    with_entropy, with_distance = (_beside(own, facts.moves.columns.get(name), begins) for name in ("entropy", "distance"))
+    with_entropy, with_distance = (
+        _beside(own, facts.moves.columns.get(name), begins) for name in ("entropy", "distance")
+    )
     if with_entropy > 0:
         yield fact("loss_punishes_entropy", with_entropy**2 * grown * max(rise, 0.0), correlation=with_entropy)
     else:
@@ -178,11 +204,16 @@ def terms(facts: Facts) -> Iterator[Fact]:
         column = facts.moves.columns.get(name)
         if column is None:
             continue
-        since, before = (column.steps >= begins) & (column.steps <= last), column.steps < facts.fall.interval[0] - ft.AHEAD
+        since, before = (
+            (column.steps >= begins) & (column.steps <= last),
+            column.steps < facts.fall.interval[0] - ft.AHEAD,
+        )
         if min(since.sum(), before.sum()) < 3:
             continue
         usual, now = float(np.median(column.values[before][-15:])), float(np.median(column.values[since]))
-        of_reward = follows.values[(follows.steps >= begins) & (follows.steps <= last)] if follows is not None else np.empty(0)
+        of_reward = (
+            follows.values[(follows.steps >= begins) & (follows.steps <= last)] if follows is not None else np.empty(0)
+        )
         beside = abs(float(np.median(of_reward))) if len(of_reward) else 0.0
         level = max(abs(now) - max(np.sign(now) * usual, 0.0) - beside / 2, 0.0)
         yield fact(code, level, correlation_before=usual, correlation=now)
@@ -222,7 +253,9 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 def reference(facts: Facts) -> Iterator[Fact]:
     """Yield a reference model that changed, a jump of the distance to it, or a return of the policy to it."""
     assert facts.fall is not None
-    used = any(suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items())
+    used = any(
+        suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
+    )
     steps, distance = facts.rollouts.reference_distance_by_step
     if not used and not len(steps):
         yield fact("no_reference", 1.0)
@@ -232,22 +265,35 @@ def reference(facts: Facts) -> Iterator[Fact]:
     jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
     for change in jumps[:1]:
         if not facts.moves.moves_at(change.step, "sampled", "entropy"):
-            yield fact("reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change))
+            yield fact(
+                "reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change)
+            )
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
     until, scatter = distance[steps < facts.fall.low][-width:], max(robust_sd(np.diff(distance)), 1e-12)
-    near = [at for at in range(3, len(steps) - 2) if facts.fall.interval[0] - ft.AHEAD - 3 <= steps[at] <= facts.fall.latest]
+    near = [
+        at for at in range(3, len(steps) - 2) if facts.fall.interval[0] - ft.AHEAD - 3 <= steps[at] <= facts.fall.latest
+    ]
     rises_ = [float(distance[at : at + 3].min() - distance[at - 3 : at].max()) for at in near]
     if rises_ and max(rises_) > 0:
         at = near[int(np.argmax(rises_))]
         group = "policy" if facts.moves.moves_at(int(steps[at]), *POLICY) else ""
-        numbers = {"step": int(steps[at]), "from_value": float(np.median(distance[at - 3 : at])), "to_value": float(np.median(distance[at : at + 3]))}
+        numbers = {
+            "step": int(steps[at]),
+            "from_value": float(np.median(distance[at - 3 : at])),
+            "to_value": float(np.median(distance[at : at + 3])),
+        }
         yield fact("distance_jumps", float(np.tanh(max(rises_) / scatter / 20)), group, series="reference_distance", low=int(steps[at]), high=int(steps[at]), **numbers)  # fmt: skip
     if len(until) and used:
         before, last = float(np.median(until)), float(np.median(distance[-width:]))
         far = before / (before + 0.05) if before > 0 else 0.0
-        yield fact("returns_to_reference", far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0), distance_before=before, distance_after=last)
+        yield fact(
+            "returns_to_reference",
+            far * max(1 - max(last, 0.0) / max(before, 1e-9), 0.0),
+            distance_before=before,
+            distance_after=last,
+        )
 
 
 ALL = (settings, unusual, rate, updates, gradient, first, loss, terms, entropy, reference)
