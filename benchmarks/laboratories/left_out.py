@@ -75,9 +75,11 @@ _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in name
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
 
-NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 0.3, 0.9, 0.75, 0.5
+NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 0.3, 3.0, 0.75, 0.5
 """Weights of the squared distances of coefficients from the mean and from 0; the power of a feature's spread by which it is divided; the
 weight of squared intercepts. Chosen by the logarithmic loss on left-out suites."""
+OF_UNKNOWN = 3.0
+"""Weight of a collapse with another cause, relative to one with a suspect as its cause."""
 LEAST_SPREAD = 0.03
 UNSEEN_SPREAD = 0.1
 """Spread assumed for a feature that no collapse has."""
@@ -203,14 +205,11 @@ def fit(runs: Sequence[Run]) -> dict[str, Any]:
     is_owner = np.array([[one == code for code in classes] for one in owners], float)
     kinds = np.array([kind_of(name) for name in names])
     coefficients, intercepts = _least_loss(table_NF / spread_F, truth_N, is_owner, kinds)
+    rows = np.round(coefficients / spread_F[:, None], 1)
     return {
         "classes": classes,
-        "intercepts": [round(float(each), 3) for each in intercepts],
-        "coefficients": {
-            name: [round(float(each), 2) for each in row]
-            for name, row in zip(names, coefficients / spread_F[:, None], strict=True)
-            if np.abs(row).max() >= 0.01
-        },
+        "intercepts": np.round(intercepts, 2).tolist(),
+        "coefficients": {name: row.tolist() for name, row in zip(names, rows, strict=True) if row.any()},
     }
 
 
@@ -241,6 +240,7 @@ def _least_loss(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients [F, C] and intercepts [C] with the least penalised logarithmic loss."""
     (n, num), classes = table_NF.shape, is_owner.shape[1]
+    weight_N = np.where(truth_N == list(SUSPECTS).index("unknown"), OF_UNKNOWN, 1.0)
     weight = np.where(is_owner > 0, NEAR_MEAN, NEAR_0)
 
     def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
@@ -250,9 +250,10 @@ def _least_loss(
         odds = np.exp(logits - logits.max(1, keepdims=True))
         odds /= odds.sum(1, keepdims=True)
         apart = part - is_owner * means[kinds][:, None]
-        total = -np.log(np.maximum(odds[np.arange(n), truth_N], 1e-12)).sum()
+        total = -(weight_N * np.log(np.maximum(odds[np.arange(n), truth_N], 1e-12))).sum()
         total += (weight * apart**2).sum() / 2 + OF_INTERCEPT * (begins**2).sum() / 2
         odds[np.arange(n), truth_N] -= 1
+        odds *= weight_N[:, None]
         of_means = [-(weight * apart * is_owner)[kinds == kind].sum() for kind in range(len(means))]
         slope = table_NF.T @ odds + weight * apart
         return total, np.r_[slope.ravel(), odds.sum(0) + OF_INTERCEPT * begins, of_means]
@@ -332,7 +333,7 @@ def main() -> None:
     else:
         runs = read(given.path[0])
         models = {name: fit([run for run in runs if run.situation == name]) for name in (ALONE, BESIDE)}
-        given.output.write_text(json.dumps(models, separators=(",", ":")).replace('],"', '],\n"') + "\n")
+        given.output.write_text(json.dumps(models, separators=(",", ":")).replace(".0,", ",").replace("-0,", "0,").replace('],"', '],\n"') + "\n")
 
 
 if __name__ == "__main__":
