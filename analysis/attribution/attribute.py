@@ -16,7 +16,7 @@ from ..trace.source import Pair
 from ..views import open_database
 from .advice import described
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite
-from .model import ALONE, BESIDE, features, judged, supported
+from .model import ALONE, BESIDE, judged, supported
 from .run_facts import Facts, read_facts
 from .silent import SilentChange, broken_steps, read_silent, supposed_at
 from .suspect import Suspect
@@ -107,7 +107,7 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
     fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
     suspects: tuple[Suspect, ...] = ()
     if facts.fall and fell_too:
-        shared = features(table(control))
+        shared = {one.feature for one in table(control)}
         suspects = judged([one for one in known if one.feature in shared], ALONE)
     elif facts.fall:
         suspects = judged((*known, *found), BESIDE)

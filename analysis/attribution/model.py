@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .explained import unexplained
 from .fact import Fact
 from .suspect import Evidence, Suspect
 
@@ -26,20 +27,11 @@ def _fitted() -> Any:
     return json.loads((Path(__file__).parent / "model.json").read_text())
 
 
-def features(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return feature -> the strongest fact that fills it."""
-    found: dict[str, Fact] = {}
-    for one in facts:
-        if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
-            found[one.feature] = one
-    return found
-
-
 def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
     """Return all suspects with probabilities that sum to 1, most probable first. Each fact's points are its contribution to
     the suspect's log odds, relative to the mean over all suspects."""
     fitted = _fitted()[situation] if model is None else model
-    known = {name: one for name, one in features(facts).items() if name in fitted["coefficients"]}
+    known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
     rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}
     begins = np.array(fitted["intercepts"])
     logits = begins + sum(rows.values(), np.zeros(len(begins)))

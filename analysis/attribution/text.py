@@ -18,6 +18,8 @@ from .suspect import Suspect
 
 _MOST_CHANGES = 12
 """Maximum number of recorded changes listed in the text."""
+_MOST_EVIDENCE = 8
+"""Maximum number of pieces of evidence listed for a suspect, strongest first."""
 _SHOWN = 0.02
 """Probability below which a suspect is listed without its evidence."""
 
@@ -406,7 +408,7 @@ def _changes(result: Attribution) -> str:
 
 def _suspect(suspect: Suspect) -> str:
     lines = [suspect.titled()]
-    for evidence in suspect.evidence:
+    for evidence in suspect.evidence[:_MOST_EVIDENCE]:
         word = "for" if evidence.points > 0 else "against" if evidence.points < 0 else "neutral"
         lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence_sentence(evidence)}")
     if suspect.broken:

@@ -29,8 +29,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.optimize import minimize
 from tim_trace.analysis.attribution import model as applied
+from tim_trace.analysis.attribution.explained import unexplained
 from tim_trace.analysis.attribution.fact import Fact
-from tim_trace.analysis.attribution.model import ALONE, BESIDE, features, judged
+from tim_trace.analysis.attribution.model import ALONE, BESIDE, judged
 from tim_trace.analysis.attribution.run_facts import Facts, read_facts
 from tim_trace.analysis.attribution.silent import broken_steps, supposed_at
 from tim_trace.analysis.attribution.suspect import SUSPECTS
@@ -75,7 +76,7 @@ _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in name
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
 
-NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 0.3, 3.0, 0.75, 0.5
+NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 0.3, 10.0, 0.75, 0.5
 """Weights of the squared distances of coefficients from the mean and from 0; the power of a feature's spread by which it is divided; the
 weight of squared intercepts. Chosen by the logarithmic loss on left-out suites."""
 OF_UNKNOWN = 3.0
@@ -158,7 +159,7 @@ def write(folders: Iterable[Path], file: Path) -> None:
     for folder in folders:
         for run in read_runs(folder):
             for step, facts in (run.facts or {-1: ()}).items():
-                for name, one in {"": None, **features(facts)}.items():
+                for one in (None, *facts):
                     values = (
                         run.suite,
                         run.name,
@@ -166,7 +167,7 @@ def write(folders: Iterable[Path], file: Path) -> None:
                         run.situation,
                         run.is_seen,
                         step,
-                        name,
+                        one.feature if one else "",
                         one.level if one else 0.0,
                     )
                     for column, value in zip(COLUMNS, values, strict=True):
@@ -194,7 +195,9 @@ def fit(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the classes, the intercepts, and feature -> coefficients by class, from runs of one situation with a drop."""
     runs = [run for run in runs if run.is_seen]
     classes = list(SUSPECTS)
-    of_runs = [{one.code: one.level for facts in run.facts.values() for one in facts} for run in runs]
+    of_runs = [
+        {name: one.level for facts in run.facts.values() for name, one in unexplained(facts).items()} for run in runs
+    ]
     is_beside = bool(runs) and runs[0].situation == BESIDE
     names = sorted({name for levels in of_runs for name in levels} | unseen(is_beside=is_beside))
     table_NF = np.array([[levels.get(name, 0.0) for name in names] for levels in of_runs])
@@ -333,7 +336,10 @@ def main() -> None:
     else:
         runs = read(given.path[0])
         models = {name: fit([run for run in runs if run.situation == name]) for name in (ALONE, BESIDE)}
-        given.output.write_text(json.dumps(models, separators=(",", ":")).replace(".0,", ",").replace("-0,", "0,").replace('],"', '],\n"') + "\n")
+        given.output.write_text(
+            json.dumps(models, separators=(",", ":")).replace(".0,", ",").replace("-0,", "0,").replace('],"', '],\n"')
+            + "\n"
+        )
 
 
 if __name__ == "__main__":
