@@ -76,7 +76,7 @@ _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in name
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
 
-NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 0.3, 10.0, 0.75, 0.5
+NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 1.0, 10.0, 0.75, 0.5
 """Weights of the squared distances of coefficients from the mean and from 0; the power of a feature's spread by which it is divided; the
 weight of squared intercepts. Chosen by the logarithmic loss on left-out suites."""
 OF_UNKNOWN = 3.0
@@ -221,7 +221,7 @@ def unseen(*, is_beside: bool) -> set[str]:
     settings = {
         f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
     }
-    return settings | {name for name in _OWNER_OF if is_beside or kind_of(name) == _OF_RUN}
+    return settings | {name for name in _OWNER_OF if is_beside or kind_of(name) != _OF_PAIR}
 
 
 _OF_PAIRS = re.compile(

@@ -123,7 +123,10 @@ def age(facts: Facts) -> Iterator[Fact]:
         yield fact("stale_weights_match", (1 - stale.left) * weighs(facts), **stale.values)
     elif stale is not None and stale.is_excluded:
         yield fact(
-            "stale_weights_excluded", stale.left * weighs(facts), max_distance=stale.farthest, left_share=stale.left
+            "stale_weights_excluded",
+            min(stale.left, 1.0) * weighs(facts),
+            max_distance=stale.farthest,
+            left_share=stale.left,
         )
 
 
