@@ -158,7 +158,7 @@ def broken_steps(facts: Facts) -> Iterator[int]:
             yield change.step
         if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
             yield change.step
-    if (ending := _ending_step(facts.rollouts)) is not None:
+    if (ending := ending_step(facts.rollouts)) is not None:
         yield ending
     if facts.changed_rewards is not None:
         yield facts.changed_rewards.step
@@ -169,7 +169,7 @@ def broken_steps(facts: Facts) -> Iterator[int]:
         yield from (int(facts.steps[place]) for place in grows[:1])
 
 
-def _ending_step(rollouts: Rollouts) -> int | None:
+def ending_step(rollouts: Rollouts) -> int | None:
     """Return the first step from which responses end differently than in the first fifth of a run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
