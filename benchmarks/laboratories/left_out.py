@@ -76,11 +76,9 @@ _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in name
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
 
-NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 1.0, 10.0, 0.75, 0.5
+NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 1.0, 10.0, 0.75, 2.0
 """Weights of the squared distances of coefficients from the mean and from 0; the power of a feature's spread by which it is divided; the
 weight of squared intercepts. Chosen by the logarithmic loss on left-out suites."""
-OF_UNKNOWN = 3.0
-"""Weight of a collapse with another cause, relative to one with a suspect as its cause."""
 LEAST_SPREAD = 0.03
 UNSEEN_SPREAD = 0.1
 """Spread assumed for a feature that no collapse has."""
@@ -243,7 +241,6 @@ def _least_loss(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return coefficients [F, C] and intercepts [C] with the least penalised logarithmic loss."""
     (n, num), classes = table_NF.shape, is_owner.shape[1]
-    weight_N = np.where(truth_N == list(SUSPECTS).index("unknown"), OF_UNKNOWN, 1.0)
     weight = np.where(is_owner > 0, NEAR_MEAN, NEAR_0)
 
     def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
@@ -253,10 +250,9 @@ def _least_loss(
         odds = np.exp(logits - logits.max(1, keepdims=True))
         odds /= odds.sum(1, keepdims=True)
         apart = part - is_owner * means[kinds][:, None]
-        total = -(weight_N * np.log(np.maximum(odds[np.arange(n), truth_N], 1e-12))).sum()
+        total = -np.log(np.maximum(odds[np.arange(n), truth_N], 1e-12)).sum()
         total += (weight * apart**2).sum() / 2 + OF_INTERCEPT * (begins**2).sum() / 2
         odds[np.arange(n), truth_N] -= 1
-        odds *= weight_N[:, None]
         of_means = [-(weight * apart * is_owner)[kinds == kind].sum() for kind in range(len(means))]
         slope = table_NF.T @ odds + weight * apart
         return total, np.r_[slope.ravel(), odds.sum(0) + OF_INTERCEPT * begins, of_means]
