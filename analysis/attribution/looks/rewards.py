@@ -134,7 +134,6 @@ def alone(facts: Facts) -> Iterator[Fact]:
 def hidden(facts: Facts) -> Iterator[Fact]:
     """Yield whether the recorded reward drops with the evaluation, and rewards beyond their earlier range."""
     assert facts.fall is not None
-    assert facts.outcome is not None
     if facts.is_held_out:
         yield fact("evaluation_holds", 1.0)
     before, since = (part.reward[np.isfinite(part.reward)] for part in (facts.well_before, facts.since_fall))
@@ -142,7 +141,7 @@ def hidden(facts: Facts) -> Iterator[Fact]:
         share = float((since > before.max() + 0.2 * np.ptp(before)).mean())
         values = {"share": share, "highest_before": float(before.max()), "highest": float(since.max())}
         yield fact("rewards_beyond_range", math.sqrt(share), **values)
-    if facts.reward_beside is None:
+    if facts.reward_beside is None or facts.outcome is None:
         return
     of_reward, fall = facts.reward_beside, facts.fall
     lost = (of_reward[0] - of_reward[1]) / max(abs(of_reward[0]), 1e-12) / max(fall.share, 1e-12)

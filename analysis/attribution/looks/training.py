@@ -88,8 +88,14 @@ def rate(facts: Facts) -> Iterator[Fact]:
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
     late = first > max(facts.fall.high, facts.fall.fallen)
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
-    code = "after" if late else "at" if near else "before"
-    yield fact(f"learning_rate_spike_{code}_fall", max(of_ratio(factor, 1.5, 10.0), 0.0), factor=factor, step=first)
+    code = (
+        "learning_rate_spike_after_fall"
+        if late
+        else "learning_rate_spike_at_fall"
+        if near
+        else "learning_rate_spike_before_fall"
+    )
+    yield fact(code, max(of_ratio(factor, 1.5, 10.0), 0.0), factor=factor, step=first)
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
