@@ -31,7 +31,7 @@ class SilentChange:
     """A change after which the recorded reward no longer measures the trained policy, so that a drop would not show."""
 
     suspects: tuple[Suspect, ...]
-    """Possible suspects, most probable first; `unknown` means that none of the others is the cause."""
+    """Possible suspects, most probable first. For a change that shows by itself, `unknown` is left out."""
     step: int
     """First step after the change."""
     low: int
@@ -44,14 +44,13 @@ def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | No
     """Return the change in reward or sampling after which the reward no longer measures the policy, in a run with neither a
     drop nor an evaluation.
 
-    None if the outcome dropped, an evaluation was logged, or no suspect is more probable than `unknown`.
+    None if the outcome dropped, an evaluation was logged, or there is no such change.
     """
     if facts.fall is not None or facts.outcome is None or facts.outcome.is_evaluation:
         return None
     beside = None if control is None else _reward_beside(facts, control)
     places = [place for place in (_reward(facts), _noise(facts), _policy(facts), beside) if place is not None]
     found = [_judged(facts, control if place is beside else None, *place) for place in places]
-    found = [change for change in found if change.suspects[0].code != "unknown"]
     return max(found, key=lambda change: change.suspects[0].probability, default=None)
 
 
@@ -62,7 +61,11 @@ def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int)
         suspects = judged(known, ALONE)
     else:
         suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
-    return SilentChange(suspects=described(at, suspects), step=step, low=low, high=high)
+    # The change itself is certain, so something that was tested caused it.
+    named = [suspect for suspect in suspects if suspect.code != "unknown"]
+    total = sum(suspect.probability for suspect in named)
+    shares = [replace(suspect, probability=suspect.probability / total) for suspect in named]
+    return SilentChange(suspects=described(at, shares), step=step, low=low, high=high)
 
 
 def _reward(facts: Facts) -> tuple[int, int, int] | None:

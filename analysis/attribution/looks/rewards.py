@@ -182,6 +182,11 @@ def advantages(facts: Facts) -> Iterator[Fact]:
         yield fact("advantages_steady", 1 - lacking, correlation=now)
 
 
+def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
+    known = values[np.isfinite(values)]
+    return (float(known.mean()), float(known.std())) if len(known) else (0.0, 0.0)
+
+
 def sizes(facts: Facts) -> Iterator[Fact]:
     """Yield advantages that lose a sign, change their mean or scale, or burst."""
     assert facts.fall is not None
@@ -197,17 +202,12 @@ def sizes(facts: Facts) -> Iterator[Fact]:
         * min(_known(since.share_below_group) * 4, 1.0)
     )
     yield fact("advantages_one_sided", level, before_share=negative, negative_share=now)
-    near = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5)
-    last = before.since(facts.fall.low - 10)
-    (mean, scatter), (mean_now, scatter_now) = (
-        ((float(np.nanmean(part.advantage)), float(np.nanstd(part.advantage))) for part in (last, near))
-        if len(last.step) and len(near.step)
-        else ((0.0, 0.0), (0.0, 0.0))
-    )
-    reward = float(np.nanmean(near.reward) - np.nanmean(last.reward)) if len(last.step) and len(near.step) else 0.0
+    near, last = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5), before.since(facts.fall.low - 10)
+    (mean, scatter), (mean_now, scatter_now) = (_mean_and_sd(part.advantage) for part in (last, near))
+    reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
     # A slow baseline lets the mean move by up to the reward's change, divided by its spread if advantages are normalised.
-    by_reward = abs(reward) * max(1.0, scatter / max(float(np.nanstd(last.reward)), 1e-9)) if scatter else 0.0
+    by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
     own = max(abs(moved) - by_reward, 0.0)
     values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
     yield fact("advantages_changed", float(np.tanh(own / scatter)) if scatter else 0.0, "mean", series="advantage_mean", from_value=mean, to_value=mean_now, **values)  # fmt: skip
