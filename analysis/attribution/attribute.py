@@ -27,6 +27,10 @@ _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
 _MOST_STEPS = 12
 """Maximum number of steps tested as hypothetical onsets; each costs as much as a real drop."""
+_LEAST_DIFFERENCE = 0.1
+"""Minimum strength of a difference from a baseline run for it to be listed."""
+_SET = ("setting", "learning_rate")
+"""Codes of differences that someone set, which count beside the first difference of the data."""
 FELL_TOO = 0.6
 """Minimum ratio of the baseline run's relative drop to the judged run's, for the baseline run to count as collapsed too."""
 
@@ -111,15 +115,13 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
         suspects = judged([one for one in known if one.feature in shared], ALONE)
     elif facts.fall:
         suspects = judged((*known, *found), BESIDE)
-    differences = tuple(
-        Difference(suspect=supported(one, BESIDE), code=one.code, values=one.values)
-        for one in found
-        if one.code in DIFFERENCES
-    )
+    shown = [one for one in found if one.code in DIFFERENCES and abs(one.level) >= _LEAST_DIFFERENCE]
+    differences = tuple(Difference(suspect=supported(one, BESIDE), code=one.code, values=one.values) for one in shown)
     notes = () if shares else (Statement(code="other_prompts"),)
     if facts.fall and not fell_too and not differences:
         notes = (*notes, Statement(code="no_difference"))
-    codes = {each.suspect for each in differences[:1] if parted is not None} or {each.suspect for each in differences}
+    of_first = [each for each in differences if parted is None or each is differences[0] or each.code in _SET]
+    codes = {each.suspect for each in of_first}
     return _Comparison(
         suspects=described(facts, suspects), differences=differences, notes=notes, step=None if parted is None else parted.step,
         is_intervention=shares and (facts.fall is None or len(codes) == 1),

@@ -68,9 +68,9 @@ LENGTH_SHARE = 0.5
 TERM_IN_ADVANTAGE = 0.75
 """Minimum partial correlation between advantages and the distance from the reference, or the logprob, given the baseline run's advantages,
 for the difference to be a KL term or an entropy bonus in the reward."""
-LENGTH_LITTLE, LENGTH_MOST, LENGTH_NEARLY_ALL = 0.35, 0.7, 0.9
+LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
 """Share of the reward variance within a step that length explains. If it is below LENGTH_LITTLE before a drop and at least LENGTH_MOST after it,
-rewards have come to depend on length; from LENGTH_NEARLY_ALL upwards this is certain."""
+rewards have come to depend on length."""
 FROM_NOTHING = 0.25
 """Maximum ratio of the mismatch at its first step to the mismatch some steps later, for it to be growing update by update."""
 WEIGHTS_DIFFER = 1e-5
