@@ -16,6 +16,7 @@ from ..trace.source import Pair
 from ..views import open_database
 from .advice import described
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite
+from .divergence import SAMPLING, UPDATE
 from .model import ALONE, BESIDE, judged, supported
 from .run_facts import Facts, read_facts
 from .silent import SilentChange, broken_steps, read_silent, supposed_at
@@ -121,6 +122,8 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
     if facts.fall and not fell_too and not differences:
         notes = (*notes, Statement(code="no_difference"))
     of_first = [each for each in differences if parted is None or each is differences[0] or each.code in _SET]
+    if parted is not None and parted.code in (UPDATE, SAMPLING) and any(each.code in _SET for each in of_first):
+        of_first = [each for each in of_first if each.code in _SET]  # a setting acts through the update or the sampling
     codes = {each.suspect for each in of_first}
     return _Comparison(
         suspects=described(facts, suspects), differences=differences, notes=notes, step=None if parted is None else parted.step,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .fact import Fact
+from .suspect import SUSPECTS
 
 _LAGS = ("declared_lag", "declared_lag_grows", "mismatch_grows_beside_lag")
 _OLD = ("earlier_weights", "stale_weights_match")
@@ -18,7 +19,7 @@ _OF_LENGTH = ("length_pays_since", "length_explains_rewards", "rewards_by_length
 _OF_REWARD = (
     "reward_hides_fall.with", "rewards_beyond_range", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
     "reward_drops_without_policy", "likelier_earned_more.lost", "likelier_earn_less.share", "advantages_changed.mean",
-    "advantages_changed.burst", "changed.advantages_changed.mean", "changed.advantages_changed.burst", "rewards",
+    "advantages_changed.burst", "rewards",
 )  # fmt: skip
 _OTHER_RULE = ("rewards_of_other_rule", "rewards_changed", "in_other_rows")
 _BY_TREND = (
@@ -28,11 +29,14 @@ _BY_TREND = (
     "length_costs_while_hidden.hidden",
     "length_costs.costs",
 )
+_SETTINGS = tuple(f"setting.{code}" for code in SUSPECTS)
+_OF_UPDATE = ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (_LAGS, (*_OLD, "engine_moves_on")),
     ((*_OLD, "engine_stands_still"), _OF_MISMATCH),
     (_OF_LENGTH, (*_OF_REWARD, "rewards_of_other_rule", "rewards_changed")),
     (_OTHER_RULE, _BY_TREND),
+    (_SETTINGS, _OF_UPDATE),
 )
 """Features that explain -> features that they explain, in this order. Any declared lag explains old weights."""
 

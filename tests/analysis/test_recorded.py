@@ -488,8 +488,7 @@ def test_a_control_without_the_rounding_of_bf16_earns_the_mismatch_nothing(tmp_p
     assert differing(found) == ({"mismatch"} if differs else set())
     assert (found.kind == "intervention") is differs
     (mismatch,) = (suspect for suspect in found.suspects if suspect.code == "mismatch")
-    assert ("control_differs_and_did_not_fall" in {each.code for each in mismatch.evidence}) is differs
-    assert (mismatch.probability < 0.05) is not differs
+    assert (mismatch.probability < 0.5) is not differs
     if not differs:
         assert any("the traces of run and baseline show no difference" in note for note in note_sentences(found))
 

@@ -222,7 +222,6 @@ _OF_RUN = (
     "reference_jumps",
     "distance_jumps",
     "responses_cut",
-    "advantages_changed",
     "prompts_changed",
 )
 """Codes of facts of a run that count as a difference if the baseline run lacks the same change."""
