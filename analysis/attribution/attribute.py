@@ -30,8 +30,8 @@ _MOST_STEPS = 12
 """Maximum number of steps tested as hypothetical onsets; each costs as much as a real drop."""
 _LEAST_DIFFERENCE = 0.1
 """Minimum strength of a difference from a baseline run for it to be listed."""
-_SET = ("setting", "learning_rate")
-"""Codes of differences that someone set, which count beside the first difference of the data."""
+_SET = ("setting.", "learning_rate", "changed.setting_changed.")
+"""Beginnings of features of differences that someone set, which count beside the first difference of the data."""
 FELL_TOO = 0.6
 """Minimum ratio of the baseline run's relative drop to the judged run's, for the baseline run to count as collapsed too."""
 
@@ -121,10 +121,16 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
     notes = () if shares else (Statement(code="other_prompts"),)
     if facts.fall and not fell_too and not differences:
         notes = (*notes, Statement(code="no_difference"))
-    of_first = [each for each in differences if parted is None or each is differences[0] or each.code in _SET]
-    if parted is not None and parted.code in (UPDATE, SAMPLING) and any(each.code in _SET for each in of_first):
-        of_first = [each for each in of_first if each.code in _SET]  # a setting acts through the update or the sampling
-    codes = {each.suspect for each in of_first}
+    of_first = [one for one in shown if parted is None or one is shown[0] or one.feature.startswith(_SET)]
+    if (
+        parted is not None
+        and parted.code in (UPDATE, SAMPLING)
+        and any(one.feature.startswith(_SET) for one in of_first)
+    ):
+        of_first = [
+            one for one in of_first if one.feature.startswith(_SET)
+        ]  # a setting acts through the update or the sampling
+    codes = {supported(one, BESIDE) for one in of_first}
     return _Comparison(
         suspects=described(facts, suspects), differences=differences, notes=notes, step=None if parted is None else parted.step,
         is_intervention=shares and (facts.fall is None or len(codes) == 1),

@@ -31,7 +31,10 @@ _BY_TREND = (
 )
 _SETTINGS = tuple(f"setting.{code}" for code in SUSPECTS)
 _OF_UPDATE = ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")
+_FRESH = ("declared_fresh",)
+_BY_SIZE = ("mismatch_steady", "mismatch_grows_by_updates", "check_fails.stale")
 EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (_FRESH, _BY_SIZE),
     (_LAGS, (*_OLD, "engine_moves_on")),
     ((*_OLD, "engine_stands_still"), _OF_MISMATCH),
     (_OF_LENGTH, (*_OF_REWARD, "rewards_of_other_rule", "rewards_changed")),
