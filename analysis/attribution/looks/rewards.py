@@ -8,11 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
+from ...facts.conditions import ADVANTAGES
 from ...facts.moves import POLICY
 from ...facts.relations import relation
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from .order import AFTER, order
+from .training import nearness, values_of
 
 _ORDERS = {
     "members_first": "rewards_members_first", "groups_first": "rewards_groups_first", "halves": "rewards_halves",
@@ -208,6 +210,19 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     moved = mean_now - mean
     # A slow baseline lets the mean move by up to the reward's change, divided by its spread if advantages are normalised.
     by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
+    early = facts.well_before
+    means = [_mean_and_sd(early.advantage[early.step == step])[0] for step in np.unique(early.step)]
+    if scatter and np.ptp(means) < 0.01 * scatter:  # a baseline within groups keeps the mean at 0, whatever the reward
+        by_reward = 0.0
+        for change in facts.clear(ADVANTAGES):
+            if change.series == "advantage_mean":
+                far = abs(float(change.after) - float(change.before))
+                yield fact(
+                    "advantages_changed",
+                    nearness(facts, change) * far / (far + 0.1 * scatter),
+                    "mean",
+                    **values_of(change),
+                )
     own = max(abs(moved) - by_reward, 0.0)
     values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
     yield fact("advantages_changed", float(np.tanh(own / scatter)) if scatter else 0.0, "mean", series="advantage_mean", from_value=mean, to_value=mean_now, **values)  # fmt: skip
