@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
@@ -13,22 +14,26 @@ from ..trace.columns import parse_pair
 from ..trace.database import Database
 from ..trace.source import Pair
 from ..views import open_database
-from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite
-from .control import ControlComparison, compare, shares_prompts
-from .odds import ranked, weighed
+from .advice import described
+from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite
+from .divergence import SAMPLING, UPDATE
+from .model import ALONE, BESIDE, judged, supported
 from .run_facts import Facts, read_facts
 from .silent import SilentChange, broken_steps, read_silent, supposed_at
 from .suspect import Suspect
-from .suspects import ALL
-from .suspects.changed import masks, settings
-from .suspects.mismatch import trainer_disagrees
-from .suspects.timing import at_once
+from .table import shares_prompts, table, table_beside
+from .text import DIFFERENCES
 
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
 _MOST_STEPS = 12
 """Maximum number of steps tested as hypothetical onsets; each takes as long as a real drop."""
+_LEAST_DIFFERENCE = 0.1
+"""Minimum strength of a difference from a baseline run for it to be listed."""
+_SET = ("setting.", "learning_rate", "changed.setting_changed.")
+"""Beginnings of features of differences that someone set, which count beside the first difference of the data."""
+FELL_TOO = 0.6
+"""Minimum ratio of the baseline run's relative drop to the judged run's, for the baseline run to count as collapsed too."""
 
 
 def attribute(
@@ -69,53 +74,87 @@ def explain(
         facts = read_facts(database, pair, checked=checked)
         if control is None:
             silent = read_silent(facts)
-            supposed = None if facts.fall or silent else _supposed(facts)
-            return _attribution(facts, _suspects(facts), silent=silent, supposed=supposed)
+            return _attribution(
+                facts, _alone(facts), silent=silent, supposed=None if facts.fall or silent else _supposed(facts)
+            )
         other = read_facts(control.of_steps(facts.database.steps), pair, is_control=True)
-        if shares_prompts(facts, other):
+        shares = shares_prompts(facts, other)
+        if shares:
             facts = facts.beside(other)
-        compared, silent = compare(facts, other, _suspects(facts)), read_silent(facts, other)
+        compared, silent = _compare(facts, other, shares=shares), read_silent(facts, other)
         return _attribution(
             facts, compared.suspects, silent=silent, control=control.given[0], compared=compared,
             supposed=None if facts.fall or silent else _supposed_beside(facts, other, compared),
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """The result of comparing a run with its baseline run."""
+
+    suspects: tuple[Suspect, ...]
+    is_intervention: bool
+    differences: tuple[Difference, ...]
+    notes: tuple[Statement, ...]
+    step: int | None
+    """Step of the first difference, if the two runs were identical until then."""
+
+
+def _alone(facts: Facts) -> tuple[Suspect, ...]:
+    """Return all suspects by the facts of a single run; empty if the run has no drop."""
+    return () if facts.fall is None else described(facts, judged(table(facts), ALONE))
+
+
+def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
+    """Judge a run by its facts and its differences from a baseline run. If both collapsed, only what both share counts."""
+    known = table(facts)
+    found, parted = table_beside(facts, control, known)
+    fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
+    suspects: tuple[Suspect, ...] = ()
+    if facts.fall and fell_too:
+        shared = {one.feature for one in table(control)}
+        suspects = judged([one for one in known if one.feature in shared], ALONE)
+    elif facts.fall:
+        suspects = judged((*known, *found), BESIDE)
+    shown = [one for one in found if one.code in DIFFERENCES and abs(one.level) >= _LEAST_DIFFERENCE]
+    differences = tuple(Difference(suspect=supported(one, BESIDE), code=one.code, values=one.values) for one in shown)
+    notes = () if shares else (Statement(code="other_prompts"),)
+    if facts.fall and not fell_too and not differences:
+        notes = (*notes, Statement(code="no_difference"))
+    of_first = [one for one in shown if parted is None or one is shown[0] or one.feature.startswith(_SET)]
+    if (
+        parted is not None
+        and parted.code in (UPDATE, SAMPLING)
+        and any(one.feature.startswith(_SET) for one in of_first)
+    ):
+        of_first = [
+            one for one in of_first if one.feature.startswith(_SET)
+        ]  # a setting acts through the update or the sampling
+    codes = {supported(one, BESIDE) for one in of_first}
+    return _Comparison(
+        suspects=described(facts, suspects), differences=differences, notes=notes, step=None if parted is None else parted.step,
+        is_intervention=shares and (facts.fall is None or len(codes) == 1),
+    )  # fmt: skip
+
+
 def _supposed(facts: Facts) -> SilentChange | None:
     """Return the most probable cause in case the run got worse without a visible drop, from its clearest change."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
-        suspects = _suspects(supposed_at(facts, step))
+        suspects = _alone(supposed_at(facts, step))
         if suspects[0].code != "unknown":
             found.append(SilentChange(suspects=suspects, step=step, low=step, high=step))
     return max(found, key=lambda one: one.suspects[0].probability, default=None)
 
 
-def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) -> SilentChange | None:
-    """Return the same as `_supposed`, from the first difference between the run and a baseline run."""
-    if compared.parted is None:
+def _supposed_beside(facts: Facts, control: Facts, compared: _Comparison) -> SilentChange | None:
+    """Return the most probable cause if the run got worse without a visible drop, judged by its first difference from a baseline run."""
+    if compared.step is None:
         return None
-    step = compared.parted.step
-    supposed = supposed_at(facts, step)
-    suspects = compare(supposed, control, _suspects(supposed)).suspects
-    return SilentChange(suspects=suspects, step=step, low=step, high=step)
-
-
-def _suspects(facts: Facts) -> tuple[Suspect, ...]:
-    """Return all suspects with the evidence from this run alone; empty if the run has no drop."""
-    if facts.fall is None:
-        return ()
-    unknown = Suspect(
-        code="unknown",
-        evidence=(
-            *settings(facts, "unknown"),
-            *at_once(facts, t.MEDIUM),
-            *trainer_disagrees(facts),
-            *masks(facts),
-            t.prior("unknown"),
-        ),
-    )
-    return ranked([weighed(suspect) for suspect in (*(suspect(facts) for suspect in ALL), unknown)])
+    at = supposed_at(facts, compared.step)
+    known = table(at)
+    suspects = described(at, judged((*known, *table_beside(at, control, known)[0]), BESIDE))
+    return SilentChange(suspects=suspects, step=compared.step, low=compared.step, high=compared.step)
 
 
 def _attribution(
@@ -125,7 +164,7 @@ def _attribution(
     silent: SilentChange | None,
     supposed: SilentChange | None = None,
     control: str | None = None,
-    compared: ControlComparison | None = None,
+    compared: _Comparison | None = None,
 ) -> Attribution:
     return Attribution(
         trace=facts.trace,

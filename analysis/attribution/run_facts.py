@@ -517,8 +517,8 @@ class Facts:
         Measured after the onset of the mismatch; 0 if they differed before it as well.
         """
         begins = _mismatch_begins(self)
-        # If the mismatch is small, rounding that depends on the batch can give two different logprobs.
-        if begins is None or self.mismatch is None or t.of_size(self.mismatch.size) < 0:
+        # If the mismatch is small, batch-dependent rounding alone can give two different logprobs.
+        if begins is None or self.mismatch is None or self.mismatch.size <= t.SMALL_MISMATCH:
             return 0.0, 0.0
         step = int(self.steps[begins])
         since, before = unequal_openings(self.rollouts.since(step)), unequal_openings(self.rollouts.until(step - 1))

@@ -12,16 +12,18 @@ from ..facts.fall import COLLAPSE, Fall
 from ..facts.mismatch import read_run_mismatch
 from ..facts.recorded import GIVEN, read_recorded
 from ..facts.relations import correlation, length_correlation, step_interval
-from ..facts.repeats import repeated_responses, unequal_share
+from ..facts.repeats import unequal_share
 from ..facts.rollouts import Rollouts, least_reward, successive
 from . import thresholds as t
-from .odds import ranked
+from .advice import described
+from .looks.inputs import other_endings
+from .model import ALONE, BESIDE, judged
 from .run_facts import Facts
-from .suspect import Evidence, Suspect
-from .suspects.changed import of_changed
-from .suspects.mismatch import mismatch
-from .suspects.staleness import staleness
-from .suspects.truncation import ending_step
+from .suspect import Suspect
+from .table import table, table_beside
+
+_FEWEST_STEPS = 3
+"""Minimum number of steps on each side of a step to compare how responses end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +31,7 @@ class SilentChange:
     """A change after which the recorded reward no longer measures the trained policy, so a drop would go unnoticed."""
 
     suspects: tuple[Suspect, ...]
-    """Suspects for the change, most probable first; `unknown` stands for any other cause."""
+    """Possible suspects, most probable first. For a change that shows by itself, `unknown` is left out."""
     step: int
     """First step after the change."""
     low: int
@@ -39,67 +41,56 @@ class SilentChange:
 
 
 def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
-    """Return the most probable change in reward or sampling, in a run with neither a drop nor an evaluation.
+    """Return the change in reward or sampling after which the reward no longer measures the policy, in a run with neither a
+    drop nor an evaluation.
 
-    None if the outcome dropped, an evaluation was logged, or no suspect is more probable than `unknown`.
+    None if the outcome dropped, an evaluation was logged, or there is no such change.
     """
     if facts.fall is not None or facts.outcome is None or facts.outcome.is_evaluation:
         return None
     beside = None if control is None else _reward_beside(facts, control)
-    found = [change for change in (_reward(facts), _noise(facts), _policy(facts), beside) if change is not None]
-    found = [change for change in found if change.suspects[0].code != "unknown"]
+    places = [place for place in (_reward(facts), _noise(facts), _policy(facts), beside) if place is not None]
+    found = [_judged(facts, control if place is beside else None, *place) for place in places]
     return max(found, key=lambda change: change.suspects[0].probability, default=None)
 
 
-def _of(step: int, interval: tuple[int, int], *suspects: Suspect) -> SilentChange:
-    unknown = Suspect(code="unknown", evidence=(t.prior("unknown"),))
-    return SilentChange(suspects=ranked([*suspects, unknown]), step=step, low=interval[0], high=interval[1])
+def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int) -> SilentChange:
+    at = supposed_at(facts, step)
+    known = table(at)
+    if control is None:
+        suspects = judged(known, ALONE)
+    else:
+        suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+    # The change itself is certain, so something that was tested caused it.
+    named = [suspect for suspect in suspects if suspect.code != "unknown"]
+    total = sum(suspect.probability for suspect in named)
+    shares = [replace(suspect, probability=suspect.probability / total) for suspect in named]
+    return SilentChange(suspects=described(at, shares), step=step, low=low, high=high)
 
 
-def _suspect(code: str, evidence: Evidence) -> Suspect:
-    return Suspect(code=code, evidence=(evidence, t.prior(code)))
-
-
-def _reward(facts: Facts) -> SilentChange | None:
-    """Detect identical responses that consistently get a different reward from some step on."""
+def _reward(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step and interval from which identical responses consistently get a different reward."""
     found = facts.new_reward
-    if (
-        found is None
-        or facts.rewards_lie_off
-        or facts.reward_moved < t.REWARD_MOVED
-        or (found.is_rescaled and not facts.pays_length_since)
-    ):
+    is_material = found is not None and not facts.rewards_lie_off and facts.reward_moved >= t.REWARD_MOVED
+    if found is None or not is_material or (found.is_rescaled and not facts.pays_length_since):
         return None
-    if facts.pays_length_since:
-        values = {"correlation": facts.pays_length_since, "step": found.step, "num_responses": found.num_responses}
-        evidence = Evidence(code="length_pays_since", values=values, points=t.CERTAIN)
-        return _of(found.step, (found.low, found.high), _suspect("length", evidence))
-    evidence = Evidence(code="rewards_changed", values=found.values, points=of_changed(found))
-    return _of(found.step, (found.low, found.high), _suspect("reward", evidence))
+    return found.step, found.low, found.high
 
 
-def _noise(facts: Facts) -> SilentChange | None:
-    """Detect reward noise that exceeds the earlier difference between the best and the worst response."""
+def _noise(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step and interval of reward noise larger than the earlier difference between best and worst response."""
     low, high, difference = _pairs(facts.rollouts)
-    differs = np.abs(difference) > least_reward(facts.rollouts)
+    least = least_reward(facts.rollouts)
+    differs = np.abs(difference) > least
     if not differs.any() or facts.rewards_lie_off:
         return None
     step, *interval = step_interval(differs, np.full(len(low), -1), high)
     before, since = facts.rollouts.until(step - 1), facts.rollouts.since(step)
-    least = least_reward(facts.rollouts)
     if not unequal_share(before, "reward", least) <= t.UNEQUAL or not unequal_share(since, "reward", least) > ft.MOST:
         return None
     apart = float(np.sqrt(np.mean(difference[low >= step] ** 2)))
-    if apart <= float(np.nanmax(before.reward) - np.nanmin(before.reward)):
-        return None
-    repeated = repeated_responses(since)
-    values = {
-        "num_pairs": repeated.num_pairs,
-        "unequal_share": repeated.unequal,
-        "mean_difference": repeated.mean_difference,
-    }
-    evidence = Evidence(code="rewards_noisy", values=values, points=t.CERTAIN)
-    return _of(step, (interval[0], interval[1]), _suspect("reward", evidence))
+    is_large = apart > float(np.nanmax(before.reward) - np.nanmin(before.reward))
+    return (step, interval[0], interval[1]) if is_large else None
 
 
 def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -110,8 +101,8 @@ def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rollouts.step[one][known], rollouts.step[two][known], difference[known]
 
 
-def _policy(facts: Facts) -> SilentChange | None:
-    """Detect sampled tokens that the trainer finds unlikely: the recorded reward belongs to another policy."""
+def _policy(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step from which sampled tokens are unlikely under the trainer: the recorded reward belongs to another policy."""
     apart = -facts.values("mean_d")
     known = np.isfinite(apart)
     steps, apart = facts.steps[known], apart[known]
@@ -121,16 +112,11 @@ def _policy(facts: Facts) -> SilentChange | None:
     if len(steps) - place < width:
         return None
     first, since = int(np.flatnonzero(apart > t.APART)[0]), int(steps[place])
-    evidence = Evidence(
-        code="policies_apart", values={"step": since, "apart": float(np.median(apart[place:]))}, points=t.CERTAIN
-    )
-    suspects = (mismatch(facts), staleness(facts))
-    told = [replace(suspect, evidence=(evidence, *suspect.evidence)) for suspect in suspects]
-    return _of(since, (int(steps[first]), since), *told)
+    return since, int(steps[first]), since
 
 
-def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
-    """Detect responses that consistently get a different reward than in the baseline run, from some step on."""
+def _reward_beside(facts: Facts, control: Facts) -> tuple[int, int, int] | None:
+    """Return the step from which responses consistently get a different reward than in the baseline run."""
     a, b = facts.rollouts, control.rollouts
     least = least_reward(b)
     if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
@@ -153,15 +139,9 @@ def _reward_beside(facts: Facts, control: Facts) -> SilentChange | None:
         return None
     chosen = since & differs
     by_length = length_correlation((given - of_control)[chosen], a.length[rows][chosen], step[chosen])
-    if share >= ft.MOST and abs(by_length) > ft.LENGTH_EXPLAINS:
-        values = {"correlation": by_length, "step": first, "num_responses": int(since.sum())}
-        evidence = Evidence(code="length_pays_since", values=values, points=t.CERTAIN)
-        return _of(first, (interval[0], interval[1]), _suspect("length", evidence))
-    if share < ft.MOST or correlation(given[since], of_control[since]) > ft.SAME_ORDER:
-        return None
-    values = {"step": first, "num_responses": int(since.sum()), "share": share}
-    evidence = Evidence(code="rewards_not_the_controls", values=values, points=t.CERTAIN)
-    return _of(first, (interval[0], interval[1]), _suspect("reward", evidence))
+    is_by_length = share >= ft.MOST and abs(by_length) > ft.LENGTH_EXPLAINS
+    is_other = share >= ft.MOST and correlation(given[since], of_control[since]) <= ft.SAME_ORDER
+    return (first, interval[0], interval[1]) if is_by_length or is_other else None
 
 
 def supposed_at(facts: Facts, step: int) -> Facts:
@@ -190,3 +170,16 @@ def broken_steps(facts: Facts) -> Iterator[int]:
     if len(known):
         grows = known[1:][np.diff(lag[known]) >= 1]
         yield from (int(facts.steps[place]) for place in grows[:1])
+
+
+def ending_step(rollouts: Rollouts) -> int | None:
+    """Return the first step from which responses end differently than in the first fifth of a run, or None."""
+    steps = np.unique(rollouts.step)
+    fifth = len(steps) // 5
+    if fifth < _FEWEST_STEPS:
+        return None
+    steps, share = other_endings(rollouts, rollouts.until(int(steps[fifth - 1])))
+    for at in range(fifth, len(steps) - _FEWEST_STEPS + 1):
+        if np.median(share[:at]) <= t.OTHER_ENDINGS / 4 and share[at : at + _FEWEST_STEPS].min() >= t.OTHER_ENDINGS:
+            return int(steps[at])
+    return None

@@ -89,8 +89,8 @@ class Suspect:
 
     @property
     def since(self) -> int | None:
-        """First step named by the evidence in favour; None if there is none."""
-        return min((int(each.values["step"]) for each in self.for_it if "step" in each.values), default=None)
+        """Step named by the strongest evidence for it that names one; None if there is none."""
+        return next((int(each.values["step"]) for each in self.for_it if "step" in each.values), None)
 
     @property
     def for_it(self) -> tuple[Evidence, ...]:

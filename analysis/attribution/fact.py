@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from tim_trace.analysis.statement import Measured, Statement
+
+from ..statement import Measured, Statement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

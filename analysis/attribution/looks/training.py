@@ -6,17 +6,18 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.settings import is_learning_rate, suspect_of
-from tim_trace.analysis.attribution.suspect import SUSPECTS
-from tim_trace.analysis.attribution.suspects.timing import AFTER, FIRST, order, rises
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.conditions import REFERENCE
-from tim_trace.analysis.facts.moves import POLICY, Quantity
-from tim_trace.analysis.facts.recorded import RecordedChange
-from tim_trace.analysis.facts.relations import correlation
-from tim_trace.analysis.statistics.noise import robust_sd
+
+from ...facts import thresholds as ft
+from ...facts.conditions import REFERENCE
+from ...facts.moves import POLICY, Quantity
+from ...facts.recorded import RecordedChange
+from ...facts.relations import correlation
+from ...statistics.noise import robust_sd
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from ..settings import is_learning_rate, suspect_of
+from ..suspect import SUSPECTS
+from .order import AFTER, FIRST, order, rises
 
 _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.conditions import PROMPTS
-from tim_trace.analysis.facts.rollouts import Rollouts
 
-from looks.training import nearness, values_of
+from ...facts import thresholds as ft
+from ...facts.conditions import PROMPTS
+from ...facts.rollouts import Rollouts
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from .training import nearness, values_of
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_pattern_shift": 0.1, "prompt_form_shift": 0.02, "prompt_shift": 0.02}
 """Series -> change that weighs half, whatever its scatter was."""

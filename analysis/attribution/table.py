@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fact import Fact, fact
-from looks import beside, engine, inputs, rewards, training
-from tim_trace.analysis.attribution.control import shares_prompts
-from tim_trace.analysis.attribution.divergence import SAMPLING, Divergence, first_divergence
-from tim_trace.analysis.attribution.run_facts import Facts
+from .divergence import SAMPLING, Divergence, first_divergence
+from .fact import Fact, fact
+from .looks import beside, engine, inputs, rewards, training
+from .run_facts import Facts
 
 LOOKS = (*engine.ALL, *rewards.ALL, *training.ALL, *inputs.ALL)
 """Functions from what is recorded to facts."""
@@ -35,6 +34,15 @@ def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
     return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # other random seeds
+
+
+def shares_prompts(facts: Facts, control: Facts) -> bool:
+    """Return True if the first steps of both runs have the same prompts in the same order."""
+    first, second = (
+        run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
+        for run in (facts, control)
+    )
+    return len(first) == len(second) > 0 and bool((first == second).all())
 
 
 def _sorted(found: list[Fact], first: str = "") -> tuple[Fact, ...]:

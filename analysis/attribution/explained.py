@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fact import Fact
-from tim_trace.analysis.attribution.suspect import SUSPECTS
+from .fact import Fact
+from .suspect import SUSPECTS
 
 _LAGS = ("declared_lag", "declared_lag_grows", "mismatch_grows_beside_lag")
 _OLD = ("earlier_weights", "stale_weights_match")

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...facts import thresholds as ft
-from .. import thresholds as t
-from ..run_facts import Facts
-from .timing import AFTER, largest_rise, order
+from ..facts import thresholds as ft
+from . import thresholds as t
+from .looks.order import AFTER, largest_rise, order
+from .run_facts import Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

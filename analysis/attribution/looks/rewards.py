@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.suspects.timing import AFTER, order
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.conditions import ADVANTAGES
-from tim_trace.analysis.facts.moves import POLICY
-from tim_trace.analysis.facts.relations import relation
 
-from looks.training import nearness, values_of
+from ...facts import thresholds as ft
+from ...facts.conditions import ADVANTAGES
+from ...facts.moves import POLICY
+from ...facts.relations import relation
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from .order import AFTER, order
+from .training import nearness, values_of
 
 _ORDERS = {
     "members_first": "rewards_members_first", "groups_first": "rewards_groups_first", "halves": "rewards_halves",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.suspects.lag import declared_lag, is_declared_fresh, is_grown_beside_lag
-from tim_trace.analysis.attribution.suspects.timing import AFTER, FIRST, order, rises
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.mismatch import FROM_START, FROM_UPDATES
+
+from ...facts import thresholds as ft
+from ...facts.mismatch import FROM_START, FROM_UPDATES
+from ..fact import Fact, fact, of_ratio
+from ..lag import declared_lag, is_declared_fresh, is_grown_beside_lag
+from ..run_facts import Facts
+from .order import AFTER, FIRST, largest_rise, order
 
 _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch weighs half; bf16 engines show 0.002 to 0.01 in healthy runs."""
@@ -42,9 +43,7 @@ def size(facts: Facts) -> Iterator[Fact]:
 
 def rise(facts: Facts) -> Iterator[Fact]:
     """Yield the largest growth of the mismatch, and whether it leads or follows the drop."""
-    largest = max(
-        rises(facts, "mean_abs_d", 3.0), key=lambda change: change.after / max(change.before, 1e-12), default=None
-    )
+    largest = largest_rise(facts)
     if largest is None or facts.fall is None:
         return
     factor = largest.after / max(largest.before, 1e-12)

@@ -1,6 +1,6 @@
 """Apply the fitted model: one multinomial logistic regression for a run alone, and one for a run beside its baseline run.
 
-Fitted by left_out.py on the facts of benchmark runs with a known cause.
+Fitted by benchmarks/laboratories/left_out.py on the facts of benchmark runs with a known cause.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from explained import unexplained
-from fact import Fact
-from tim_trace.analysis.attribution.suspect import Evidence, Suspect
+
+from .explained import unexplained
+from .fact import Fact
+from .suspect import Evidence, Suspect
 
 ALONE, BESIDE = "alone", "beside"
 _LEAST = 0.1
