@@ -72,6 +72,9 @@ OWNERS: dict[str, str] = {
     "unknown": "masks_change trainer_disagrees entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
 }  # fmt: skip
 """Suspect -> the features that speak for it."""
+_OF_SAMPLES = frozenset(("evaluation_holds",))
+"""Features that speak for every suspect that worsens sampled responses or their rewards and leaves the policy unchanged."""
+_SAMPLES = ("mismatch", "staleness", "reward", "pairing", "data", "truncation")
 _OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
 _OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
 """Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
@@ -98,11 +101,13 @@ class Run:
     """Step of a supposed drop, or of the drop -> facts."""
 
 
-def owner(feature: str) -> str | None:
-    """Return the suspect that a feature speaks for, or None."""
+def owners(feature: str) -> tuple[str, ...]:
+    """Return the suspects that a feature speaks for."""
     name = feature.removeprefix("changed.")
+    if name in _OF_SAMPLES:
+        return _SAMPLES
     setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", name)
-    return setting[1] if setting else _OWNER_OF.get(name)
+    return (setting[1],) if setting else (_OWNER_OF[name],) if name in _OWNER_OF else ()
 
 
 def share_kept(evaluations: Sequence[float]) -> float:
@@ -202,8 +207,7 @@ def fit(runs: Sequence[Run]) -> dict[str, Any]:
     spread_F = np.sqrt((table_NF**2).mean(0))
     spread_F = np.where(spread_F > 0, np.maximum(spread_F, LEAST_SPREAD), UNSEEN_SPREAD) ** SCALE
     truth_N = np.array([classes.index("unknown" if run.cause == "other" else run.cause) for run in runs])
-    owners = [owner(name) for name in names]
-    is_owner = np.array([[one == code for code in classes] for one in owners], float)
+    is_owner = np.array([[code in owners(name) for code in classes] for name in names], float)
     kinds = np.array([kind_of(name) for name in names])
     coefficients, intercepts = _least_loss(table_NF / spread_F, truth_N, is_owner, kinds)
     rows = np.round(coefficients / spread_F[:, None], 1)
@@ -219,7 +223,7 @@ def unseen(*, is_beside: bool) -> set[str]:
     settings = {
         f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
     }
-    return settings | {name for name in _OWNER_OF if is_beside or kind_of(name) != _OF_PAIR}
+    return settings | {name for name in (*_OWNER_OF, *_OF_SAMPLES) if is_beside or kind_of(name) != _OF_PAIR}
 
 
 _OF_PAIRS = re.compile(

@@ -47,7 +47,8 @@ def cut(facts: Facts) -> Iterator[Fact]:
     width = max(len(facts.steps) // 10, 5)
     intervals = [facts.fall.interval, *((change.low - 1, change.high) for change in facts.settings_of("truncation"))]
     found = [one for low, high in intervals for one in _cut_at(facts, low, high, high + 2 * width, width)]
-    found += list(_cut_at(facts, facts.fall.interval[0], int(facts.steps[-1]) - width, int(facts.steps[-1]), width))
+    if np.isfinite(facts.values("share_length_limited")).any():
+        found += list(_cut_at(facts, facts.fall.interval[0], int(facts.steps[-1]) - width, int(facts.steps[-1]), width))
     if found:
         best = max(found, key=lambda one: one.level)
         yield best if best.level > 0 else fact("responses_not_cut", 1.0)
@@ -67,10 +68,24 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
     limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
     limited = limited[np.isfinite(limited)]
     group = "told" if len(limited) else "seen"
-    share = min(longer, at_it, float(limited.mean())) if len(limited) else min(longer, max(at_it - usual, 0.0))
+    if len(limited):
+        share = min(longer, at_it, float(limited.mean()))
+    else:
+        share = min(longer, max(at_it - usual, 0.0)) * _kept_below(limit, before, after)
     yield fact(
         "responses_cut", min(math.sqrt(share) * 1.5, 1.0), group, limit=limit, longer_share=longer, cut_share=at_it
     )
+
+
+def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
+    """Return the share of responses shorter than a limit whose lengths are as before. A limit leaves them; a policy that
+    has come to give responses of one length does not."""
+    of_before, of_after = (
+        np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
+        for lengths in (before, after)
+    )
+    most = max(float(of_before.sum()), float(of_after.sum()))
+    return float((np.minimum(of_before, of_after).sum() + 0.05) / (most + 0.05))
 
 
 def limited(facts: Facts) -> Iterator[Fact]:
@@ -96,7 +111,7 @@ def limited(facts: Facts) -> Iterator[Fact]:
 
 
 def endings(facts: Facts) -> Iterator[Fact]:
-    """Yield responses that begin to end, early, with tokens that rarely ended one, or that all end with the same token."""
+    """Yield responses that begin to end, early, with tokens that rarely ended one."""
     assert facts.fall is not None
     begins = facts.fall.interval[0] - int(ft.AHEAD)
     before = facts.rollouts.until(begins - 1)
@@ -110,25 +125,38 @@ def endings(facts: Facts) -> Iterator[Fact]:
     rests = np.array([share[at : at + 3].min() for at in near])
     at = near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]
     sudden = share[at] - share[at - 1] if at else 0.0
-    gradient = facts.moves.step("grad_norm")
-    group = "policy" if gradient is not None and gradient < steps[at] else ""
+    group = _group_of(facts, int(steps[at]))
     numbers = {"step": int(steps[at]), "share": float(rests.max()), "before_share": usual}
     code = "endings_change" if sudden > rests.max() / 2 else "endings_shift"
     yield fact(code, math.sqrt(max(rests.max() - 4 * usual, 0.0)), group, **numbers)
-    now, last = facts.rollouts.since(int(steps[at])).until(int(steps[at]) + 2), before.since(begins - 10)
+
+
+def one_ending(facts: Facts) -> Iterator[Fact]:
+    """Yield the step from which most responses end, early, with one token that ended few before."""
+    assert facts.fall is not None
+    begins = facts.fall.interval[0] - int(ft.AHEAD)
+    last = facts.rollouts.until(begins - 1).since(begins - 10)
+    steps = np.unique(facts.rollouts.step)
+    near = steps[:-2][(steps[:-2] >= begins) & (steps[:-2] <= facts.fall.latest)]
+    found = [_one_ending_at(facts, int(step), last) for step in near if len(last.ending)]
+    most = max((one.level for one in found), default=0.0)
+    yield from [one for one in found if one.level > most / 2][:1]
+
+
+def _one_ending_at(facts: Facts, step: int, before: Rollouts) -> Fact:
+    now = facts.rollouts.since(step).until(step + 2)
     tokens, counts = np.unique(now.ending, return_counts=True)
-    token, of_one = tokens[counts.argmax()], float(counts.max() / len(now.ending))
-    was = float((last.ending == token).mean()) if len(last.ending) else 1.0
-    sooner = max(of_ratio(float(last.length.mean()), float(now.length.mean()), 3.0), 0.0) if len(last.ending) else 0.0
-    yield fact(
-        "endings_become_one",
-        max(of_one - was, 0.0) * sooner**0.5,
-        group,
-        token=int(token),
-        step=int(steps[at]),
-        share=of_one,
-        before_share=was,
-    )
+    token, share = tokens[counts.argmax()], float(counts.max() / len(now.ending))
+    was = float((before.ending == token).mean())
+    sooner = max(of_ratio(float(before.length.mean()), float(now.length.mean()), 3.0), 0.0)
+    values = {"token": int(token), "step": step, "share": share, "before_share": was}
+    return fact("endings_become_one", max(share - was, 0.0) * sooner**0.5, _group_of(facts, step), **values)
+
+
+def _group_of(facts: Facts, step: int) -> str:
+    """Return `policy` if the gradient changed before a step, so that the policy may end its responses otherwise."""
+    gradient = facts.moves.step("grad_norm")
+    return "policy" if gradient is not None and gradient < step else ""
 
 
 def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.ndarray]:
@@ -140,4 +168,4 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
     return steps, np.bincount(place, is_other) / np.bincount(place)
 
 
-ALL = (prompts, masks, cut, limited, endings)
+ALL = (prompts, masks, cut, limited, endings, one_ending)
