@@ -62,10 +62,10 @@ def kind(facts: Facts) -> str:
         return str(first.numbers["cause"])
     if facts.checked is None or facts.checked.is_valid or first is None or carried(facts) < 0.1:
         return ""
-    run, stale, code = facts.mismatch, facts.stale_weights, first.code
+    run, earlier, code = facts.mismatch, facts.earlier_weights, first.code
     if run is None or code not in _OF_WEIGHTS:
         return code
-    if stale is not None and stale.explains:
+    if earlier is not None and earlier.explains:
         return "stale_weights"
     if code == "copies" and run.begins != FROM_UPDATES:
         return code
@@ -73,6 +73,5 @@ def kind(facts: Facts) -> str:
     if run.begins == FROM_START:
         return "quantised" if code != "change_inside_sequence" else code
     if run.begins == FROM_UPDATES:
-        is_stuck = run.grows or (stale is not None and stale.is_excluded)
-        return "partial_sync" if is_stuck else "stale_weights"
+        return "partial_sync" if run.grows else "stale_weights"
     return str(first.numbers.get("cause") or code)

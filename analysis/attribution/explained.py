@@ -9,26 +9,20 @@ from .fact import Fact
 from .suspect import SUSPECTS
 
 _LAGS = ("declared_lag", "declared_lag_grows", "mismatch_grows_beside_lag")
-_OLD = ("earlier_weights", "stale_weights_match")
+_OLD = ("earlier_weights",)
 _OF_MISMATCH = (
     "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights", "check_fails.values",
-    "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "stale_weights_excluded", "engine_parts.later", "mismatch",
+    "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "engine_parts.later", "mismatch",
     "returns_to_reference", "not_sampled_so",
 )  # fmt: skip
 _OF_LENGTH = ("length_pays_since", "length_explains_rewards", "rewards_by_length", "rewards_by_length_part")
 _OF_REWARD = (
     "reward_hides_fall.with", "rewards_beyond_range", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
-    "reward_drops_without_policy", "likelier_earned_more.lost", "likelier_earn_less.share", "advantages_changed.mean",
+    "likelier_earned_more.lost", "likelier_earn_less.share", "advantages_changed.mean",
     "advantages_changed.burst", "rewards",
 )  # fmt: skip
 _OTHER_RULE = ("rewards_of_other_rule", "rewards_changed", "in_other_rows")
-_BY_TREND = (
-    "length_pays.moves",
-    "length_costs.moves",
-    "length_pays_while_hidden.hidden",
-    "length_costs_while_hidden.hidden",
-    "length_costs.costs",
-)
+_BY_TREND = ("length_pays.moves", "length_costs.moves")
 _SETTINGS = tuple(f"setting.{code}" for code in SUSPECTS)
 _OF_UPDATE = ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")
 _FRESH = ("declared_fresh",)

@@ -9,8 +9,6 @@ OTHER_ENDINGS = 0.2
 """Minimum share of a step's responses that end with an unusual token before the maximum length, for responses to count as cut off."""
 OF_NO_SCATTER = 10.0
 """Minimum size of a change in an input, in standard deviations, for the change to count as deliberate."""
-LARGE_MISMATCH = 0.06
-"""Minimum mean |d|, in nats, for a mismatch before the drop to remain a possible cause even if another change came later."""
 BEGUN = 0.1
 """Share of its size at the onset of the drop that the mismatch must reach at a step to count as begun there."""
 DISAGREES, AGREES = 0.3, 0.05
@@ -45,8 +43,6 @@ FEW_CHANGED = 10
 APART = 1.0
 """Minimum difference between engine and trainer logprobs, in nats per token, for the sampled policy to be a different policy from the
 trained one."""
-HIDDEN = 0.3
-"""Minimum ratio of the recorded reward's relative drop to the evaluation's; below this ratio the recorded reward hides the drop."""
 ABRUPT = 10.0
 """Minimum factor by which the mismatch grows from one step to the next to count as abrupt; training alone causes less."""
 MISMATCH_DIFFERS = 3.0

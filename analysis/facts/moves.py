@@ -1,4 +1,4 @@
-"""Find the exact order in which quantities change around a drop, and how steeply the reward drops.
+"""Find the exact order in which quantities change around a drop.
 
 A change point is known only within an interval of several steps. A fault at a single step shows in the order in which
 quantities leave their earlier level: prompts and sampled tokens, then their rewards, the correlation of the two, the
@@ -7,16 +7,14 @@ gradient, and one step later the policy.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..statement import Measured
 from ..statistics.noise import robust_sd
 from . import thresholds as t
-from .fall import FALL_SD, Fall
+from .fall import Fall
 from .relations import relation_by_step
 from .rollouts import Rollouts
 from .series import Series
@@ -138,85 +136,3 @@ def read_moves(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall) -> 
         columns[name] = Quantity(steps[known], values[known], least)
     first, last = fall.interval[0] - int(t.AHEAD) - 2, fall.latest
     return Moves(columns=columns, first=first, last=last)
-
-
-_BESIDE = 3
-"""Number of steps compared on each side of a drop."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
-    """The steepest descent of the reward near the onset of the drop."""
-
-    step: int
-    """First step after the steepest descent."""
-    share: float
-    """Share of the reward's total loss that occurs at `step`."""
-    is_early: bool
-    """True if too few steps precede the descent to know the policy before it."""
-    policy: float
-    """Largest change of entropy, length and likelihood of the responses, in standard deviations."""
-
-    @property
-    def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence, by name."""
-        return {"share": min(self.share, 1.0), "step": self.step}
-
-    @property
-    def is_of_reward(self) -> bool:
-        """True if the reward drops abruptly while the policy is unchanged: the same responses earn less."""
-        return self.share > t.DROPS and self.policy < t.SAME_POLICY and not self.is_early
-
-    @property
-    def is_of_policy(self) -> bool:
-        """True if the policy changed in the few updates around the descent."""
-        return self.share > t.DROPS and (self.policy > t.OTHER_POLICY or self.is_early)
-
-
-def read_drop(series: Mapping[str, Series], rollouts: Rollouts, fall: Fall | None) -> Drop | None:
-    """Return the steepest descent of the recorded reward near the onset; None if there is no reward or no descent."""
-    reward = series.get("reward")
-    if fall is None or reward is None:
-        return None
-    steps, values = reward.steps[reward.known], reward.values[reward.known]
-    margin = max(len(steps) // 20, _BESIDE)
-    first = max(int(np.searchsorted(steps, fall.low)) - margin, 2)  # at least one update must precede the descent
-    last = min(int(np.searchsorted(steps, fall.fallen)) + margin, len(steps) - _BESIDE)
-    if last <= first or len(steps) < 4 * _BESIDE:
-        return None
-    losses = [values[max(i - _BESIDE, 0) : i].mean() - values[i : i + _BESIDE].mean() for i in range(first, last)]
-    place = first + int(np.argmax(losses))
-    end = values[-max(len(values) // 10, _BESIDE) :].mean()
-    lost = values[max(place - 3 * _BESIDE, 0) : place].mean() - end
-    if lost <= 0 or max(losses) < FALL_SD * max(_scatter(values), 1e-12):
-        return None
-    return Drop(
-        step=int(steps[place]),
-        share=float(max(losses) / lost),
-        is_early=place < 2 * _BESIDE,
-        policy=max(_moved(*one, int(steps[place])) for one in _of_policy(series, rollouts)),
-    )
-
-
-def _of_policy(series: Mapping[str, Series], rollouts: Rollouts) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the steps and values of each quantity that characterises the policy: entropy, length and likelihood."""
-    of_policy = [series[name] for name in ("entropy", "length") if name in series]
-    return [*((one.steps[one.known], one.values[one.known]) for one in of_policy), rollouts.likelihood_by_step]
-
-
-def _moved(steps: np.ndarray, values: np.ndarray, step: int) -> float:
-    """Return the mean of the three values from a step on minus that of the three before it, in standard deviations.
-
-    The scatter is assumed to be at least
-    a hundredth of the level."""
-    place = int(np.searchsorted(steps, step))
-    before, after = values[max(place - _BESIDE, 0) : place], values[place : place + _BESIDE]
-    if not len(before) or not len(after):
-        return 0.0
-    scatter = max(_scatter(values), 0.01 * abs(float(before.mean())), 1e-12)
-    return abs(float(after.mean() - before.mean())) / scatter
-
-
-def _scatter(values: np.ndarray) -> float:
-    """Return the standard deviation of a mean over _BESIDE values, from differences between neighbouring values."""
-    return float(robust_sd(np.diff(values)) / math.sqrt(_BESIDE))

@@ -168,13 +168,6 @@ class Rollouts:
         steps, place = np.unique(self.step[known], return_inverse=True)
         return steps, np.bincount(place, values[known]) / np.maximum(np.bincount(place), 1)
 
-    def keeps_reference(self, step: int) -> bool:
-        """Return True if the reference scores responses repeated across a step equally; False if none repeat."""
-        one, two = successive(comparable(self, "reference"), self.step)
-        moved = np.abs(self.reference[two] - self.reference[one])[(self.step[one] < step) & (self.step[two] >= step)]
-        moved = moved[np.isfinite(moved)]
-        return bool(len(moved)) and float(np.median(moved)) <= t.REFERENCE_MOVES
-
     @property
     def share_below_group(self) -> float:
         """Share of sequences whose reward is below their group's mean; NaN without rewards."""

@@ -13,12 +13,6 @@ from ..statement import Measured
 from . import thresholds as t
 from .rollouts import CERTAIN_LOGPROB, Rollouts
 
-_FARTHEST = 64
-"""Maximum number of steps back from which trainer logprobs are compared with the engine's."""
-_AROUND = 1
-"""Number of neighbouring distances on each side whose prefixes are pooled with those of a distance in steps."""
-_FEWEST = 30
-"""Minimum number of prefixes repeated at a distance in steps for a result about this distance."""
 _SOON = 20
 """Maximum number of steps between two occurrences of a prefix that show whether the engine kept its weights."""
 _FEWEST_STILL = 4
@@ -36,56 +30,6 @@ _MOST_HELD = 5_000_000
 """Maximum number of comparisons with earlier logprobs; above it, every k-th prefix is used."""
 _FEWEST_OF_VERSION = 20
 """Minimum number of prefixes for a comparison with the trainer at one step, or at one distance in steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaleWeights:
-    """Engine logprobs of prefixes, compared with the trainer's of the same prefixes at earlier steps."""
-
-    steps: int
-    """Distance in steps at which the engine agrees best with the earlier trainer."""
-    left: float
-    """Share of the prefixes' mismatch that remains in comparison with the trainer `steps` earlier; 0 if the engine had
-    those weights.
-    """
-    num_pairs: int
-    """Number of prefixes sampled at two steps with this distance."""
-    farthest: int
-    """Largest distance in steps at which enough prefixes repeat."""
-
-    @property
-    def values(self) -> dict[str, Measured]:
-        """The numbers reported with the evidence, by name."""
-        return {"distance": self.steps, "left_share": self.left, "num_openings": self.num_pairs}
-
-    @property
-    def explains(self) -> bool:
-        """True if weights from `steps` steps earlier explain the mismatch."""
-        return self.left < t.STALE_LEFT
-
-    @property
-    def is_excluded(self) -> bool:
-        """True if no weights from up to `farthest` steps earlier explain the mismatch."""
-        return not self.explains and self.farthest >= t.STALE_REACHES
-
-
-def read_stale_weights(rollouts: Rollouts, mean_abs_d: float) -> StaleWeights | None:
-    """Compare the engine's logprobs of prefixes with the trainer's of the same prefixes 1 to 64 steps earlier.
-
-    With the same weights, a prefix always has the same logprob. `mean_abs_d` is the run's mean |d|, in nats. None if
-    too few prefixes repeat, or if they show little of the mismatch.
-    """
-    opening, step, sampled, trained = _first_of_step(rollouts)
-    if len(step) < _FEWEST or not np.abs(sampled - trained).mean() > t.STALE_CARRIES * mean_abs_d:
-        return None
-    sums = np.zeros((_FARTHEST, 3))
-    key = opening * (int(step.max()) + 1) + step
-    for back in range(1, _FARTHEST + 1):
-        place = np.minimum(np.searchsorted(key, key - back), len(key) - 1)
-        rows = np.flatnonzero((key[place] == key - back) & (step >= back))
-        same_step, before = np.abs(sampled[rows] - trained[rows]), np.abs(sampled[rows] - trained[place[rows]])
-        sums[back - 1] = same_step.sum(), before.sum(), len(rows)
-    return _best(sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,25 +137,6 @@ def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | Non
         num_pairs=len(rows), num_equal=len(np.unique(at[equal])), by_chance=len(np.unique(at[aside])), version=version,
         is_distance=is_distance, agreement=agreement, num_agreeing=num,
     )  # fmt: skip
-
-
-def _best(sums: np.ndarray) -> StaleWeights | None:
-    """Return the distance that leaves the least mismatch, given [_FARTHEST, 3] sums: mismatch, remaining mismatch,
-    number of openings.
-    """
-    together = np.stack([np.convolve(column, np.ones(2 * _AROUND + 1), mode="same") for column in sums.T], 1)
-    # Prefixes must repeat at the distance itself, not only at its neighbours.
-    judged = np.flatnonzero((together[:, 2] >= _FEWEST) & (sums[:, 2] > 0) & (together[:, 0] > 0))
-    if not len(judged):
-        return None
-    left = together[judged, 1] / together[judged, 0]
-    best = int(np.argmin(left))
-    return StaleWeights(
-        steps=int(judged[best]) + 1,
-        left=float(left[best]),
-        num_pairs=int(together[judged[best], 2]),
-        farthest=int(judged[-1]) + 1,
-    )
 
 
 def _first_of_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

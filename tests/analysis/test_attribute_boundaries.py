@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import run_facts as facts_module
 from tim_trace.analysis.attribution import silent, thresholds
 from tim_trace.analysis.attribution.attribution import Attribution
 from tim_trace.analysis.attribution.run_facts import Facts
@@ -25,18 +24,16 @@ from tim_trace.analysis.attribution.text import (
 )
 from tim_trace.analysis.facts import changes as timeline
 from tim_trace.analysis.facts import fall as fall_module
-from tim_trace.analysis.facts import staleness
 from tim_trace.analysis.facts.changes import ChangePoint, with_onset
 from tim_trace.analysis.facts.fall import Fall, Outcome, _settled_above, find_fall
 from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
-from tim_trace.analysis.facts.moves import NOTHING, Drop
+from tim_trace.analysis.facts.moves import NOTHING
 from tim_trace.analysis.facts.other_rows import OtherPromptsRewards, ReorderedRewards, rewards_of_other_prompts
 from tim_trace.analysis.facts.recorded import RecordedChange, around
 from tim_trace.analysis.facts.relations import ChangedResponses, Relation, step_interval
 from tim_trace.analysis.facts.repeats import RepeatedResponses, sorted_share
 from tim_trace.analysis.facts.rollouts import Rollouts
 from tim_trace.analysis.facts.series import Series
-from tim_trace.analysis.facts.staleness import StaleWeights, read_stale_weights
 
 # The functions of the package hide its modules of the same names.
 
@@ -98,7 +95,6 @@ def facts(series=None, **given):
     )  # fmt: skip
     found.__dict__["given"] = {
         "steps": STEPS, "rollouts": EMPTY, "changes": {}, "near": (), "earlier": (), "moves": NOTHING, "outcome": REWARD,
-        "stale_weights": None,
     } | given  # fmt: skip
     return found
 
@@ -135,26 +131,6 @@ def _clear(size_in_sd):
     return len(facts(near=(given_change("x", "prompts", size_in_sd=size_in_sd),)).clear("prompts"))
 
 
-def _policy(policy, share=0.7, *, is_early=False):
-    drop = Drop(step=60, share=share, is_early=is_early, policy=policy)
-    return drop.is_of_reward, drop.is_of_policy
-
-
-@pytest.mark.parametrize(
-    ("farthest", "left", "excluded"), [(19, 0.5, False), (20, 0.5, True), (20, 0.1, False)]
-)  # fmt: skip
-def test_stale_weights_are_excluded_from_twenty_steps_on(farthest, left, excluded):
-    assert StaleWeights(steps=3, left=left, num_pairs=99, farthest=farthest).is_excluded == excluded
-
-
-@pytest.mark.parametrize(("mean_abs_d", "is_judged"), [(0.499, True), (0.501, False)])
-def test_openings_represent_a_mismatch_with_a_fifth_of_it(monkeypatch, mean_abs_d, is_judged):
-    n = 100
-    columns = (np.zeros(n, np.int64), np.arange(1, n + 1), np.full(n, 0.1), np.zeros(n))
-    monkeypatch.setattr(staleness, "_first_of_step", lambda rollouts: columns)
-    assert (read_stale_weights(None, mean_abs_d) is not None) == is_judged
-
-
 # --- correlations of sequences ----------------------------------------------------------------------------------------
 
 
@@ -163,10 +139,9 @@ def related(monkeypatch, module, *, by_group=0.5, negative=0.0):
     monkeypatch.setattr(module, "relation", lambda *arguments: relation)
 
 
-def changed_rewards(share, num_responses=1000, by_length=0.0, *, before=0.0, is_of_one_length=False):
+def changed_rewards(share, num_responses=1000, by_length=0.0, *, before=0.0):
     return ChangedResponses(
         step=60, num_responses=num_responses, share=share, share_before=before, length_correlation=by_length,
-        is_of_one_length=is_of_one_length,
     )  # fmt: skip
 
 
@@ -226,18 +201,7 @@ def test_responses_of_which_most_earn_what_they_did_are_graded_by_their_own_prom
     assert (Facts.graded_elsewhere.func(given) is not None) == is_told
 
 
-@pytest.mark.parametrize(("reward_after", "hides"), [(0.811, True), (0.809, False)])
-def test_a_reward_hides_a_fall_that_it_shows_less_than_a_third_of(reward_after, hides):
-    # The evaluation loses 0.625 of its level; 0.3 of that is 0.1875 of a reward of 1.
-    given = SimpleNamespace(reward_beside=(1.0, 1 - (1 - reward_after) * 0.1875 / 0.19), fall=FALL)
-    assert Facts.hides.func(given) == hides
-
-
 # --- order, lags and checks -------------------------------------------------------------------------------------------
-
-
-STALE = StaleWeights(steps=3, left=0.1, num_pairs=99, farthest=64)
-STUCK = StaleWeights(steps=3, left=0.9, num_pairs=99, farthest=64)
 
 
 def lagging(at_fall, before=0.0, *, since=50, **given):
@@ -423,13 +387,6 @@ def test_a_reward_that_falls_beside_an_evaluation_that_holds_is_the_fall():
 def test_the_floor_of_an_outcome(least, is_evaluation, floor):
     values = np.array([least, 1.0, 2.0])
     assert timeline._outcome("eval", STEPS[:3], values, -1.0, is_evaluation=is_evaluation).floor == floor
-
-
-@pytest.mark.parametrize(("size", "is_read"), [(0.06, True), (0.0601, False)])
-def test_a_drop_is_read_where_the_mismatch_is_not_large(monkeypatch, size, is_read):
-    monkeypatch.setattr(facts_module, "read_drop", lambda *arguments: "drop")
-    given = facts(mismatch=run_mismatch(size))
-    assert Facts.drop.func(given) == ("drop" if is_read else None)
 
 
 def test_a_fall_and_its_change_have_one_onset():

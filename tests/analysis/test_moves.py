@@ -778,7 +778,7 @@ def paid_since(monkeypatch, *, explained_=(0.0, 0.0), by_length=0.0, share=1.0, 
     )
     monkeypatch.setattr(f"{module}.pays_length_otherwise", lambda since, before: otherwise)
     found = ChangedResponses(
-        step=30, num_responses=100, share=share, share_before=0.0, length_correlation=by_length, is_of_one_length=False,
+        step=30, num_responses=100, share=share, share_before=0.0, length_correlation=by_length,
         low=28, high=32
     )  # fmt: skip
     paid = Facts.pays_length_since.func(facts(changed_rewards=found))

@@ -50,7 +50,6 @@ def facts(**given):
     found = SimpleNamespace(**usual | given)
     found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
     if isinstance(given.get("rollouts"), Rollouts):
-        found.longest = Facts.longest.fget(found)
     return found
 
 
@@ -299,7 +298,6 @@ def test_a_reference_is_not_held_against_other_tokens_of_a_response():
     assert changed_responses(rows(**same), "reference", first=25, last=40, least=0.05).share == 1.0
     other = changed_responses(rows(**same, num_masked=from_31(5.0)), "reference", first=25, last=40, least=0.05)
     assert other.share == 0.0
-    assert rows(**same).keeps_reference(31) is False
     assert unequal_share(rows(**same), "reference", 0.05) > 0
     assert unequal_share(rows(**same, num_masked=from_31(5.0)), "reference", 0.05) == 0
 

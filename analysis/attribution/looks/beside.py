@@ -220,7 +220,6 @@ _OF_RUN = (
     "setting_changed",
     "reference_changed",
     "reference_jumps",
-    "distance_jumps",
     "responses_cut",
     "prompts_changed",
 )

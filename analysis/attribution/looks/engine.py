@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
-from ...facts.mismatch import FROM_START, FROM_UPDATES
+from ...facts.mismatch import FROM_UPDATES
 from ..fact import Fact, fact, of_ratio
 from ..lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 from ..run_facts import Facts
@@ -33,8 +33,6 @@ def size(facts: Facts) -> Iterator[Fact]:
         return
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
     lag = declared_lag(facts).at_fall
-    if run.begins == FROM_START:
-        yield fact("mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag", weighs(facts))
     if run.begins == FROM_UPDATES and not run.grows and lag < 1:
         yield fact("mismatch_steady", weighs(facts))
     if facts.grows_from_nothing and lag < 1:
@@ -77,8 +75,8 @@ def check(facts: Facts) -> Iterator[Fact]:
         return
     finding = facts.checked.findings[0]
     if not finding.fails:
-        yield fact("check_passes", 1.0, finding=finding.code)
-    elif finding.code == "row_pairing":
+        return
+    if finding.code == "row_pairing":
         yield fact("logprobs_in_other_rows", carried(facts))
     else:
         is_stale = "stale_weights" in (finding.code, finding.numbers.get("cause"))
@@ -103,7 +101,7 @@ def noise(facts: Facts) -> Iterator[Fact]:
 
 def age(facts: Facts) -> Iterator[Fact]:
     """Yield the age of the engine's weights as equal prefixes show it."""
-    still, earlier, stale = facts.still_engine, facts.earlier_weights, facts.stale_weights
+    still, earlier = facts.still_engine, facts.earlier_weights
     if still is not None:
         code = "engine_stands_still" if still.explains else "engine_moves_on"
         yield fact(
@@ -118,15 +116,6 @@ def age(facts: Facts) -> Iterator[Fact]:
             weighs(facts),
             kind="earlier_weights",
             **earlier.values,
-        )
-    if stale is not None and stale.explains:
-        yield fact("stale_weights_match", (1 - stale.left) * weighs(facts), **stale.values)
-    elif stale is not None and stale.is_excluded:
-        yield fact(
-            "stale_weights_excluded",
-            min(stale.left, 1.0) * weighs(facts),
-            max_distance=stale.farthest,
-            left_share=stale.left,
         )
 
 

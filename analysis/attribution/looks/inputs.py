@@ -32,7 +32,8 @@ def prompts(facts: Facts) -> Iterator[Fact]:
         level *= 0.4 if change.shape == "ramp" and not is_new else 1.0
         if best is None or level > best[0]:
             best = level, fact("prompts_changed", level, **values_of(change))
-    yield best[1] if best is not None else fact("prompts_steady", 1.0)
+    if best is not None:
+        yield best[1]
 
 
 def masks(facts: Facts) -> Iterator[Fact]:
@@ -50,8 +51,7 @@ def cut(facts: Facts) -> Iterator[Fact]:
     if np.isfinite(facts.values("share_length_limited")).any():
         found += list(_cut_at(facts, facts.fall.interval[0], int(facts.steps[-1]) - width, int(facts.steps[-1]), width))
     if found:
-        best = max(found, key=lambda one: one.level)
-        yield best if best.level > 0 else fact("responses_not_cut", 1.0)
+        yield max(found, key=lambda one: one.level)
 
 
 def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iterator[Fact]:
@@ -86,28 +86,6 @@ def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
     )
     most = max(float(of_before.sum()), float(of_after.sum()))
     return float((np.minimum(of_before, of_after).sum() + 0.05) / (most + 0.05))
-
-
-def limited(facts: Facts) -> Iterator[Fact]:
-    """Yield a step near the onset whose responses end at a limit shorter than the longest earlier ones."""
-    assert facts.fall is not None
-    share, begins = facts.values("share_length_limited"), facts.fall.interval[0] - int(ft.AHEAD)
-    longest = facts.longest
-    known = np.isfinite(share) & np.isfinite(longest)
-    before = known & (facts.steps < begins)
-    near = np.flatnonzero(known & (facts.steps >= begins) & (facts.steps <= facts.fall.latest + int(ft.AHEAD)))
-    if before.sum() < 3 or not len(near):
-        return
-    usual, usual_share = float(np.median(longest[before][-10:])), float(np.median(share[before][-10:]))
-    rise = np.maximum(share[near] - 2 * usual_share, 0.0)
-    levels = np.sqrt(rise) * (longest[near] < usual)
-    at = near[int(levels.argmax())]
-    numbers = {"share": float(share[at]), "limit": float(longest[at]), "longest_before": usual}
-    yield fact("limited_shorter", float(levels.max()), step=int(facts.steps[at]), **numbers)
-    longer = np.sqrt(rise) * (longest[near] >= usual)
-    yield fact(
-        "limited_more", float(longer.max()), step=int(facts.steps[near[int(longer.argmax())]]), share=float(rise.max())
-    )
 
 
 def endings(facts: Facts) -> Iterator[Fact]:
@@ -168,4 +146,4 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
     return steps, np.bincount(place, is_other) / np.bincount(place)
 
 
-ALL = (prompts, masks, cut, limited, endings, one_ending)
+ALL = (prompts, masks, cut, endings, one_ending)

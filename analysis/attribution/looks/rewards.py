@@ -35,12 +35,9 @@ def repeats(facts: Facts) -> Iterator[Fact]:
     """Yield how often identical responses get different rewards, since the drop and before it."""
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
     if not found.num_pairs:
-        yield fact("no_repeats", 1.0)
         return
     values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
-    if found.unequal <= 0.01:
-        yield fact("rewards_deterministic", 1.0, **values)
-    elif not facts.rewards_lie_off:
+    if found.unequal > 0.01 and not facts.rewards_lie_off:
         grown = max(found.unequal - before, 0.0) / max(found.unequal, 1e-12)
         yield fact("rewards_noisy", math.sqrt(found.unequal) * grown, mean_difference=found.mean_difference, **values)
     since, usual = (_known(value) for value in facts.unequal_in_step)
@@ -84,8 +81,6 @@ def changed(facts: Facts) -> Iterator[Fact]:
     within, before = (_known(value) for value in facts.unequal_in_step)
     is_of_response = within <= 0.01 and before <= 0.01
     yield fact("rewards_of_other_rule" if is_of_response else "rewards_changed", math.sqrt(found.share), **found.values)
-    if found.is_of_one_length:
-        yield fact("rewards_changed_at_one_length", math.sqrt(found.share), **found.values)
 
 
 def likelihood(facts: Facts) -> Iterator[Fact]:
@@ -97,14 +92,6 @@ def likelihood(facts: Facts) -> Iterator[Fact]:
     if math.isnan(now.by_group):
         return
     values = {"correlation": now.by_group, "negative_share": now.negative}
-    code = (
-        "likelier_earn_more"
-        if now.by_group >= 0.15
-        else "likelier_earn_no_more"
-        if now.by_group >= -0.2
-        else "likelier_earn_less"
-    )
-    yield fact(code, now.by_group - 0.15, "now", **values)
     if not math.isnan(usual.by_group):
         yield fact("likelier_earned_more", usual.by_group - now.by_group, "lost", correlation=now.by_group, correlation_before=usual.by_group)  # fmt: skip
         yield fact("likelier_earn_less", max(now.negative - usual.negative, 0.0), "share", **values)
@@ -123,14 +110,6 @@ def alone(facts: Facts) -> Iterator[Fact]:
             yield fact("reward_and_relation_move", 1.0, group, step=first)
         else:
             yield fact("reward_moves_alone", 1.0, group, step=first)
-    drop = facts.drop
-    if drop is not None:
-        same = 1 / (1 + (drop.policy / 4.0) ** 2)
-        if not drop.is_early and not facts.is_given_otherwise:
-            yield fact("reward_drops_without_policy", min(drop.share, 1.0) * same, **drop.values)
-        yield fact(
-            "reward_drops_with_policy", min(drop.share, 1.0) * (1.0 if drop.is_early else 1 - same), **drop.values
-        )
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
@@ -153,7 +132,8 @@ def hidden(facts: Facts) -> Iterator[Fact]:
         "reward_before": of_reward[0],
         "reward_after": of_reward[1],
     }
-    yield fact("reward_hides_fall" if lost < 0.3 else "reward_falls_too", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)  # fmt: skip
+    if lost < 0.3:
+        yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
 def advantages(facts: Facts) -> Iterator[Fact]:
@@ -180,8 +160,6 @@ def advantages(facts: Facts) -> Iterator[Fact]:
         yield fact("advantages_of_other_sign", lacking, correlation=now)
     elif now > -0.3:
         yield fact("advantages_do_not_follow", lacking, "alone" if facts.rollouts.is_alone else "", correlation=now)
-    if lacking < 0.1:
-        yield fact("advantages_steady", 1 - lacking, correlation=now)
 
 
 def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
@@ -205,7 +183,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     )
     yield fact("advantages_one_sided", level, before_share=negative, negative_share=now)
     near, last = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5), before.since(facts.fall.low - 10)
-    (mean, scatter), (mean_now, scatter_now) = (_mean_and_sd(part.advantage) for part in (last, near))
+    (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
     # A slow baseline lets the mean move by up to the reward's change, divided by its spread if advantages are normalised.
@@ -226,7 +204,6 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     own = max(abs(moved) - by_reward, 0.0)
     values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
     yield fact("advantages_changed", float(np.tanh(own / scatter)) if scatter else 0.0, "mean", series="advantage_mean", from_value=mean, to_value=mean_now, **values)  # fmt: skip
-    yield fact("advantages_changed", of_ratio(scatter_now, scatter, 30.0), "scale", series="advantage_std", from_value=scatter, to_value=scatter_now, **values)  # fmt: skip
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     largest = np.fmax.reduceat(np.abs(facts.rollouts.advantage), first)
     earlier, around = (
@@ -242,36 +219,12 @@ def sizes(facts: Facts) -> Iterator[Fact]:
 def length(facts: Facts) -> Iterator[Fact]:
     """Yield how response length changes, and whether rewards pay for it."""
     assert facts.fall is not None
-    changes = facts.changes.get("length", ())
-    if changes:
-        values = {"before": changes[0].before, "after": changes[-1].after, "step": changes[0].step}
+    changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
+    if changes and paid and order(facts, changes[0]) != AFTER:
         far = max(changes, key=lambda each: abs(math.log(max(each.after, 1e-9) / max(changes[0].before, 1e-9))))
-        is_after = order(facts, changes[0]) == AFTER
-        level = of_ratio(far.after, changes[0].before, 3.0)
-        yield fact("length_changes_after_fall" if is_after else "length_changes", abs(level), **values)
-        paid = _known(facts.pays_length) * level
-        yield fact(
-            "length_pays" if facts.pays_length > 0 else "length_costs",
-            0.0 if is_after else paid,
-            "moves",
-            correlation=_known(facts.pays_length),
-        )
-    else:
-        yield fact("length_steady", 1.0)
-    paid = _known(facts.pays_length)
-    yield fact(
-        "length_pays" if paid > 0 else "length_costs",
-        max(abs(paid) - 0.3, 0.0),
-        "now" if paid > 0 else "costs",
-        correlation=paid,
-    )
-    if facts.hides:
-        yield fact(
-            "length_pays_while_hidden" if paid > 0 else "length_costs_while_hidden",
-            abs(paid),
-            "hidden",
-            correlation=paid,
-        )
+        level = paid * of_ratio(far.after, changes[0].before, 3.0)
+        values = {"before": changes[0].before, "after": far.after, "step": changes[0].step}
+        yield fact("length_pays" if paid > 0 else "length_costs", level, "moves", correlation=paid, **values)
     if facts.rewards_by_length is not None:
         before, share = facts.rewards_by_length
         yield fact("length_explains_rewards", share - before, before_share=before, share=share)
