@@ -318,10 +318,10 @@ def test_the_verdict_in_words():
 
 
 def test_text_marks_what_speaks_for_and_against():
-    evidence = tuple(Evidence(code="length_steady", points=points) for points in (1.0, -1.0, 0.0))
+    evidence = tuple(Evidence(code="declared_fresh", points=points) for points in (1.0, -1.0, 0.0))
     likely, hardly = Suspect(code="length", probability=0.02, evidence=evidence), suspect("reward", 0.0199)
     text = attribution_text(attribution(likely, hardly))
-    assert [line.split()[0] for line in text.splitlines() if "response length does not change" in line] == [
+    assert [line.split()[0] for line in text.splitlines() if "recorded policy versions" in line] == [
         "for",
         "against",
         "neutral",

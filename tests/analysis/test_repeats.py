@@ -49,7 +49,6 @@ def facts(**given):
     }  # fmt: skip
     found = SimpleNamespace(**usual | given)
     found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
-    if isinstance(given.get("rollouts"), Rollouts):
     return found
 
 

@@ -87,7 +87,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
         return
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
     code = "learning_rate_spike_at_fall" if near else "learning_rate_spike_before_fall"
-    yield fact(code, max(of_ratio(factor, 1.5, 10.0), 0.0), factor=factor, step=first)
+    yield fact(code, max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)  # 2: a linear warm-up
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
