@@ -157,8 +157,6 @@ PLANTED = {
     "unknown": ("unknown", "frobnication", Plan(settings={"frobnication": 1.0}, settings_at={"frobnication": 2.0})),
 }  # fmt: skip
 """Name -> the suspect, the series that changes, and the plan."""
-OPEN = {"another reference"}
-"""Of which the suspect comes first of all that are known, with less than all others together."""
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +183,7 @@ def test_what_was_planted_is_the_cause_and_stands_first_with_its_step(traces, na
     found = attribute(traces(name))
     assert found.fall is not None
     assert next(one.code for one in found.suspects if suspect == "unknown" or one.code != "unknown") == suspect
-    assert found.cause == (None if suspect == "unknown" or name in OPEN else suspect)
+    assert found.cause == (None if suspect == "unknown" else suspect)
     own = [
         change
         for change in found.changes

@@ -213,7 +213,8 @@ def reference(facts: Facts) -> Iterator[Fact]:
         return
     jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
     for change in jumps[:1]:
-        if not facts.moves.moves_at(change.step, "sampled", "entropy"):
+        beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
+        if not facts.moves.moves_at(change.step, *beside):  # else the policy jumped, not its reference
             yield fact(
                 "reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change)
             )
