@@ -71,7 +71,7 @@ def connect(traces: Traces, *, like: Collection[str] = ()) -> duckdb.DuckDBPyCon
 
 
 def _register_changes(database: Database) -> None:
-    from .facts.recorded import changes_table  # SciPy and Zarr take a while to import
+    from .facts.recorded import changes_table
 
     database.connection.register("recorded_changes", changes_table(database))
 

@@ -188,7 +188,7 @@ def pages():
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {
             "evidence": evidence(),
-            "thresholds": thresholds("facts/fall.py", "facts/thresholds.py", "attribution/thresholds.py"),
+            "thresholds": thresholds("facts/series.py", "facts/thresholds.py", "attribution/thresholds.py"),
         },
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},

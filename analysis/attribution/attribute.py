@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..advice import Advice
 from ..check.check import CheckResult
+from ..facts import thresholds as ft
+from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
+from ..facts.recorded import GIVEN, read_recorded
+from ..facts.relations import correlation, length_correlation, step_interval
+from ..facts.rollouts import Rollouts, least_reward, other_endings, successive, unequal_share
+from ..facts.series import COLLAPSE, Fall
 from ..statement import Statement
 from ..trace.columns import parse_pair
 from ..trace.database import Database
 from ..trace.source import Pair
 from ..views import open_database
-from .advice import described
-from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite
+from . import thresholds as t
+from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SilentChange, Suspect
 from .divergence import SAMPLING, UPDATE
-from .model import ALONE, BESIDE, judged, supported
+from .looks.engine import carried
+from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
-from .silent import SilentChange, broken_steps, read_silent, supposed_at
-from .suspect import Suspect
-from .table import shares_prompts, table, table_beside
 from .text import DIFFERENCES
 
 _NUMBERS = ("reward", "grad_norm", "loss")
@@ -202,3 +211,217 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()
     return (Statement(code="reward_changed", values=found.values),)
+
+
+_FEWEST_STEPS = 3
+"""Minimum number of steps on each side of a step to compare how responses end."""
+
+
+def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
+    """Return the change in reward or sampling after which the reward no longer measures the policy, in a run with neither a
+    drop nor an evaluation.
+
+    None if the outcome dropped, an evaluation was logged, or there is no such change.
+    """
+    if facts.fall is not None or facts.outcome is None or facts.outcome.is_evaluation:
+        return None
+    beside = None if control is None else _reward_beside(facts, control)
+    places = [place for place in (_reward(facts), _noise(facts), _policy(facts), beside) if place is not None]
+    found = [_judged(facts, control if place is beside else None, *place) for place in places]
+    return max(found, key=lambda change: change.suspects[0].probability, default=None)
+
+
+def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int) -> SilentChange:
+    at = supposed_at(facts, step)
+    known = table(at)
+    if control is None:
+        suspects = judged(known, ALONE)
+    else:
+        suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+    # The change itself is certain, so something that was tested caused it.
+    named = [suspect for suspect in suspects if suspect.code != "unknown"]
+    total = sum(suspect.probability for suspect in named)
+    shares = [replace(suspect, probability=suspect.probability / total) for suspect in named]
+    return SilentChange(suspects=described(at, shares), step=step, low=low, high=high)
+
+
+def _reward(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step and interval from which identical responses consistently get a different reward."""
+    found = facts.new_reward
+    is_material = found is not None and not facts.rewards_lie_off and facts.reward_moved >= t.REWARD_MOVED
+    if found is None or not is_material or (found.is_rescaled and not facts.pays_length_since):
+        return None
+    return found.step, found.low, found.high
+
+
+def _noise(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step and interval of reward noise larger than the earlier difference between best and worst response."""
+    low, high, difference = _pairs(facts.rollouts)
+    least = least_reward(facts.rollouts)
+    differs = np.abs(difference) > least
+    if not differs.any() or facts.rewards_lie_off:
+        return None
+    step, *interval = step_interval(differs, np.full(len(low), -1), high)
+    before, since = facts.rollouts.until(step - 1), facts.rollouts.since(step)
+    if not unequal_share(before, "reward", least) <= t.UNEQUAL or not unequal_share(since, "reward", least) > ft.MOST:
+        return None
+    apart = float(np.sqrt(np.mean(difference[low >= step] ** 2)))
+    is_large = apart > float(np.nanmax(before.reward) - np.nanmin(before.reward))
+    return (step, interval[0], interval[1]) if is_large else None
+
+
+def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each pair of consecutive identical responses, return their two steps and the difference in reward."""
+    one, two = successive(rollouts.whole, rollouts.step)
+    difference = rollouts.reward[two] - rollouts.reward[one]
+    known = np.isfinite(difference)
+    return rollouts.step[one][known], rollouts.step[two][known], difference[known]
+
+
+def _policy(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step from which sampled tokens are unlikely under the trainer: the recorded reward belongs to another policy."""
+    apart = -facts.values("mean_d")
+    known = np.isfinite(apart)
+    steps, apart = facts.steps[known], apart[known]
+    width = max(len(steps) // 10, 5)
+    below = np.flatnonzero(apart <= t.APART)
+    place = int(below[-1]) + 1 if len(below) else 0
+    if len(steps) - place < width:
+        return None
+    first, since = int(np.flatnonzero(apart > t.APART)[0]), int(steps[place])
+    return since, int(steps[first]), since
+
+
+def _reward_beside(facts: Facts, control: Facts) -> tuple[int, int, int] | None:
+    """Return the step from which responses consistently get a different reward than in the baseline run."""
+    a, b = facts.rollouts, control.rollouts
+    least = least_reward(b)
+    if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
+        return None
+    _, place = np.unique(b.whole, return_index=True)
+    place = place[np.isfinite(b.reward[place])]
+    at = np.searchsorted(b.whole[place], a.whole).clip(max=len(place) - 1)
+    rows = (b.whole[place][at] == a.whole) & np.isfinite(a.reward)
+    step, given, of_control = a.step[rows], a.reward[rows], b.reward[place][at][rows]
+    differs = np.abs(given - of_control) > least
+    if differs.sum() < t.FEW_CHANGED:
+        return None
+    first, *interval = step_interval(differs, np.full(len(step), -1), step)
+    if not unequal_share(a.since(first), "reward", least) <= t.UNEQUAL:
+        return None
+    since = step >= first
+    share = float(differs[since].mean())
+    usual = max(float(of_control[since].std()), 1e-12)
+    if float((given - of_control)[since].std()) < t.REWARD_MOVED * usual:
+        return None
+    chosen = since & differs
+    by_length = length_correlation((given - of_control)[chosen], a.length[rows][chosen], step[chosen])
+    is_by_length = share >= ft.MOST and abs(by_length) > ft.LENGTH_EXPLAINS
+    is_other = share >= ft.MOST and correlation(given[since], of_control[since]) <= ft.SAME_ORDER
+    return (first, interval[0], interval[1]) if is_by_length or is_other else None
+
+
+def supposed_at(facts: Facts, step: int) -> Facts:
+    """Return the facts as they would be if the run dropped at a step."""
+    fall = Fall(
+        outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
+        interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
+    )  # fmt: skip
+    return replace(facts, fall=fall, mismatch=read_run_mismatch(facts.series, fall))
+
+
+def broken_steps(facts: Facts) -> Iterator[int]:
+    """Yield the steps at which the run's inputs or engine changed."""
+    for change in read_recorded(facts.database, facts.pair):
+        is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
+        if change.kind in GIVEN and is_clear and change.shape != "ramp":
+            yield change.step
+        if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
+            yield change.step
+    if (ending := ending_step(facts.rollouts)) is not None:
+        yield ending
+    if facts.changed_rewards is not None:
+        yield facts.changed_rewards.step
+    lag = np.abs(facts.values("version_lag"))
+    known = np.flatnonzero(np.isfinite(lag))
+    if len(known):
+        grows = known[1:][np.diff(lag[known]) >= 1]
+        yield from (int(facts.steps[place]) for place in grows[:1])
+
+
+def ending_step(rollouts: Rollouts) -> int | None:
+    """Return the first step from which responses end differently than in the first fifth of a run, or None."""
+    steps = np.unique(rollouts.step)
+    fifth = len(steps) // 5
+    if fifth < _FEWEST_STEPS:
+        return None
+    steps, share = other_endings(rollouts, rollouts.until(int(steps[fifth - 1])))
+    for at in range(fifth, len(steps) - _FEWEST_STEPS + 1):
+        if np.median(share[:at]) <= t.OTHER_ENDINGS / 4 and share[at : at + _FEWEST_STEPS].min() >= t.OTHER_ENDINGS:
+            return int(steps[at])
+    return None
+
+
+_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
+
+_NEXT = {
+    "optimizer": "rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged",
+    "reward": "score the recorded responses of the steps around the drop again with the verifier, and compare with sequences.reward",
+    "pairing": "compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step",
+    "entropy": "rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)",
+    "data": "evaluate the weights before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
+    "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
+    "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
+    "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
+}  # fmt: skip
+"""Suspect -> what would decide whether it is the cause."""
+
+
+def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
+    """Return suspects with the kind of mismatch and with what would decide."""
+    return tuple(
+        replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
+        for suspect in suspects
+    )
+
+
+def _next(facts: Facts, suspect: str) -> Advice:
+    trace, step = shlex.quote(facts.trace), facts.fall.step if facts.fall else "all"
+    if suspect == "mismatch" and facts.mismatch is None:
+        return Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs")
+    if suspect == "mismatch":
+        found = facts.checked.findings[0].next if facts.checked else None
+        return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")
+    if suspect == "staleness":
+        return Advice(
+            f"tim-trace replay {trace} --steps {step} --weights-version V-1",
+            "or rerun synchronously: one policy version per step",
+        )
+    if suspect == "length":
+        return Advice(
+            f"tim-trace query by-length {trace}",
+            "then rerun with a penalty for overlong responses or a larger max_tokens",
+        )
+    return Advice(remark=_NEXT[suspect]) if suspect in _NEXT else Advice()
+
+
+def kind(facts: Facts) -> str:
+    """Return the kind of mismatch: check's finding, corrected by the onset and growth of the mismatch."""
+    first = facts.checked.findings[0] if facts.checked else None
+    if first is not None and first.signal == "engine_weights":
+        return str(first.numbers["cause"])
+    if facts.checked is None or facts.checked.is_valid or first is None or carried(facts) < 0.1:
+        return ""
+    run, earlier, code = facts.mismatch, facts.earlier_weights, first.code
+    if run is None or code not in _OF_WEIGHTS:
+        return code
+    if earlier is not None and earlier.explains:
+        return "stale_weights"
+    if code == "copies" and run.begins != FROM_UPDATES:
+        return code
+    # Before any update, trainer and engine have the same weights unless one of them quantises its weights.
+    if run.begins == FROM_START:
+        return "quantised" if code != "change_inside_sequence" else code
+    if run.begins == FROM_UPDATES:
+        return "partial_sync" if run.grows else "stale_weights"
+    return str(first.numbers.get("cause") or code)

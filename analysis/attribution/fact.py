@@ -27,7 +27,7 @@ class Fact(Statement):
         return self.kind or (f"{self.code}.{self.group}" if self.group else self.code)
 
 
-def fact(code: str, level: float, group: str = "", kind: str = "", **values: Measured) -> Fact:
+def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: Measured) -> Fact:
     """Return a fact with its level clipped to -1 to 1; an unknown level counts as 0."""
     bounded = 0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0))
     return Fact(code=code, level=bounded, group=group, kind=kind, values=values)

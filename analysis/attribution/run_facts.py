@@ -14,11 +14,27 @@ from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.steps import ALL_STEPS
 from ..check.check import CheckResult, gather, judge
 from ..facts import thresholds as ft
-from ..facts.changes import MIN_VALUES, ChangePoint, RunOutcomes, known_run, read_changes, read_outcomes
+from ..facts.changes import (
+    MIN_VALUES,
+    NOTHING,
+    POLICY,
+    ChangePoint,
+    Moves,
+    RunOutcomes,
+    known_run,
+    read_changes,
+    read_moves,
+    read_outcomes,
+)
 from ..facts.conditions import REFERENCE, SETTING
-from ..facts.fall import Fall, Outcome, find_fall
-from ..facts.mismatch import RunMismatch, read_run_mismatch
-from ..facts.moves import NOTHING, POLICY, Moves, read_moves
+from ..facts.mismatch import (
+    EarlierWeights,
+    RunMismatch,
+    StillEngine,
+    read_earlier_weights,
+    read_run_mismatch,
+    read_still_engine,
+)
 from ..facts.other_rows import (
     KeptRewards,
     OtherPromptsRewards,
@@ -41,22 +57,19 @@ from ..facts.relations import (
     relation,
     relation_by_step,
 )
-from ..facts.repeats import (
+from ..facts.rollouts import (
     RepeatedResponses,
+    Rollouts,
+    least_reward,
+    read_rollouts,
     repeated_responses,
+    shared_responses,
     sorted_share,
     unequal_in_step,
     unequal_openings,
     unequal_share,
 )
-from ..facts.rollouts import Rollouts, least_reward, read_rollouts, shared_responses
-from ..facts.series import MISMATCH, Series
-from ..facts.staleness import (
-    EarlierWeights,
-    StillEngine,
-    read_earlier_weights,
-    read_still_engine,
-)
+from ..facts.series import MISMATCH, Fall, Outcome, Series, find_fall
 from ..statement import Statement
 from ..trace.database import Database
 from ..trace.source import Pair

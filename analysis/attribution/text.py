@@ -8,13 +8,11 @@ from typing import Any
 
 from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
-from ..facts.change_text import change_sentence, interval_text
-from ..facts.fall import Fall
+from ..facts.recorded import change_sentence, interval_text
+from ..facts.series import Fall
 from ..rows import of_steps, shown
 from ..statement import Statement, sentences
-from .attribution import Attribution, NotFinite
-from .silent import SilentChange
-from .suspect import Suspect
+from .attribution import Attribution, NotFinite, SilentChange, Suspect
 
 _MOST_CHANGES = 12
 """Maximum number of recorded changes listed in the text."""

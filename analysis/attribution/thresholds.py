@@ -1,6 +1,6 @@
 """The thresholds used to read facts for an attribution, with the reasons for each value.
 
-Those shared with other commands are in facts/thresholds.py, those for a drop in facts/fall.py.
+Those shared with other commands are in facts/thresholds.py, those for a drop in facts/series.py.
 """
 
 from __future__ import annotations

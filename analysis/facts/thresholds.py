@@ -1,4 +1,4 @@
-"""The thresholds for facts, with the reason for each value; those for detecting a drop are in fall.py."""
+"""The thresholds for facts, with the reason for each value; those for detecting a drop are in series.py."""
 
 from __future__ import annotations
 

@@ -29,13 +29,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.optimize import minimize
 from tim_trace.analysis.attribution import model as applied
-from tim_trace.analysis.attribution.explained import unexplained
+from tim_trace.analysis.attribution.attribute import broken_steps, supposed_at
+from tim_trace.analysis.attribution.attribution import SUSPECTS
 from tim_trace.analysis.attribution.fact import Fact
-from tim_trace.analysis.attribution.model import ALONE, BESIDE, judged
+from tim_trace.analysis.attribution.model import ALONE, BESIDE, judged, shares_prompts, table, table_beside, unexplained
 from tim_trace.analysis.attribution.run_facts import Facts, read_facts
-from tim_trace.analysis.attribution.silent import broken_steps, supposed_at
-from tim_trace.analysis.attribution.suspect import SUSPECTS
-from tim_trace.analysis.attribution.table import shares_prompts, table, table_beside
 from tim_trace.analysis.views import open_database
 
 FELL, HELD = 0.9, 0.95

@@ -23,12 +23,11 @@ from tim_trace.analysis.attribution.text import (
 from tim_trace.analysis.diagnosis.text import story_of_run
 from tim_trace.analysis.dynamics.dynamics import dynamics
 from tim_trace.analysis.dynamics.text import summary_sentences
-from tim_trace.analysis.facts.fall import Outcome, find_fall, is_evaluation
+from tim_trace.analysis.facts.mismatch import read_earlier_weights
 from tim_trace.analysis.facts.other_rows import reordered_rewards
 from tim_trace.analysis.facts.relations import changed_responses, relation
-from tim_trace.analysis.facts.repeats import repeated_responses
-from tim_trace.analysis.facts.rollouts import Rollouts
-from tim_trace.analysis.facts.staleness import read_earlier_weights
+from tim_trace.analysis.facts.rollouts import Rollouts, repeated_responses
+from tim_trace.analysis.facts.series import Outcome, find_fall, is_evaluation
 from tim_trace.analysis.report.answers import OPEN, fall_answer
 from tim_trace.schemas.steps import ALL_STEPS
 from tim_trace.tracer.recorder import Recorder

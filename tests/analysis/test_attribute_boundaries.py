@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import silent, thresholds
-from tim_trace.analysis.attribution.attribution import Attribution
+from tim_trace.analysis.attribution import attribute as silent
+from tim_trace.analysis.attribution import thresholds
+from tim_trace.analysis.attribution.attribution import SUSPECTS, Attribution, Evidence, Suspect
 from tim_trace.analysis.attribution.run_facts import Facts
 from tim_trace.analysis.attribution.settings import suspect_of
-from tim_trace.analysis.attribution.suspect import SUSPECTS, Evidence, Suspect
 from tim_trace.analysis.attribution.text import (
     DIFFERENCES,
     EVIDENCE,
@@ -23,17 +23,14 @@ from tim_trace.analysis.attribution.text import (
     verdict_sentence,
 )
 from tim_trace.analysis.facts import changes as timeline
-from tim_trace.analysis.facts import fall as fall_module
-from tim_trace.analysis.facts.changes import ChangePoint, with_onset
-from tim_trace.analysis.facts.fall import Fall, Outcome, _settled_above, find_fall
+from tim_trace.analysis.facts import series as fall_module
+from tim_trace.analysis.facts.changes import NOTHING, ChangePoint, with_onset
 from tim_trace.analysis.facts.mismatch import RunMismatch, read_run_mismatch
-from tim_trace.analysis.facts.moves import NOTHING
 from tim_trace.analysis.facts.other_rows import OtherPromptsRewards, ReorderedRewards, rewards_of_other_prompts
 from tim_trace.analysis.facts.recorded import RecordedChange, around
 from tim_trace.analysis.facts.relations import ChangedResponses, Relation, step_interval
-from tim_trace.analysis.facts.repeats import RepeatedResponses, sorted_share
-from tim_trace.analysis.facts.rollouts import Rollouts
-from tim_trace.analysis.facts.series import Series
+from tim_trace.analysis.facts.rollouts import RepeatedResponses, Rollouts, sorted_share
+from tim_trace.analysis.facts.series import Fall, Outcome, Series, _settled_above, find_fall
 
 # The functions of the package hide its modules of the same names.
 

@@ -7,23 +7,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import silent
+from tim_trace.analysis.attribution import attribute as silent
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.attribution import Attribution
+from tim_trace.analysis.attribution.attribution import Attribution, SilentChange, Suspect
 from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.silent import SilentChange
-from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.attribution.text import attribution_json, attribution_text, verdict_sentence
-from tim_trace.analysis.facts.fall import Fall, Outcome, _is_beyond_what_was, _means
-from tim_trace.analysis.facts.mismatch import RunMismatch
-from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity, read_moves
+from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity, read_moves
+from tim_trace.analysis.facts.mismatch import RunMismatch, StillEngine, read_still_engine
 from tim_trace.analysis.facts.other_rows import KeptRewards, ScoredRows, is_near, kept_rewards, scored_rows
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.relations import ChangedResponses, explained_by_length, relation_by_step
-from tim_trace.analysis.facts.repeats import RepeatedResponses, repeated_responses
-from tim_trace.analysis.facts.rollouts import Rollouts
-from tim_trace.analysis.facts.series import Series
-from tim_trace.analysis.facts.staleness import StillEngine, read_still_engine
+from tim_trace.analysis.facts.rollouts import RepeatedResponses, Rollouts, repeated_responses
+from tim_trace.analysis.facts.series import Fall, Outcome, Series, _is_beyond_what_was, _means
 from tim_trace.analysis.statistics.noise import level_deviation
 from tim_trace.tracer.recorder import Recorder
 

@@ -21,9 +21,8 @@ from tim_trace.analysis.attribution.text import (
 from tim_trace.analysis.diagnosis.diagnose import diagnose
 from tim_trace.analysis.diagnosis.text import story
 from tim_trace.analysis.dynamics.dynamics import dynamics
-from tim_trace.analysis.facts.change_text import change_sentence
 from tim_trace.analysis.facts.conditions import read_conditions
-from tim_trace.analysis.facts.recorded import read_recorded
+from tim_trace.analysis.facts.recorded import change_sentence, read_recorded
 from tim_trace.analysis.report.report import report
 from tim_trace.analysis.views import open_database
 from tim_trace.tracer.recorder import Recorder

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 from tim_trace import Recorder
 from tim_trace.analysis.attribution.run_facts import Facts
+from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity
 from tim_trace.analysis.facts.conditions import read_conditions
-from tim_trace.analysis.facts.fall import Fall
-from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity
+from tim_trace.analysis.facts.mismatch import EarlierWeights, read_earlier_weights
 from tim_trace.analysis.facts.other_rows import ScoredRows, scored_rows
 from tim_trace.analysis.facts.recorded import read_recorded
 from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_by_step
-from tim_trace.analysis.facts.repeats import unequal_in_step, unequal_openings, unequal_share
-from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts
-from tim_trace.analysis.facts.staleness import EarlierWeights, read_earlier_weights
+from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts, unequal_in_step, unequal_openings, unequal_share
+from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.views import open_database
 
 # The functions of the package hide its modules of the same names.
@@ -73,7 +72,7 @@ def sampled_by(version, rows_off=8):
 
 
 def test_of_a_long_run_openings_are_left_out_evenly(monkeypatch):
-    monkeypatch.setattr("tim_trace.analysis.facts.staleness._MOST_HELD", 3000)
+    monkeypatch.setattr("tim_trace.analysis.facts.mismatch._MOST_HELD", 3000)
     earlier = read_earlier_weights(sampled_by(lambda step: 20), BEGINS)  # 8 openings x (30 + ... + 59) = 10,680
     assert (earlier.num_pairs, earlier.version, earlier.agreement) == (60, 20, 1.0)
 

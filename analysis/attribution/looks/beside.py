@@ -11,15 +11,14 @@ from ....schemas.passes import REFERENCE
 from ...facts import thresholds as ft
 from ...facts.recorded import read_recorded
 from ...facts.relations import correlation, length_correlation, relation
-from ...facts.repeats import repeated_responses
-from ...facts.rollouts import Rollouts, least_reward, reward_differences, shared_responses
+from ...facts.rollouts import Rollouts, least_reward, repeated_responses, reward_differences, shared_responses
 from ...facts.two_runs import moved_tokens
 from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
 from ..fact import Fact, fact, of_ratio
-from ..lag import declared_lag, is_farther_behind
 from ..run_facts import Facts
 from ..settings import suspect_of
 from .engine import weighs
+from .timing import declared_lag, is_farther_behind
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
@@ -82,8 +81,8 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
         yield fact("update_or_loss", 1.0, step=step)
     if not np.isfinite(facts.rollouts.at([step]).advantage).any():
         yield fact("update_or_loss_without_advantages", 1.0, step=step)
-    usual = control.values("loss")
-    usual = float(np.nanmedian(np.abs(usual))) if np.isfinite(usual).any() else math.nan
+    losses = np.abs(control.values("loss"))
+    usual = float(np.nanmedian(losses)) if np.isfinite(losses).any() else math.nan
     higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
     if math.isfinite(higher) and higher:
         yield fact(

@@ -9,9 +9,8 @@ import numpy as np
 from ...facts import thresholds as ft
 from ...facts.mismatch import FROM_UPDATES
 from ..fact import Fact, fact, of_ratio
-from ..lag import declared_lag, is_declared_fresh, is_grown_beside_lag
 from ..run_facts import Facts
-from .order import AFTER, FIRST, largest_rise, order
+from .timing import AFTER, FIRST, declared_lag, is_declared_fresh, is_grown_beside_lag, largest_rise, order
 
 _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch weighs half; bf16 engines show 0.002 to 0.01 in healthy runs."""
@@ -114,7 +113,8 @@ def age(facts: Facts) -> Iterator[Fact]:
         yield fact(
             of_one if earlier.is_one else "earlier_weights_of_several_steps",
             weighs(facts),
-            kind="earlier_weights",
+            "",
+            "earlier_weights",
             **earlier.values,
         )
 

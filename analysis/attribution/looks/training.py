@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...facts import thresholds as ft
+from ...facts.changes import POLICY
 from ...facts.conditions import REFERENCE
-from ...facts.moves import POLICY
 from ...facts.recorded import RecordedChange
+from ..attribution import SUSPECTS
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from ..settings import is_learning_rate, suspect_of
-from ..suspect import SUSPECTS
 
 _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
@@ -68,8 +68,8 @@ def unusual(facts: Facts) -> Iterator[Fact]:
             far = of_ratio(1 - low, 1 - value, 10.0) if value > high else of_ratio(1 - value, 1 - low, 10.0)
         else:
             far = of_ratio(value, high, 100.0) if value > high else of_ratio(low, value, 1000.0)
-        values = {"setting": name, "value": value, "customary_low": low, "customary_high": high}
-        yield fact("setting_unusual", max(far, 0.0), name, **values)
+        numbers = {"value": value, "customary_low": low, "customary_high": high}
+        yield fact("setting_unusual", max(far, 0.0), name, setting=name, **numbers)
 
 
 def rate(facts: Facts) -> Iterator[Fact]:
