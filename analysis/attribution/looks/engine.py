@@ -69,18 +69,18 @@ def carried(facts: Facts) -> float:
 
 
 def check(facts: Facts) -> Iterator[Fact]:
-    """Yield what `check` finds."""
+    """Yield what `check` finds, as far as the mismatch matters at the drop."""
     if facts.checked is None:
         return
     finding = facts.checked.findings[0]
     if not finding.fails:
         return
     if finding.code == "row_pairing":
-        yield fact("logprobs_in_other_rows", carried(facts))
+        yield fact("logprobs_in_other_rows", carried(facts) * weighs(facts))
     else:
         is_stale = "stale_weights" in (finding.code, finding.numbers.get("cause"))
         group = "stale" if is_stale else "weights" if finding.code in _OF_WEIGHTS else "values"
-        yield fact("check_fails", carried(facts), group, finding=finding.code)
+        yield fact("check_fails", carried(facts) * weighs(facts), group, finding=finding.code)
 
 
 def rows(facts: Facts) -> Iterator[Fact]:
