@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
 
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
@@ -28,10 +29,11 @@ from ..views import open_database
 from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SilentChange, Suspect
 from .divergence import SAMPLING, UPDATE
+from .fact import Fact
 from .looks.engine import carried
 from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
-from .text import DIFFERENCES
+from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
@@ -105,6 +107,7 @@ class _Comparison:
     is_intervention: bool
     differences: tuple[Difference, ...]
     notes: tuple[Statement, ...]
+    facts: tuple[Fact, ...]
     step: int | None
     """Step of the first difference, if the two runs were identical until then."""
 
@@ -141,7 +144,7 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
         ]  # a setting acts through the update or the sampling
     codes = {supported(one, BESIDE) for one in of_first}
     return _Comparison(
-        suspects=described(facts, suspects), differences=differences, notes=notes, step=None if parted is None else parted.step,
+        suspects=described(facts, suspects), differences=differences, notes=notes, facts=found, step=None if parted is None else parted.step,
         is_intervention=shares and (facts.fall is None or len(codes) == 1),
     )  # fmt: skip
 
@@ -186,6 +189,7 @@ def _attribution(
         later=facts.later,
         changes=facts.near,
         suspects=suspects,
+        facts=tuple(sorted((*(compared.facts if compared else ()), *table(facts)), key=lambda one: -abs(one.level))),
         silent=silent,
         supposed=supposed,
         not_finite=_not_finite(facts),
@@ -196,6 +200,40 @@ def _attribution(
             *(compared.notes if compared else ()),
         ),
     )
+
+
+_FACTS = (
+    ("run", pa.string()), ("code", pa.string()), ("series", pa.string()), ("step", pa.int64()), ("low", pa.int64()),
+    ("high", pa.int64()), ("before", pa.string()), ("after", pa.string()), ("level", pa.float64()),
+    ("order", pa.string()), ("sentence", pa.string()),
+)  # fmt: skip
+_BEFORE = (
+    "from_value",
+    "before",
+    "correlation_before",
+    "before_share",
+    "lag_before",
+    "ratio_before",
+    "distance_before",
+)
+_AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
+"""Names of a fact's numbers before and after its change, the first one that it has."""
+
+
+def facts_table(database: Database) -> pa.Table:
+    """Return the facts of several runs as rows of the SQL view `facts`, strongest first; none for a run without a drop."""
+    rows = []
+    for source in database.sources:
+        result = explain(database.reopened(source), ("train", "rollout"))
+        for one in result.facts:
+            before, after = one.value(*_BEFORE), one.value(*_AFTER)
+            rows.append(
+                {"run": source.run, "code": one.code, "level": one.level, "order": one.order(result.fall),
+                 "series": one.value("series"), "sentence": evidence_sentence(one),
+                 "before": None if before is None else str(before), "after": None if after is None else str(after),
+                 **{name: one.value(name) for name in ("step", "low", "high")}}
+            )  # fmt: skip
+    return pa.Table.from_pylist(rows, pa.schema(list(_FACTS)))
 
 
 def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:

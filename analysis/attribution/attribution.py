@@ -11,6 +11,7 @@ from ..check.faults import ALL, TITLES, WEIGHT_CAUSES
 from ..facts.recorded import RecordedChange
 from ..facts.series import Fall
 from ..statement import Statement
+from .fact import Fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +172,8 @@ class Attribution(Result):
     is no drop."""
     suspects: tuple[Suspect, ...]
     """All suspects, most probable first; empty if the run has no drop."""
+    facts: tuple[Fact, ...] = ()
+    """The table of facts of the run, and of the run beside its baseline run, strongest first; empty without a drop."""
     silent: SilentChange | None = None
     """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None

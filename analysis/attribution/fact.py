@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..facts.series import Fall
 from ..statement import Measured, Statement
 
 
@@ -25,6 +26,17 @@ class Fact(Statement):
     def feature(self) -> str:
         """Name of the model's feature that the fact fills."""
         return self.kind or (f"{self.code}.{self.group}" if self.group else self.code)
+
+    def order(self, fall: Fall | None) -> str | None:
+        """Return whether the fact is dated `before`, `with` or `after` a drop; None without a step or a drop."""
+        step = self.values.get("step")
+        if fall is None or not isinstance(step, int):
+            return None
+        return "before" if step < fall.interval[0] else "after" if step > fall.latest else "with"
+
+    def value(self, *names: str) -> float | int | str | None:
+        """Return the first of the named numbers that the fact has."""
+        return next((self.values[name] for name in names if name in self.values), None)
 
 
 def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: Measured) -> Fact:

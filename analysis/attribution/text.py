@@ -119,7 +119,7 @@ EVIDENCE: Mapping[str, str] = {
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
-    "likelier_earned_more": "likelier answers earn less where the drop begins than before (correlation {correlation:.2f}, {correlation_before:.2f} before)",
+    "likelier_earned_more": "where the drop begins, likelihood and reward have a correlation of {correlation:.2f} within groups ({correlation_before:.2f} before)",
     "length_costs": "within groups, longer responses earn less (correlation {correlation:.2f})",
     "entropy_lower": "from the first update that differs, entropy is lower than the baseline's",
     "moment_is_other": "Adam's second moment at step {step} is {factor:.3g} times the baseline's, which the gradient does not explain",
@@ -331,6 +331,7 @@ def attribution_json(result: Attribution) -> dict[str, Any]:
     """Return the attribution as JSON-ready values: all numbers, codes and sentences."""
     return asdict(result) | {
         "suspects": [_suspect_json(each) for each in result.suspects],
+        "facts": [asdict(each) | {"sentence": evidence_sentence(each)} for each in result.facts],
         "silent": _silent_json(result.silent),
         "supposed": _silent_json(result.supposed),
         "sentence": verdict_sentence(result),
