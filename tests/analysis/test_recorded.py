@@ -556,5 +556,5 @@ def test_the_view_and_the_json_have_the_facts_strongest_first(trace):
 
 def test_a_brief_is_no_json(trace):
     done = tim_trace("attribute", trace, "--brief", "--json")
-    assert done.returncode == 2
+    assert done.code == 2
     assert "--json and --brief cannot be combined" in done.stderr
