@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...attribution import thresholds as t
+from .. import thresholds as t
 from ...facts import thresholds as ft
 from ...facts.changes import ChangePoint
 from ..run_facts import Facts
