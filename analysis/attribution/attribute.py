@@ -84,17 +84,18 @@ def explain(
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
-            silent = read_silent(facts)
+            silent, known = read_silent(facts), table(facts)
             return _attribution(
-                facts, _alone(facts), silent=silent, supposed=None if facts.fall or silent else _supposed(facts)
-            )
+                facts, known, _alone(facts, known), silent=silent,
+                supposed=None if facts.fall or silent else _supposed(facts),
+            )  # fmt: skip
         other = read_facts(control.of_steps(facts.database.steps), pair, is_control=True)
         shares = shares_prompts(facts, other)
         if shares:
             facts = facts.beside(other)
         compared, silent = _compare(facts, other, shares=shares), read_silent(facts, other)
         return _attribution(
-            facts, compared.suspects, silent=silent, control=control.given[0], compared=compared,
+            facts, compared.facts, compared.suspects, silent=silent, control=control.given[0], compared=compared,
             supposed=None if facts.fall or silent else _supposed_beside(facts, other, compared),
         )  # fmt: skip
 
@@ -112,9 +113,9 @@ class _Comparison:
     """Step of the first difference, if the two runs were identical until then."""
 
 
-def _alone(facts: Facts) -> tuple[Suspect, ...]:
+def _alone(facts: Facts, known: Iterable[Fact]) -> tuple[Suspect, ...]:
     """Return all suspects by the facts of a single run; empty if the run has no drop."""
-    return () if facts.fall is None else described(facts, judged(table(facts), ALONE))
+    return () if facts.fall is None else described(facts, judged(known, ALONE))
 
 
 def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
@@ -144,7 +145,7 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
         ]  # a setting acts through the update or the sampling
     codes = {supported(one, BESIDE) for one in of_first}
     return _Comparison(
-        suspects=described(facts, suspects), differences=differences, notes=notes, facts=found, step=None if parted is None else parted.step,
+        suspects=described(facts, suspects), differences=differences, notes=notes, facts=(*found, *known), step=None if parted is None else parted.step,
         is_intervention=shares and (facts.fall is None or len(codes) == 1),
     )  # fmt: skip
 
@@ -153,7 +154,8 @@ def _supposed(facts: Facts) -> SilentChange | None:
     """Return the most probable cause in case the run got worse without a visible drop, from its clearest change."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
-        suspects = _alone(supposed_at(facts, step))
+        supposed = supposed_at(facts, step)
+        suspects = _alone(supposed, table(supposed))
         if suspects[0].code != "unknown":
             found.append(SilentChange(suspects=suspects, step=step, low=step, high=step))
     return max(found, key=lambda one: one.suspects[0].probability, default=None)
@@ -171,6 +173,7 @@ def _supposed_beside(facts: Facts, control: Facts, compared: _Comparison) -> Sil
 
 def _attribution(
     facts: Facts,
+    known: Iterable[Fact],
     suspects: tuple[Suspect, ...],
     *,
     silent: SilentChange | None,
@@ -189,7 +192,7 @@ def _attribution(
         later=facts.later,
         changes=facts.near,
         suspects=suspects,
-        facts=tuple(sorted((*(compared.facts if compared else ()), *table(facts)), key=lambda one: -abs(one.level))),
+        facts=tuple(sorted(known, key=lambda one: -abs(one.level))) if facts.fall else (),
         silent=silent,
         supposed=supposed,
         not_finite=_not_finite(facts),

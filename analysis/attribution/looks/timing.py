@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .. import thresholds as t
 from ...facts import thresholds as ft
 from ...facts.changes import ChangePoint
+from .. import thresholds as t
 from ..run_facts import Facts
 
 FIRST, WITH, AFTER = "first", "with", "after"
