@@ -240,6 +240,7 @@ class _Form:
     as_json: bool = False
     as_csv: bool = False
     is_wide: bool = False
+    is_brief: bool = False
 
     @property
     def width(self) -> int | None:
@@ -291,11 +292,15 @@ _CSV = click.option(
     "--csv", "as_csv", is_flag=True,
     help="Print CSV at full precision. Recorded text is not escaped: a spreadsheet may run it as a formula.",
 )  # fmt: skip
+_BRIEF = click.option(
+    "--brief", "is_brief", is_flag=True,
+    help="Print a brief to go on from: story, facts, what is not told apart, and SQL for each open question.",
+)  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 
 
 def _prints(
-    *, csv: bool = True, wide: bool = True, json: str = "Print JSON at full precision."
+    *, csv: bool = True, wide: bool = True, brief: bool = False, json: str = "Print JSON at full precision."
 ) -> Callable[[Any], Any]:
     """Add --json, and optionally --csv and --wide, to a command, which receives them as `form`."""
 
@@ -305,9 +310,11 @@ def _prints(
             form = _Form(**{field.name: options.pop(field.name) for field in fields(_Form) if field.name in options})
             if form.as_json and form.as_csv:
                 raise click.UsageError("--json and --csv cannot be combined; choose one")
+            if form.as_json and form.is_brief:
+                raise click.UsageError("--json and --brief cannot be combined; choose one")
             return function(form=form, **options)
 
-        for option, is_taken in ((_WIDE, wide), (_CSV, csv)):
+        for option, is_taken in ((_BRIEF, brief), (_WIDE, wide), (_CSV, csv)):
             command = option(command) if is_taken else command
         return click.option("--json", "as_json", is_flag=True, default=False, help=json)(command)
 
@@ -667,7 +674,7 @@ def stats(traces: Sequence[str], steps: str, like: str | None, ray: str | None, 
 @click.option(
     "-v", "--verbose", is_flag=True, help="Also print evidence, published figures, alerts and replays as tables."
 )
-@_prints(csv=False, wide=False)
+@_prints(csv=False, wide=False, brief=True)
 def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     """Report whether a run collapsed, when and why, whether the comparison is valid, and whether the mismatch is
     normal.
@@ -677,7 +684,13 @@ def diagnose(trace: str, verbose: bool, form: _Form, **options: Any) -> None:
     the trace answer and which replay would answer the rest. The exit code is 1 if the comparison is not valid.
     """
     found = _asked(analysis.diagnose, trace, **options)
-    form.result(found, text={"verbose": verbose})
+    if form.is_brief:
+        from .analysis.attribution.brief import attribution_brief
+        from .analysis.diagnosis.text import story
+
+        _say(attribution_brief(found.attribution, story(found)))
+    else:
+        form.result(found, text={"verbose": verbose})
     if not found.checked.is_valid:
         raise click.exceptions.Exit(1)
 
@@ -1021,7 +1034,7 @@ def weights(
 )
 @_pair
 @_steps
-@_prints(csv=False, wide=False)
+@_prints(csv=False, wide=False, brief=True)
 def attribute(trace: str, form: _Form, **options: Any) -> None:
     """Report whether a run collapsed or is slowly declining, when that began, what changed first, and the most likely
     cause.
@@ -1030,10 +1043,12 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
     against it, a probability, and the cheapest replay or rerun that would settle it. One run gives observational
     evidence; a baseline run makes it a controlled experiment.
     """
+    from .analysis.attribution.brief import attribution_brief
     from .analysis.attribution.text import attribution_json, attribution_text
 
     found = _asked(analysis.attribute, trace, **options)
-    form.answer(json=lambda: attribution_json(found), text=lambda width: attribution_text(found))
+    render = attribution_brief if form.is_brief else attribution_text
+    form.answer(json=lambda: attribution_json(found), text=lambda width: render(found))
 
 
 @_example("tim-trace report runs/demo -o demo.html")

@@ -24,11 +24,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-from tim_trace.analysis.diagnosis.replay_effects import removed_interval
+from tim_trace.analysis.diagnosis.diagnose import removed_interval
 from tim_trace.analysis.dynamics.dynamics import growths
 from tim_trace.analysis.facts.changes import LEAST_SD, change_points
-from tim_trace.analysis.facts.fall import Outcome, find_fall
-from tim_trace.analysis.facts.series import Series
+from tim_trace.analysis.facts.series import Outcome, Series, find_fall
 from tim_trace.analysis.gate.condition import LARGEST, SequenceColumns
 from tim_trace.analysis.gate.measured import QUANTILES, TAILS, quantile_cuts, resampled
 from tim_trace.analysis.objective.figures import FIGURES, chosen_figures, totals_of, values_of

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import tim_trace
 from tim_trace import cli
-from tim_trace.analysis.attribution.text import EVIDENCE_OF, UNITS
+from tim_trace.analysis.attribution.text import DIFFERENCES, EVIDENCE, UNITS
 from tim_trace.replay.arm_option import ENGINES, GRADIENT
 from tim_trace.replay.arms import OPTIONS
 from tim_trace.schemas.sums import KINDS
@@ -105,13 +105,12 @@ def thresholds(*files):
 
 def evidence():
     """The codes of an attribution's evidence, as a Markdown table."""
-    lines = ["| suspect | code | numbers | sentence |", "|---|---|---|---|"]
-    for suspect, sentences in EVIDENCE_OF.items():
-        for code, sentence in sentences.items():
-            names = dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(sentence) if name)
-            numbers = ", ".join(f"`{name}` ({UNITS[name]})" for name in names if name in UNITS)
-            plain = re.sub(r"\{(\w+)(:[^}]*)?\}", r"*\1*", sentence).replace("|", "\\|")
-            lines.append(f"| {suspect} | `{code}` | {numbers} | {plain} |")
+    lines = ["| code | numbers | sentence |", "|---|---|---|"]
+    for code, sentence in (EVIDENCE | DIFFERENCES).items():
+        names = dict.fromkeys(name for _, name, _, _ in string.Formatter().parse(sentence) if name)
+        numbers = ", ".join(f"`{name}` ({UNITS[name]})" for name in names if name in UNITS)
+        plain = re.sub(r"\{(\w+)(:[^}]*)?\}", r"*\1*", sentence).replace("|", "\\|")
+        lines.append(f"| `{code}` | {numbers} | {plain} |")
     return "\n".join(lines)
 
 
@@ -189,7 +188,7 @@ def pages():
         "reference/cli.md": {"help": "\n\n".join(helps())},
         "reference/attribute.md": {
             "evidence": evidence(),
-            "thresholds": thresholds("facts/fall.py", "facts/thresholds.py", "attribution/thresholds.py"),
+            "thresholds": thresholds("facts/series.py", "facts/thresholds.py", "attribution/thresholds.py"),
         },
         "reference/import-formats.md": {"formats": "\n\n".join(formats())},
         "reference/python.md": {"names": "\n\n".join(public_names())},

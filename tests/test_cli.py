@@ -42,7 +42,7 @@ from tim_trace.tracer.importers.import_dump import import_dump
 from tim_trace.tracer.launch import record
 from tim_trace.tracer.recorder import Recorder
 
-PRINTING = {"as_json", "as_csv", "is_wide", "as_sql", "quiet", "help", "exported", "attached", "verbose"}
+PRINTING = {"as_json", "as_csv", "is_wide", "is_brief", "as_sql", "quiet", "help", "exported", "attached", "verbose"}
 """Options that say how to print, or that call another function (`analysis.weights.export`, `attach`), and have no twin."""
 
 TWINS = {

@@ -3,32 +3,48 @@
 from __future__ import annotations
 
 import os
+import shlex
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
 
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
+from ..advice import Advice
 from ..check.check import CheckResult
+from ..facts import thresholds as ft
+from ..facts.mismatch import FROM_START, FROM_UPDATES, read_run_mismatch
+from ..facts.recorded import GIVEN, read_recorded
+from ..facts.relations import correlation, length_correlation, step_interval
+from ..facts.rollouts import Rollouts, least_reward, other_endings, successive, unequal_share
+from ..facts.series import COLLAPSE, Fall
 from ..statement import Statement
 from ..trace.columns import parse_pair
 from ..trace.database import Database
 from ..trace.source import Pair
 from ..views import open_database
 from . import thresholds as t
-from .attribution import INTERVENTION, OBSERVATION, Attribution, NotFinite
-from .control import ControlComparison, compare, shares_prompts
-from .odds import ranked, weighed
+from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SilentChange, Suspect
+from .divergence import SAMPLING, UPDATE
+from .fact import Fact
+from .looks.engine import carried
+from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
-from .silent import SilentChange, broken_steps, read_silent, supposed_at
-from .suspect import Suspect
-from .suspects import ALL
-from .suspects.changed import masks, settings
-from .suspects.mismatch import trainer_disagrees
-from .suspects.timing import at_once
+from .text import DIFFERENCES, evidence_sentence
 
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
 _MOST_STEPS = 12
 """Maximum number of steps tested as hypothetical onsets; each takes as long as a real drop."""
+_LEAST_DIFFERENCE = 0.1
+"""Minimum strength of a difference from a baseline run for it to be listed."""
+_SET = ("setting.", "learning_rate", "changed.setting_changed.")
+"""Beginnings of features of differences that someone set, which count beside the first difference of the data."""
+FELL_TOO = 0.6
+"""Minimum ratio of the baseline run's relative drop to the judged run's, for the baseline run to count as collapsed too."""
 
 
 def attribute(
@@ -68,64 +84,102 @@ def explain(
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
-            silent = read_silent(facts)
-            supposed = None if facts.fall or silent else _supposed(facts)
-            return _attribution(facts, _suspects(facts), silent=silent, supposed=supposed)
+            silent, known = read_silent(facts), table(facts)
+            return _attribution(
+                facts, known, _alone(facts, known), silent=silent,
+                supposed=None if facts.fall or silent else _supposed(facts),
+            )  # fmt: skip
         other = read_facts(control.of_steps(facts.database.steps), pair, is_control=True)
-        if shares_prompts(facts, other):
+        shares = shares_prompts(facts, other)
+        if shares:
             facts = facts.beside(other)
-        compared, silent = compare(facts, other, _suspects(facts)), read_silent(facts, other)
+        compared, silent = _compare(facts, other, shares=shares), read_silent(facts, other)
         return _attribution(
-            facts, compared.suspects, silent=silent, control=control.given[0], compared=compared,
+            facts, compared.facts, compared.suspects, silent=silent, control=control.given[0], compared=compared,
             supposed=None if facts.fall or silent else _supposed_beside(facts, other, compared),
         )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """The result of comparing a run with its baseline run."""
+
+    suspects: tuple[Suspect, ...]
+    is_intervention: bool
+    differences: tuple[Difference, ...]
+    notes: tuple[Statement, ...]
+    facts: tuple[Fact, ...]
+    step: int | None
+    """Step of the first difference, if the two runs were identical until then."""
+
+
+def _alone(facts: Facts, known: Iterable[Fact]) -> tuple[Suspect, ...]:
+    """Return all suspects by the facts of a single run; empty if the run has no drop."""
+    return () if facts.fall is None else described(facts, judged(known, ALONE))
+
+
+def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
+    """Judge a run by its facts and its differences from a baseline run. If both collapsed, only what both share counts."""
+    known = table(facts)
+    found, parted = table_beside(facts, control, known)
+    fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
+    suspects: tuple[Suspect, ...] = ()
+    if facts.fall and fell_too:
+        shared = {one.feature for one in table(control)}
+        suspects = judged([one for one in known if one.feature in shared], ALONE)
+    elif facts.fall:
+        suspects = judged((*known, *found), BESIDE)
+    shown = [one for one in found if one.code in DIFFERENCES and abs(one.level) >= _LEAST_DIFFERENCE]
+    differences = tuple(Difference(suspect=supported(one, BESIDE), code=one.code, values=one.values) for one in shown)
+    notes = () if shares else (Statement(code="other_prompts"),)
+    if facts.fall and not fell_too and not differences:
+        notes = (*notes, Statement(code="no_difference"))
+    of_first = [one for one in shown if parted is None or one is shown[0] or one.feature.startswith(_SET)]
+    if (
+        parted is not None
+        and parted.code in (UPDATE, SAMPLING)
+        and any(one.feature.startswith(_SET) for one in of_first)
+    ):
+        of_first = [
+            one for one in of_first if one.feature.startswith(_SET)
+        ]  # a setting acts through the update or the sampling
+    codes = {supported(one, BESIDE) for one in of_first}
+    return _Comparison(
+        suspects=described(facts, suspects), differences=differences, notes=notes, facts=(*found, *known), step=None if parted is None else parted.step,
+        is_intervention=shares and (facts.fall is None or len(codes) == 1),
+    )  # fmt: skip
 
 
 def _supposed(facts: Facts) -> SilentChange | None:
     """Return the most probable cause in case the run got worse without a visible drop, from its clearest change."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
-        suspects = _suspects(supposed_at(facts, step))
+        supposed = supposed_at(facts, step)
+        suspects = _alone(supposed, table(supposed))
         if suspects[0].code != "unknown":
             found.append(SilentChange(suspects=suspects, step=step, low=step, high=step))
     return max(found, key=lambda one: one.suspects[0].probability, default=None)
 
 
-def _supposed_beside(facts: Facts, control: Facts, compared: ControlComparison) -> SilentChange | None:
-    """Return the same as `_supposed`, from the first difference between the run and a baseline run."""
-    if compared.parted is None:
+def _supposed_beside(facts: Facts, control: Facts, compared: _Comparison) -> SilentChange | None:
+    """Return the most probable cause if the run got worse without a visible drop, judged by its first difference from a baseline run."""
+    if compared.step is None:
         return None
-    step = compared.parted.step
-    supposed = supposed_at(facts, step)
-    suspects = compare(supposed, control, _suspects(supposed)).suspects
-    return SilentChange(suspects=suspects, step=step, low=step, high=step)
-
-
-def _suspects(facts: Facts) -> tuple[Suspect, ...]:
-    """Return all suspects with the evidence from this run alone; empty if the run has no drop."""
-    if facts.fall is None:
-        return ()
-    unknown = Suspect(
-        code="unknown",
-        evidence=(
-            *settings(facts, "unknown"),
-            *at_once(facts, t.MEDIUM),
-            *trainer_disagrees(facts),
-            *masks(facts),
-            t.prior("unknown"),
-        ),
-    )
-    return ranked([weighed(suspect) for suspect in (*(suspect(facts) for suspect in ALL), unknown)])
+    at = supposed_at(facts, compared.step)
+    known = table(at)
+    suspects = described(at, judged((*known, *table_beside(at, control, known)[0]), BESIDE))
+    return SilentChange(suspects=suspects, step=compared.step, low=compared.step, high=compared.step)
 
 
 def _attribution(
     facts: Facts,
+    known: Iterable[Fact],
     suspects: tuple[Suspect, ...],
     *,
     silent: SilentChange | None,
     supposed: SilentChange | None = None,
     control: str | None = None,
-    compared: ControlComparison | None = None,
+    compared: _Comparison | None = None,
 ) -> Attribution:
     return Attribution(
         trace=facts.trace,
@@ -138,6 +192,7 @@ def _attribution(
         later=facts.later,
         changes=facts.near,
         suspects=suspects,
+        facts=tuple(sorted(known, key=lambda one: -abs(one.level))) if facts.fall else (),
         silent=silent,
         supposed=supposed,
         not_finite=_not_finite(facts),
@@ -148,6 +203,40 @@ def _attribution(
             *(compared.notes if compared else ()),
         ),
     )
+
+
+_FACTS = (
+    ("run", pa.string()), ("code", pa.string()), ("series", pa.string()), ("step", pa.int64()), ("low", pa.int64()),
+    ("high", pa.int64()), ("before", pa.string()), ("after", pa.string()), ("level", pa.float64()),
+    ("order", pa.string()), ("sentence", pa.string()),
+)  # fmt: skip
+_BEFORE = (
+    "from_value",
+    "before",
+    "correlation_before",
+    "before_share",
+    "lag_before",
+    "ratio_before",
+    "distance_before",
+)
+_AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
+"""Names of a fact's numbers before and after its change, the first one that it has."""
+
+
+def facts_table(database: Database) -> pa.Table:
+    """Return the facts of several runs as rows of the SQL view `facts`, strongest first; none for a run without a drop."""
+    rows = []
+    for source in database.sources:
+        result = explain(database.reopened(source), ("train", "rollout"))
+        for one in result.facts:
+            before, after = one.value(*_BEFORE), one.value(*_AFTER)
+            rows.append(
+                {"run": source.run, "code": one.code, "level": one.level, "order": one.order(result.fall),
+                 "series": one.value("series"), "sentence": evidence_sentence(one),
+                 "before": None if before is None else str(before), "after": None if after is None else str(after),
+                 **{name: one.value(name) for name in ("step", "low", "high")}}
+            )  # fmt: skip
+    return pa.Table.from_pylist(rows, pa.schema(list(_FACTS)))
 
 
 def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
@@ -163,3 +252,217 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()
     return (Statement(code="reward_changed", values=found.values),)
+
+
+_FEWEST_STEPS = 3
+"""Minimum number of steps on each side of a step to compare how responses end."""
+
+
+def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
+    """Return the change in reward or sampling after which the reward no longer measures the policy, in a run with neither a
+    drop nor an evaluation.
+
+    None if the outcome dropped, an evaluation was logged, or there is no such change.
+    """
+    if facts.fall is not None or facts.outcome is None or facts.outcome.is_evaluation:
+        return None
+    beside = None if control is None else _reward_beside(facts, control)
+    places = [place for place in (_reward(facts), _noise(facts), _policy(facts), beside) if place is not None]
+    found = [_judged(facts, control if place is beside else None, *place) for place in places]
+    return max(found, key=lambda change: change.suspects[0].probability, default=None)
+
+
+def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int) -> SilentChange:
+    at = supposed_at(facts, step)
+    known = table(at)
+    if control is None:
+        suspects = judged(known, ALONE)
+    else:
+        suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+    # The change itself is certain, so something that was tested caused it.
+    named = [suspect for suspect in suspects if suspect.code != "unknown"]
+    total = sum(suspect.probability for suspect in named)
+    shares = [replace(suspect, probability=suspect.probability / total) for suspect in named]
+    return SilentChange(suspects=described(at, shares), step=step, low=low, high=high)
+
+
+def _reward(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step and interval from which identical responses consistently get a different reward."""
+    found = facts.new_reward
+    is_material = found is not None and not facts.rewards_lie_off and facts.reward_moved >= t.REWARD_MOVED
+    if found is None or not is_material or (found.is_rescaled and not facts.pays_length_since):
+        return None
+    return found.step, found.low, found.high
+
+
+def _noise(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step and interval of reward noise larger than the earlier difference between best and worst response."""
+    low, high, difference = _pairs(facts.rollouts)
+    least = least_reward(facts.rollouts)
+    differs = np.abs(difference) > least
+    if not differs.any() or facts.rewards_lie_off:
+        return None
+    step, *interval = step_interval(differs, np.full(len(low), -1), high)
+    before, since = facts.rollouts.until(step - 1), facts.rollouts.since(step)
+    if not unequal_share(before, "reward", least) <= t.UNEQUAL or not unequal_share(since, "reward", least) > ft.MOST:
+        return None
+    apart = float(np.sqrt(np.mean(difference[low >= step] ** 2)))
+    is_large = apart > float(np.nanmax(before.reward) - np.nanmin(before.reward))
+    return (step, interval[0], interval[1]) if is_large else None
+
+
+def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each pair of consecutive identical responses, return their two steps and the difference in reward."""
+    one, two = successive(rollouts.whole, rollouts.step)
+    difference = rollouts.reward[two] - rollouts.reward[one]
+    known = np.isfinite(difference)
+    return rollouts.step[one][known], rollouts.step[two][known], difference[known]
+
+
+def _policy(facts: Facts) -> tuple[int, int, int] | None:
+    """Return the step from which sampled tokens are unlikely under the trainer: the recorded reward belongs to another policy."""
+    apart = -facts.values("mean_d")
+    known = np.isfinite(apart)
+    steps, apart = facts.steps[known], apart[known]
+    width = max(len(steps) // 10, 5)
+    below = np.flatnonzero(apart <= t.APART)
+    place = int(below[-1]) + 1 if len(below) else 0
+    if len(steps) - place < width:
+        return None
+    first, since = int(np.flatnonzero(apart > t.APART)[0]), int(steps[place])
+    return since, int(steps[first]), since
+
+
+def _reward_beside(facts: Facts, control: Facts) -> tuple[int, int, int] | None:
+    """Return the step from which responses consistently get a different reward than in the baseline run."""
+    a, b = facts.rollouts, control.rollouts
+    least = least_reward(b)
+    if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
+        return None
+    _, place = np.unique(b.whole, return_index=True)
+    place = place[np.isfinite(b.reward[place])]
+    at = np.searchsorted(b.whole[place], a.whole).clip(max=len(place) - 1)
+    rows = (b.whole[place][at] == a.whole) & np.isfinite(a.reward)
+    step, given, of_control = a.step[rows], a.reward[rows], b.reward[place][at][rows]
+    differs = np.abs(given - of_control) > least
+    if differs.sum() < t.FEW_CHANGED:
+        return None
+    first, *interval = step_interval(differs, np.full(len(step), -1), step)
+    if not unequal_share(a.since(first), "reward", least) <= t.UNEQUAL:
+        return None
+    since = step >= first
+    share = float(differs[since].mean())
+    usual = max(float(of_control[since].std()), 1e-12)
+    if float((given - of_control)[since].std()) < t.REWARD_MOVED * usual:
+        return None
+    chosen = since & differs
+    by_length = length_correlation((given - of_control)[chosen], a.length[rows][chosen], step[chosen])
+    is_by_length = share >= ft.MOST and abs(by_length) > ft.LENGTH_EXPLAINS
+    is_other = share >= ft.MOST and correlation(given[since], of_control[since]) <= ft.SAME_ORDER
+    return (first, interval[0], interval[1]) if is_by_length or is_other else None
+
+
+def supposed_at(facts: Facts, step: int) -> Facts:
+    """Return the facts as they would be if the run dropped at a step."""
+    fall = Fall(
+        outcome=facts.outcome.name if facts.outcome else "", onset_of="", kind=COLLAPSE, step=step, low=step, high=step + 1,
+        interval=(step - 1, step + 1), fallen=step + int(ft.AHEAD), before=0.0, after=0.0, size_in_sd=0.0,
+    )  # fmt: skip
+    return replace(facts, fall=fall, mismatch=read_run_mismatch(facts.series, fall))
+
+
+def broken_steps(facts: Facts) -> Iterator[int]:
+    """Yield the steps at which the run's inputs or engine changed."""
+    for change in read_recorded(facts.database, facts.pair):
+        is_clear = change.size_in_sd is None or abs(change.size_in_sd) >= t.OF_NO_SCATTER
+        if change.kind in GIVEN and is_clear and change.shape != "ramp":
+            yield change.step
+        if change.series == "mean_abs_d" and isinstance(change.after, float) and change.after >= t.MATERIAL_MISMATCH:
+            yield change.step
+    if (ending := ending_step(facts.rollouts)) is not None:
+        yield ending
+    if facts.changed_rewards is not None:
+        yield facts.changed_rewards.step
+    lag = np.abs(facts.values("version_lag"))
+    known = np.flatnonzero(np.isfinite(lag))
+    if len(known):
+        grows = known[1:][np.diff(lag[known]) >= 1]
+        yield from (int(facts.steps[place]) for place in grows[:1])
+
+
+def ending_step(rollouts: Rollouts) -> int | None:
+    """Return the first step from which responses end differently than in the first fifth of a run, or None."""
+    steps = np.unique(rollouts.step)
+    fifth = len(steps) // 5
+    if fifth < _FEWEST_STEPS:
+        return None
+    steps, share = other_endings(rollouts, rollouts.until(int(steps[fifth - 1])))
+    for at in range(fifth, len(steps) - _FEWEST_STEPS + 1):
+        if np.median(share[:at]) <= t.OTHER_ENDINGS / 4 and share[at : at + _FEWEST_STEPS].min() >= t.OTHER_ENDINGS:
+            return int(steps[at])
+    return None
+
+
+_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
+
+_NEXT = {
+    "optimizer": "rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged",
+    "reward": "score the recorded responses of the steps around the drop again with the verifier, and compare with sequences.reward",
+    "pairing": "compare seq_id of rewards, advantages and logprobs where the trainer builds its batch, for one step",
+    "entropy": "rerun with the sign and size of the entropy term changed (or a higher clip bound, clip_high 0.28)",
+    "data": "evaluate the weights before and after the change on the earlier prompts: if both do equally well, the prompts are the cause",
+    "truncation": "sample one step again from the same weights with a larger max_tokens, and compare the rewards",
+    "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
+    "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
+}  # fmt: skip
+"""Suspect -> what would decide whether it is the cause."""
+
+
+def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
+    """Return suspects with the kind of mismatch and with what would decide."""
+    return tuple(
+        replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
+        for suspect in suspects
+    )
+
+
+def _next(facts: Facts, suspect: str) -> Advice:
+    trace, step = shlex.quote(facts.trace), facts.fall.step if facts.fall else "all"
+    if suspect == "mismatch" and facts.mismatch is None:
+        return Advice("tim-trace record -o RUN -- COMMAND", "with an engine that returns logprobs")
+    if suspect == "mismatch":
+        found = facts.checked.findings[0].next if facts.checked else None
+        return Advice(found) if found else Advice(f"tim-trace triangulate {trace} --steps {step}")
+    if suspect == "staleness":
+        return Advice(
+            f"tim-trace replay {trace} --steps {step} --weights-version V-1",
+            "or rerun synchronously: one policy version per step",
+        )
+    if suspect == "length":
+        return Advice(
+            f"tim-trace query by-length {trace}",
+            "then rerun with a penalty for overlong responses or a larger max_tokens",
+        )
+    return Advice(remark=_NEXT[suspect]) if suspect in _NEXT else Advice()
+
+
+def kind(facts: Facts) -> str:
+    """Return the kind of mismatch: check's finding, corrected by the onset and growth of the mismatch."""
+    first = facts.checked.findings[0] if facts.checked else None
+    if first is not None and first.signal == "engine_weights":
+        return str(first.numbers["cause"])
+    if facts.checked is None or facts.checked.is_valid or first is None or carried(facts) < 0.1:
+        return ""
+    run, earlier, code = facts.mismatch, facts.earlier_weights, first.code
+    if run is None or code not in _OF_WEIGHTS:
+        return code
+    if earlier is not None and earlier.explains:
+        return "stale_weights"
+    if code == "copies" and run.begins != FROM_UPDATES:
+        return code
+    # Before any update, trainer and engine have the same weights unless one of them quantises its weights.
+    if run.begins == FROM_START:
+        return "quantised" if code != "change_inside_sequence" else code
+    if run.begins == FROM_UPDATES:
+        return "partial_sync" if run.grows else "stale_weights"
+    return str(first.numbers.get("cause") or code)

@@ -32,14 +32,6 @@ ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, ENTROPY_TERM, UNSEEN_REWARDS, UPDATE =
     "advantages_or_rewards_part", "update_parts",
 )  # fmt: skip
 
-SUSPECTS_OF = {
-    PROMPTS: ("data",), CUT: ("truncation",), SAMPLING: ("mismatch", "unknown"), TOOL: ("unknown",),
-    ENGINE: ("mismatch", "staleness"), SCORING: ("unknown",), SCORED_ROWS: ("pairing",), REWARDS: ("reward",),
-    PERMUTED: ("pairing",), OF_LAST_STEP: ("pairing",), KL_TERM: ("reference",), ENTROPY_TERM: ("entropy",),
-    UNSEEN_REWARDS: ("advantages", "reward", "length"), BY_LENGTH: ("length",), REFERENCE_MODEL: ("reference",),
-    ADVANTAGES: ("advantages",), ADVANTAGES_PERMUTED: ("pairing",),
-}  # fmt: skip
-"""Code of the first difference -> suspects that it supports."""
 _OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
 """Codes of differences that can also come from other prompts in the batch, through the batch mean and spread."""
 _ROUNDING = 1e-9

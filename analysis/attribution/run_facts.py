@@ -14,11 +14,27 @@ from ...schemas.errors import NothingToCompare, TimTraceError
 from ...schemas.steps import ALL_STEPS
 from ..check.check import CheckResult, gather, judge
 from ..facts import thresholds as ft
-from ..facts.changes import MIN_VALUES, ChangePoint, RunOutcomes, known_run, read_changes, read_outcomes
+from ..facts.changes import (
+    MIN_VALUES,
+    NOTHING,
+    POLICY,
+    ChangePoint,
+    Moves,
+    RunOutcomes,
+    known_run,
+    read_changes,
+    read_moves,
+    read_outcomes,
+)
 from ..facts.conditions import REFERENCE, SETTING
-from ..facts.fall import Fall, Outcome, find_fall
-from ..facts.mismatch import RunMismatch, read_run_mismatch
-from ..facts.moves import NOTHING, POLICY, Drop, Moves, read_drop, read_moves
+from ..facts.mismatch import (
+    EarlierWeights,
+    RunMismatch,
+    StillEngine,
+    read_earlier_weights,
+    read_run_mismatch,
+    read_still_engine,
+)
 from ..facts.other_rows import (
     KeptRewards,
     OtherPromptsRewards,
@@ -41,24 +57,19 @@ from ..facts.relations import (
     relation,
     relation_by_step,
 )
-from ..facts.repeats import (
+from ..facts.rollouts import (
     RepeatedResponses,
+    Rollouts,
+    least_reward,
+    read_rollouts,
     repeated_responses,
+    shared_responses,
     sorted_share,
     unequal_in_step,
     unequal_openings,
     unequal_share,
 )
-from ..facts.rollouts import Rollouts, least_reward, read_rollouts, shared_responses
-from ..facts.series import MISMATCH, Series
-from ..facts.staleness import (
-    EarlierWeights,
-    StaleWeights,
-    StillEngine,
-    read_earlier_weights,
-    read_stale_weights,
-    read_still_engine,
-)
+from ..facts.series import MISMATCH, Fall, Outcome, Series, find_fall
 from ..statement import Statement
 from ..trace.database import Database
 from ..trace.source import Pair
@@ -190,14 +201,6 @@ class Facts:
         """Return the values of a series, [n]; NaN where missing."""
         series = self.series.get(name)
         return np.full(len(self.steps), np.nan) if series is None else series.values
-
-    @property
-    def longest(self) -> np.ndarray:
-        """Length of the longest response at each step, [n] tokens; NaN where there are no sequences."""
-        longest = np.full(len(self.steps), np.nan)
-        steps, starts = np.unique(self.rollouts.step, return_index=True)
-        longest[np.searchsorted(self.steps, steps)] = np.maximum.reduceat(self.rollouts.num_tokens, starts)
-        return longest
 
     @cached_property
     def since_fall(self) -> Rollouts:
@@ -384,7 +387,7 @@ class Facts:
         is_one = (
             unequal_share(since, column, least) <= t.CHANGED and not unequal_share(before, column, least) > t.CHANGED
         )
-        return replace(found, is_earlier=True) if is_one else None
+        return found if is_one else None
 
     @property
     def is_given_otherwise(self) -> bool:
@@ -425,28 +428,6 @@ class Facts:
         width = max(len(known) // 10, 3)
         until = known[self.steps[known] <= max(self.fall.step, self.steps[known[2]])]
         return float(values[until][-width:].mean()), float(values[known[-width:]].mean())
-
-    @cached_property
-    def hides(self) -> bool:
-        """True if the recorded reward did not drop with the evaluation."""
-        if self.reward_beside is None or self.fall is None:
-            return False
-        before, after = self.reward_beside
-        return (before - after) / max(abs(before), 1e-12) < t.HIDDEN * self.fall.share
-
-    @cached_property
-    def drop(self) -> Drop | None:
-        """The steepest drop of the reward near the onset; None if the mismatch is large, which can cause a steep drop
-        by itself.
-        """
-        is_far = self.mismatch is not None and self.mismatch.size > t.LARGE_MISMATCH
-        return None if is_far else read_drop(self.series, self.rollouts, self.fall)
-
-    @cached_property
-    def stale_weights(self) -> StaleWeights | None:
-        """Comparison of the engine's logprobs with the trainer's of earlier steps, or None."""
-        values = self.values("mean_abs_d")
-        return None if self.mismatch is None else read_stale_weights(self.rollouts, float(np.nanmean(values)))
 
     @cached_property
     def advantages_break(self) -> tuple[int, float, float] | None:
@@ -517,8 +498,8 @@ class Facts:
         Measured after the onset of the mismatch; 0 if they differed before it as well.
         """
         begins = _mismatch_begins(self)
-        # If the mismatch is small, rounding that depends on the batch can give two different logprobs.
-        if begins is None or self.mismatch is None or t.of_size(self.mismatch.size) < 0:
+        # If the mismatch is small, batch-dependent rounding alone can give two different logprobs.
+        if begins is None or self.mismatch is None or self.mismatch.size <= t.SMALL_MISMATCH:
             return 0.0, 0.0
         step = int(self.steps[begins])
         since, before = unequal_openings(self.rollouts.since(step)), unequal_openings(self.rollouts.until(step - 1))

@@ -82,11 +82,6 @@ def is_setting(name: str) -> bool:
     return "coef" in words or "coefficient" in words or not any(word in _MEASURED for word in words)
 
 
-def is_of_sampling(setting: str) -> bool:
-    """Return True for sampling settings. The trainer may apply them as well, so trainer and engine may still agree."""
-    return any(name in re.split(r"[/.]", setting.lower())[-1] for name in _SAMPLING)
-
-
 def is_learning_rate(setting: str) -> bool:
     """Return True if the last word of a name says that the setting is a learning rate."""
     return re.split(r"[/.]", setting.lower())[-1] in _OPTIMIZER["learning_rate"]

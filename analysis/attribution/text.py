@@ -8,278 +8,125 @@ from typing import Any
 
 from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
-from ..facts.change_text import change_sentence, interval_text
-from ..facts.fall import Fall
+from ..facts.recorded import change_sentence, interval_text
+from ..facts.series import Fall
 from ..rows import of_steps, shown
 from ..statement import Statement, sentences
-from .attribution import Attribution, NotFinite
-from .silent import SilentChange
-from .suspect import Suspect
+from .attribution import Attribution, NotFinite, SilentChange, Suspect
 
 _MOST_CHANGES = 12
 """Maximum number of recorded changes listed in the text."""
+_MOST_EVIDENCE = 8
+"""Maximum number of pieces of evidence listed for a suspect, strongest first."""
 _SHOWN = 0.02
 """Probability below which a suspect is listed without its evidence."""
 
 _ENTROPY = "entropy is {first:.3g} nats at the start, {at_fall:.3g} at the onset and {last:.3g} at the end: "
-EVIDENCE_OF: Mapping[str, Mapping[str, str]] = {
-    "any": {
-        "prior": "prior, before any evidence",
-        "control_differs_and_did_not_fall": "the baseline run differs in this and did not collapse",
-        "control_is_alike": "the baseline run does not differ in this, only in something else",
-        "control_differs_and_fell": "the baseline run differs in this and collapsed too",
-        "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
-        "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
-        "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
-        "rewards_not_the_controls": "from step {step} on, {share:.0%} of {num_responses:,} responses that the baseline "
-        "also sampled consistently get a different reward",
-        "policies_apart": "from step {step} on, sampled tokens are {apart:.2g} nats per token less likely under the trainer than under the engine: the "
-        "recorded reward belongs to another policy",
-        "entropy_parts_first": "from the first differing update on, entropy is higher than in the baseline run, as with an entropy bonus",
-        "loss_moves_down": "the loss drops below its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is "
-        "subtracted from it",
-        "loss_moves_up": "the loss rises above its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is "
-        "added to it",
-        "loss_punishes_entropy": "since the drop, the loss is far above its earlier level and decreases with entropy (correlation {correlation:.2f}): entropy "
-        "is penalized",
-        "loss_follows_entropy": "since the drop, the loss is several times its earlier level and decreases as entropy rises (correlation {correlation:.2f}): "
-        "an entropy bonus dominates the loss",
-        "loss_follows_distance": "since the drop, the loss is several times its earlier level and follows the distance to the reference (correlation "
-        "{correlation:.2f}): a KL term dominates it",
-        "update_moves_first": "updates grow at step {step} although gradients do not, before the policy changes",
-        "masks_change": "from step {step} on, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after it",
-        "gradient_moves_first": "the gradient norm grows at step {step}, before reward and policy change",
-        "policy_moves_at_once": "the policy changes abruptly at step {step}, after a normal gradient",
-        "relation_breaks_alone": "from step {step} on, likelier answers no longer earn more, although rewards and policy are unchanged",
-        "mismatch_grows_by_updates": "from step {step} on, the mismatch grows several-fold over a few updates, as if the engine's weights fell behind",
-        "update_differs": "the two runs diverge at an update whose inputs were identical",
-        "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
-        "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
-        "gradient_grows": "the update of step {step} has {factor:.3g} times the baseline's gradient norm",
-        "update_is_other": "the update of step {step} is {factor:.3g} times as large as the baseline's, which its gradient does not explain",
-        "update_is_equal": "the update of step {step} has the baseline's gradient norm and size, yet gives different weights",
-        "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from it",
-        "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to it",
-        "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by "
-        "{apart:.2g} nats per token: too much for a loss term",
-        "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than the baseline's",
-        "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
-    },
-    "mismatch": {
-        "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
-        "mismatch_small": "mean |d| at the onset is {mean_abs_d:.2g} nats: too small to affect a run",
-        "mismatch_unclear": "mean |d| at the onset is {mean_abs_d:.2g} nats: may be large enough to matter",
-        "mismatch_large": "mean |d| at the onset is {mean_abs_d:.2g} nats: large enough to affect a run",
-        "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), before the drop",
-        "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), with the drop",
-        "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), after the drop began: it follows the drop",
-        "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, "
-        "{ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
-        "engine_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different "
-        "logprobs from the engine but only one from the trainer: the engine's computation is noisy",
-        "trainer_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different "
-        "logprobs from the trainer but only one from the engine: the trainer's scoring is noisy, as with dropout",
-        "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed "
-        "abruptly",
-        "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
-        "check_passes": "check finds {finding_title}",
-        "check_fails": "check finds: {finding_title}",
-        "explained_by_stale_weights": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
-        "mismatch remains, {num_openings:,} prefixes): staleness",
-        "explained_by_declared_lag": "sequences were sampled {lag:g} updates before they were scored, and the mismatch begins with the first updates: staleness",
-        "explained_by_earlier_weights": "the engine runs earlier trainer weights: staleness",
-        "explained_by_still_engine": "for {still_share:.0%} of {num_openings:,} repeated prefixes the engine's logprobs stay bitwise "
-        "identical while the trainer's change: the engine "
-        "gets no new weights, which is staleness",
-        "explained_by_steady_size": "the mismatch appears with the first updates and then stays constant, as if weights "
-        "lagged: staleness",
-    },
-    "data": {
-        "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its "
-        "prompts",
-        "prompts_steady": "the prompts do not change where the drop begins",
-    },
-    "truncation": {
-        "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, none is now, and {cut_share:.0%} end exactly "
-        "there",
-        "responses_cut_at_end": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, none is from step {step} on, and "
-        "{cut_share:.0%} of these end exactly there: the limit keeps shrinking",
-        "limited_shorter": "{share:.0%} of the responses of step {step} end at a limit, where almost none did before; none is longer than {limit:g} "
-        "tokens, down from {longest_before:g}",
-        "endings_become_one": "{share:.0%} of the responses at step {step} end with token {token} (previously {before_share:.0%}) and are shorter than before: "
-        "generation now stops at this token",
-        "endings_change": "from step {step} on, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they "
-        "are cut off",
-        "endings_shift": "by step {step}, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}), and the "
-        "share grows",
-        "responses_not_cut": "responses do not end at a limit that earlier ones exceeded",
-    },
-    "reference": {
-        "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
-        "distance_jumps": "from step {step} on, responses are {to_value:.3g} nats per token likelier under the policy than under the reference, up "
-        "from {from_value:.3g} one step earlier, although the policy is unchanged",
-        "reference_changed": "from step {step} on, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was "
-        "replaced",
-        "advantages_by_distance": "since the drop, advantages within groups follow the distance to the reference (correlation {correlation:.2f}, "
-        "{correlation_before:.2f} before): a KL term dominates them",
-        "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the "
-        "policy returns to its reference, as under a strong KL term",
-        "moved_by_distance": "compared with the baseline, the update of step {step} changes logprobs in proportion to their distance from the reference "
-        "(correlation {correlation:.2f}), as a KL term would",
-        "no_reference": "no KL coefficient and no jump of the distance to a reference was recorded",
-    },
-    "advantages": {
-        "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
-        "advantages_turn": "from step {step} on, advantages within groups decrease as rewards increase (correlation {correlation:.2f}, "
-        "{correlation_before:.2f} before)",
-        "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them "
-        "have the wrong sign",
-        "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the drop, {before_share:.0%} before",
-        "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
-        "advantages_steady": "sign, scale and mean of the advantages match the rewards",
-    },
-    "staleness": {
-        "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
-        "engine_stands_still": "for {still_share:.0%} of {num_openings:,} repeated prefixes the engine's logprobs are bitwise "
-        "the same as at earlier steps, and the trainer's for {trainer_share:.0%}: the engine gets no new "
-        "weights",
-        "declared_fresh_and_still": "according to the recorded policy versions, each step was sampled with the weights that scored it, but the engine's "
-        "logprobs contradict this",
-        "no_declared_lag": "the recorded policy versions show no lag between sampling and scoring weights",
-        "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
-        "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is "
-        "{mean_abs_d:.2g} nats",
-        "ordinary_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them, the "
-        "same as before the drop: the run learned despite this lag",
-        "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: "
-        "the lag did not cause it",
-        "earlier_weights_of_step": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} "
-        "prefixes equal the trainer's at step {version}: the engine kept those weights",
-        "earlier_weights_at_distance": "where engine and trainer differ, {share:.0%} of the engine's logprobs for "
-        "{num_agreeing:,} prefixes equal the trainer's from {version} steps earlier",
-        "earlier_weights_of_several_steps": "where engine and trainer differ, {num_equal:,} of the engine's logprobs for "
-        "{num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
-        "stale_weights_match": "the engine's logprobs of repeated prefixes match the trainer's from {distance} steps earlier ({left_share:.0%} of the "
-        "mismatch remains, {num_openings:,} prefixes)",
-        "stale_weights_excluded": "the engine's logprobs of repeated prefixes match none of the trainer's from up to {max_distance} steps earlier (at best "
-        "{left_share:.0%} of the mismatch remains): the weights are not stale",
-        "engine_moves_on": "the engine's logprobs of {num_openings:,} repeated prefixes change at each step: it gets new weights",
-        "mismatch_at_first_step": "the mismatch exists at the first recorded step",
-        "mismatch_at_first_step_without_lag": "the mismatch exists at the first recorded step, where weights cannot be stale unless the run was resumed",
-        "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that "
-        "lag a few updates behind",
-        "mismatch_steady_and_check": "the mismatch appears with the first updates and then stays constant (check finds "
-        "stale weights), as with weights that lag a few updates behind",
-    },
-    "optimizer": {
-        "learning_rate_spike_before_fall": "the learning rate is {factor:.3g} times its median from step {step} on, before the drop begins",
-        "learning_rate_spike_at_fall": "the learning rate is {factor:.3g} times its median from step {step} on, where the drop begins",
-        "learning_rate_spike_after_fall": "the learning rate is {factor:.3g} times its median from step {step} on, after the drop began",
-        "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
-        "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
-        "update_bursts": "by then, {num_updates} updates were more than {burst_factor:g} times as large as the median update, the largest "
-        "{max_factor:.3g} times",
-        "reward_drops_with_policy": "{share:.0%} of the drop happens at step {step}, where the policy changes too: too much for so few updates",
-        "grad_norm_grows_before_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, before the drop",
-        "grad_norm_grows_after_fall": "the gradient norm grows {factor:.3g}-fold from step {step} on, after the drop began",
-    },
-    "reward": {
-        "rewards_deterministic": "the reward depends only on the response: of {num_pairs:,} pairs of identical "
-        "responses, {unequal_share:.1%} have different rewards",
-        "rewards_disagree_in_step": "since the drop, {share:.0%} of the pairs of identical responses within a step "
-        "have different rewards ({before_share:.1%} before): the reward depends on more than the response",
-        "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward from then on, while identical "
-        "responses within a step get equal rewards: the reward rule changed",
-        "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have "
-        "different rewards, {mean_difference:.2g} apart on average",
-        "rewards_noisy_before": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
-        "rewards, about as many as before the drop",
-        "likelier_earn_less": "where the drop begins, likelier answers earn less in {negative_share:.0%} of the groups (mean correlation "
-        "{correlation:.2f}), as if the reward were inverted",
-        "likelier_earn_no_more": "where the drop begins, likelier answers do not earn more (correlation {correlation:.2f} within groups), as if the reward "
-        "were random",
-        "likelier_earn_more": "where the drop begins, likelier answers earn more (correlation {correlation:.2f} within groups)",
-        "reward_drops_without_policy": "{share:.0%} of the drop happens at step {step}, while entropy, length and likelihood stay the same: the same answers earn "
-        "less",
-        "reward_and_relation_move": "at step {step} rewards change and likelier answers stop earning more, while the policy stays the same",
-        "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
-        "rewards_beyond_range": "{share:.0%} of the rewards since the drop exceed all earlier ones, up to {highest:.3g} (earlier maximum "
-        "{highest_before:.3g})",
-        "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to "
-        "{outcome_after:.3g}: it rewards something else",
-        "reward_hides_fall_of_other_policy": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to "
-        "{outcome_after:.3g}; the evaluated policy is not the sampled one",
-        "reward_hides_fall_pays_length": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to "
-        "{outcome_after:.3g}: it rewards length",
-        "reward_falls_too": "the recorded reward drops together with the evaluation",
-    },
-    "pairing": {
-        "rewards_sorted": "in {share:.0%} of the groups since the drop the rewards are sorted ({before_share:.0%} before)",
-        "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; "
-        "with each step's rewards reversed, only {unequal_shifted_share:.0%} do",
-        "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have "
-        "different rewards; with each group's rewards reversed, only {unequal_shifted_share:.0%} do",
-        "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
-        "rewards; with all groups' first members before all second ones, only {unequal_shifted_share:.0%} do: rows and "
-        "columns are swapped",
-        "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
-        "rewards; if rewards are read group by group instead of member by member, only {unequal_shifted_share:.0%} do: "
-        "rows and columns are swapped",
-        "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
-        "rewards; with the reward of the neighbour in its group, only {unequal_shifted_share:.0%} do",
-        "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; "
-        "with the two halves of each step swapped, only {unequal_shifted_share:.0%} do",
-        "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
-        "rewards; with the rewards of the next step, only {unequal_shifted_share:.0%} do: rewards are recorded one "
-        "step late",
-        "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
-        "rewards; with rewards shifted by {shift} rows within the step, only {unequal_shifted_share:.0%} do",
-        "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are "
-        "missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
-        "rewards_move_rows": "from step {step} on, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, "
-        "{mean_before:.3g} before): they are in the wrong rows",
-        "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses get the reward they earned earlier under the prompt at offset {shift:+d} in the "
-        "step ({chance_share:.0%} by chance): they are graded against the wrong prompt",
-        "rewards_in_their_rows": "of {num_pairs:,} pairs of identical responses, only {unequal_share:.1%} have "
-        "different rewards",
-        "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
-        "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different "
-        "rewards; if rewards are ordered by when responses of that length finish, only {unequal_shifted_share:.0%} do",
-        "logprobs_of_other_rows": "from step {step} on, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of "
-        "them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the "
-        "wrong rows",
-        "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
-    },
-    "entropy": {
-        "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
-        "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
-        "entropy_rose_before_fall": _ENTROPY + "it rose before the drop",
-        "entropy_lost": _ENTROPY + "the policy gets more certain while it does worse",
-        "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
-        "entropy_explodes": _ENTROPY + "it explodes with the drop",
-        "entropy_rises_with_fall": _ENTROPY + "it rises with the drop or after it",
-        "entropy_in_range": _ENTROPY + "within its normal range",
-        "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): "
-        "an entropy bonus or a penalty in the reward dominates them",
-        "updates_large": "updates are large, which also changes entropy",
-    },
-    "length": {
-        "length_steady": "response length does not change",
-        "length_changes": "response length goes from {before:.3g} to {after:.3g} tokens from step {step} on, not after the drop",
-        "length_changes_after_fall": "response length goes from {before:.3g} to {after:.3g} tokens from step {step} on, after the drop began",
-        "length_pays": "within groups, longer responses earn more (correlation {correlation:.2f})",
-        "length_pays_since": "from step {step} on, the rewards of the same responses change with their length (correlation {correlation:.2f}, "
-        "{num_responses:,} responses)",
-        "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
-        "length_pays_while_hidden": "within groups, longer responses earn more (correlation {correlation:.2f}); the reward stays up while they grow and the "
-        "evaluation drops",
-        "length_costs_while_hidden": "within groups, shorter responses earn more (correlation {correlation:.2f}); the reward stays up while they shrink and the "
-        "evaluation drops",
-    },
+EVIDENCE: Mapping[str, str] = {
+    "prior": "prior, before any evidence",
+    "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
+    "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
+    "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
+    "entropy_parts_first": "from the first differing update on, entropy is higher than in the baseline run, as with an entropy bonus",
+    "loss_moves_down": "the loss drops below its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is subtracted from it",
+    "loss_moves_up": "the loss rises above its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is added to it",
+    "update_moves_first": "updates grow at step {step} although gradients do not, before the policy changes",
+    "masks_change": "from step {step} on, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after it",
+    "gradient_moves_first": "the gradient norm grows at step {step}, before reward and policy change",
+    "policy_moves_at_once": "the policy changes abruptly at step {step}, after a normal gradient",
+    "relation_breaks_alone": "from step {step} on, likelier answers no longer earn more, although rewards and policy are unchanged",
+    "mismatch_grows_by_updates": "from step {step} on, the mismatch grows several-fold over a few updates, as if the engine's weights fell behind",
+    "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
+    "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
+    "gradient_grows": "the update of step {step} has {factor:.3g} times the baseline's gradient norm",
+    "update_is_other": "the update of step {step} is {factor:.3g} times as large as the baseline's, which its gradient does not explain",
+    "update_is_equal": "the update of step {step} has the baseline's gradient norm and size, yet gives different weights",
+    "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from it",
+    "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to it",
+    "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: too much for a loss term",
+    "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than the baseline's",
+    "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
+    "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
+    "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), before the drop",
+    "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), with the drop",
+    "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), after the drop began: it follows the drop",
+    "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
+    "engine_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the engine but only one from the trainer: the engine's computation is noisy",
+    "trainer_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the trainer but only one from the engine: the trainer's scoring is noisy, as with dropout",
+    "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed abruptly",
+    "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
+    "check_fails": "check finds: {finding_title}",
+    "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
+    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, none is now, and {cut_share:.0%} end exactly there",
+    "endings_become_one": "{share:.0%} of the responses at step {step} end with token {token} (previously {before_share:.0%}) and are shorter than before: generation now stops at this token",
+    "endings_change": "from step {step} on, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they are cut off",
+    "endings_shift": "by step {step}, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}), and the share grows",
+    "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
+    "reference_changed": "from step {step} on, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
+    "advantages_by_distance": "since the drop, advantages within groups follow the distance to the reference (correlation {correlation:.2f}, {correlation_before:.2f} before): a KL term dominates them",
+    "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as under a strong KL term",
+    "moved_by_distance": "compared with the baseline, the update of step {step} changes logprobs in proportion to their distance from the reference (correlation {correlation:.2f}), as a KL term would",
+    "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
+    "advantages_turn": "from step {step} on, advantages within groups decrease as rewards increase (correlation {correlation:.2f}, {correlation_before:.2f} before)",
+    "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them have the wrong sign",
+    "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the drop, {before_share:.0%} before",
+    "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
+    "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
+    "engine_stands_still": "for {still_share:.0%} of {num_openings:,} repeated prefixes the engine's logprobs are bitwise the same as at earlier steps, and the trainer's for {trainer_share:.0%}: the engine gets no new weights",
+    "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
+    "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is {mean_abs_d:.2g} nats",
+    "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: the lag did not cause it",
+    "earlier_weights_of_step": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} prefixes equal the trainer's at step {version}: the engine kept those weights",
+    "earlier_weights_at_distance": "where engine and trainer differ, {share:.0%} of the engine's logprobs for {num_agreeing:,} prefixes equal the trainer's from {version} steps earlier",
+    "earlier_weights_of_several_steps": "where engine and trainer differ, {num_equal:,} of the engine's logprobs for {num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
+    "engine_moves_on": "the engine's logprobs of {num_openings:,} repeated prefixes change at each step: it gets new weights",
+    "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that lag a few updates behind",
+    "learning_rate_spike_before_fall": "the learning rate is {factor:.3g} times its median from step {step} on, before the drop begins",
+    "learning_rate_spike_at_fall": "the learning rate is {factor:.3g} times its median from step {step} on, where the drop begins",
+    "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
+    "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
+    "update_bursts": "by then, {num_updates} updates were more than {burst_factor:g} times as large as the median update, the largest {max_factor:.3g} times",
+    "rewards_disagree_in_step": "since the drop, {share:.0%} of the pairs of identical responses within a step have different rewards ({before_share:.1%} before): the reward depends on more than the response",
+    "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward from then on, while identical responses within a step get equal rewards: the reward rule changed",
+    "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards, {mean_difference:.2g} apart on average",
+    "likelier_earn_less": "where the drop begins, likelier answers earn less in {negative_share:.0%} of the groups (mean correlation {correlation:.2f}), as if the reward were inverted",
+    "reward_and_relation_move": "at step {step} rewards change and likelier answers stop earning more, while the policy stays the same",
+    "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
+    "rewards_beyond_range": "{share:.0%} of the rewards since the drop exceed all earlier ones, up to {highest:.3g} (earlier maximum {highest_before:.3g})",
+    "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}: it rewards something else",
+    "rewards_sorted": "in {share:.0%} of the groups since the drop the rewards are sorted ({before_share:.0%} before)",
+    "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with each step's rewards reversed, only {unequal_shifted_share:.0%} do",
+    "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with each group's rewards reversed, only {unequal_shifted_share:.0%} do",
+    "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with all groups' first members before all second ones, only {unequal_shifted_share:.0%} do: rows and columns are swapped",
+    "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are read group by group instead of member by member, only {unequal_shifted_share:.0%} do: rows and columns are swapped",
+    "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the reward of the neighbour in its group, only {unequal_shifted_share:.0%} do",
+    "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the two halves of each step swapped, only {unequal_shifted_share:.0%} do",
+    "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the rewards of the next step, only {unequal_shifted_share:.0%} do: rewards are recorded one step late",
+    "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with rewards shifted by {shift} rows within the step, only {unequal_shifted_share:.0%} do",
+    "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
+    "rewards_move_rows": "from step {step} on, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): they are in the wrong rows",
+    "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses get the reward they earned earlier under the prompt at offset {shift:+d} in the step ({chance_share:.0%} by chance): they are graded against the wrong prompt",
+    "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
+    "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are ordered by when responses of that length finish, only {unequal_shifted_share:.0%} do",
+    "logprobs_of_other_rows": "from step {step} on, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the wrong rows",
+    "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
+    "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
+    "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
+    "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
+    "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): an entropy bonus or a penalty in the reward dominates them",
+    "length_pays": "within groups, longer responses earn more (correlation {correlation:.2f})",
+    "length_pays_since": "from step {step} on, the rewards of the same responses change with their length (correlation {correlation:.2f}, {num_responses:,} responses)",
+    "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
+    "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
+    "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
+    "likelier_earned_more": "where the drop begins, likelihood and reward have a correlation of {correlation:.2f} within groups ({correlation_before:.2f} before)",
+    "length_costs": "within groups, longer responses earn less (correlation {correlation:.2f})",
+    "entropy_lower": "from the first update that differs, entropy is lower than the baseline's",
+    "moment_is_other": "Adam's second moment at step {step} is {factor:.3g} times the baseline's, which the gradient does not explain",
+    "update_grows": "the update of step {step} is {factor:.3g} times as large as the baseline's",
+    "control_fell": "the baseline run collapsed too",
 }  # fmt: skip
-"""Suspect -> evidence code -> sentence template, with placeholders for the numbers."""
-
-EVIDENCE = {code: sentence for of_suspect in EVIDENCE_OF.values() for code, sentence in of_suspect.items()}
+"""Code of a fact -> sentence template, with placeholders for the numbers; differences from a baseline run are in DIFFERENCES."""
 
 UNITS: Mapping[str, str] = {
     "after": "tokens", "apart": "nats", "at_fall": "nats", "before": "tokens", "before_share": "0 to 1", "by_chance": "count", "burst_factor": "times the median",
@@ -335,19 +182,12 @@ DIFFERENCES: Mapping[str, str] = {
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
     "learning_rate": "from step {step} on, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
-    "gradient": "at step {step} the same sequences, rewards and advantages give a gradient norm of {run:.4g} in the run and {control:.4g} in the "
-    "baseline: the loss has another term (an entropy bonus, a KL term)",
     "update_or_loss": "the update of step {step} gives different weights than the baseline's, from the same sequences, rewards and advantages: the "
     "optimizer or a loss term differs (record the gradient norm to tell which)",
     "prompts": "from step {step} on, the prompts differ from the baseline's (at {num_steps} steps)",
     "changed": "{series} changes near the drop in the run but not in the baseline",
-    "gradient_without_advantages": "at step {step} the same sequences and rewards give a gradient norm of {run:.4g} in the run and {control:.4g} in the baseline: "
-    "the advantages (not recorded) or a loss term differ",
     "update_or_loss_without_advantages": "the update of step {step} gives different weights than the baseline's, from the same sequences and rewards: the optimizer, a "
     "loss term or the advantages differ (neither advantages nor gradient norm were recorded)",
-    "entropy_higher": "after step {step} and before the drop, entropy is higher in the run at {share:.0%} of {num_steps} steps",
-    "update": "the update of step {step} gives different weights than the baseline's, from the same sequences, rewards and gradient norm: the "
-    "optimizer differs, or something else changed the weights",
 }
 """Code of a difference from the baseline run -> sentence template."""
 
@@ -369,7 +209,8 @@ NOTES: Mapping[str, str] = {
 def evidence_sentence(evidence: Statement) -> str:
     """Return the sentence that states a piece of evidence."""
     finding = str(evidence.values.get("finding", ""))
-    return EVIDENCE[evidence.code].format(**evidence.values, finding_title=TITLES.get(finding, finding))
+    sentence = EVIDENCE.get(evidence.code) or DIFFERENCES[evidence.code]
+    return sentence.format(**evidence.values, finding_title=TITLES.get(finding, finding))
 
 
 def difference_sentences(result: Attribution) -> tuple[str, ...]:
@@ -490,6 +331,7 @@ def attribution_json(result: Attribution) -> dict[str, Any]:
     """Return the attribution as JSON-ready values: all numbers, codes and sentences."""
     return asdict(result) | {
         "suspects": [_suspect_json(each) for each in result.suspects],
+        "facts": [asdict(each) | {"sentence": evidence_sentence(each)} for each in result.facts],
         "silent": _silent_json(result.silent),
         "supposed": _silent_json(result.supposed),
         "sentence": verdict_sentence(result),
@@ -530,7 +372,7 @@ def _changes(result: Attribution) -> str:
 
 def _suspect(suspect: Suspect) -> str:
     lines = [suspect.titled()]
-    for evidence in suspect.evidence:
+    for evidence in suspect.evidence[:_MOST_EVIDENCE]:
         word = "for" if evidence.points > 0 else "against" if evidence.points < 0 else "neutral"
         lines.append(f"  {word:<8}{evidence.points:+.1f}  {evidence_sentence(evidence)}")
     if suspect.broken:

@@ -29,7 +29,7 @@ class Numerics:
     declared: tuple[str | None, str | None]
     """dtypes declared by the contracts."""
     logits: tuple[str | None, str | None]
-    """dtypes to which the logits were rounded; see check.rounding."""
+    """dtypes to which the logits were rounded; see check.pair_data."""
     values: tuple[str | None, str | None]
     """dtypes to which the recorded logprobs were rounded."""
 

@@ -7,8 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from ..alarms.text import alarm_sentence, fired, reading_json, since, taken_over
-from ..attribution.attribution import Attribution
-from ..attribution.suspect import Suspect
+from ..attribution.attribution import Attribution, Suspect
 from ..attribution.text import (
     attribution_json,
     evidence_sentence,
@@ -19,9 +18,8 @@ from ..attribution.text import (
 )
 from ..check.check import CheckResult
 from ..check.text import checked_json, checked_text
-from ..facts.change_text import change_sentence, interval_text
 from ..facts.changes import MIN_VALUES
-from ..facts.recorded import RecordedChange
+from ..facts.recorded import RecordedChange, change_sentence, interval_text
 from ..locate_text import location_sentence
 from ..rows import Rows, shown, to_text, wrapped
 from .diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison, data_faults

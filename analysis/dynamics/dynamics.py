@@ -24,9 +24,8 @@ from ..facts.changes import (
     read_changes,
     read_outcomes,
 )
-from ..facts.fall import Fall
 from ..facts.read_series import read_series
-from ..facts.series import Series
+from ..facts.series import Fall, Series
 from ..statement import Statement
 from ..statistics.intervals import student_quantile
 from ..statistics.location import SHIFT

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..facts.change_text import interval_text
 from ..facts.changes import FirstChange
+from ..facts.recorded import interval_text
 from ..rows import MAIN_COLUMNS, Rows, shown, to_text, wrapped
 from ..statement import Measured, Statement, sentences
 from ..statistics.location import RAMP

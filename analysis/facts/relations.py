@@ -225,17 +225,12 @@ class ChangedResponses:
     """Share of the responses repeated before `first` whose value had changed by then; NaN if none repeat."""
     length_correlation: float
     """Correlation of value differences with lengths, over all pairs or within steps; 0 if either is constant."""
-    is_of_one_length: bool
-    """True if all changed responses have one length, so that no correlation with length is defined."""
     agreement: float = 0.0
     """Correlation of the values before the step with those after it; 0 if either are constant."""
     low: int = 0
     """First step of the 95 % confidence interval of the change."""
     high: int = 0
     """Last step of the 95 % confidence interval of the change."""
-
-    is_earlier: bool = False
-    """True if the change came long before the drop."""
 
     @property
     def is_rescaled(self) -> bool:
@@ -284,7 +279,7 @@ def changed_responses(
             best = ChangedResponses(
                 step=int(at), num_responses=num, share=share,
                 share_before=float(before.mean()) if len(before) else math.nan,
-                length_correlation=by_length, is_of_one_length=len(np.unique(lengths)) == 1,
+                length_correlation=by_length,
                 agreement=correlation(given[one][spans], given[two][spans]),
             )  # fmt: skip
     if best is None:

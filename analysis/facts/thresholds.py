@@ -1,4 +1,4 @@
-"""The thresholds for facts, with the reason for each value; those for detecting a drop are in fall.py."""
+"""The thresholds for facts, with the reason for each value; those for detecting a drop are in series.py."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ AT_ONCE = 0.35
 GROWTH = 1.6
 """The mismatch grows if it is at least this many times its settled size in the last quarter of the run."""
 
-STALE_LEFT = 0.2
-"""The engine had an earlier step's weights if at most this share of the mismatch remains in comparison with the trainer
-at that step. Rounding, or a distance that is off by one step, leaves less."""
-STALE_REACHES = 20
-"""Stale weights are ruled out only if earlier trainer weights were compared up to at least this distance in steps;
-larger lags are usually recorded."""
 EARLIER_AGREES = 0.5
 """The engine had earlier weights if at least this share of prefixes has the engine logprob that the trainer gave at one
 earlier step, or at one fixed distance in steps. The share was at most 0.14 in 57 collapses caused by the mismatch."""
@@ -32,15 +26,7 @@ STILL_BY_CHANCE = 0.1
 """The trainer's weights change if at most this share of repeated prefixes gets bitwise identical logprobs from the
 trainer.
 """
-STALE_CARRIES = 0.2
-"""Prefixes represent the mismatch if their mean |d| is at least this share of the run's."""
 
-DROPS = 0.6
-"""A drop is abrupt if at least this share of the reward's total loss occurs between two steps."""
-SAME_POLICY = 3.0
-"""The policy is unchanged if entropy, length and likelihood change by at most this, in standard deviations."""
-OTHER_POLICY = 5.0
-"""The policy has changed if entropy, length or likelihood changes by at least this, in standard deviations."""
 
 MATERIAL_REWARD = 0.05
 """Two rewards of a response differ from this size up, in standard deviations of all rewards; KL terms in the reward

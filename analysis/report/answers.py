@@ -6,12 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 from ..alarms.text import fired
-from ..attribution.attribution import Attribution
-from ..attribution.suspect import Suspect
+from ..attribution.attribution import Attribution, Suspect
 from ..attribution.text import verdict_sentence
 from ..check.faults import evidence_text
 from ..diagnosis.text import alerts_text, as_cause, effect_text, normal_text, numerics_text
-from ..facts.change_text import interval_text
+from ..facts.recorded import interval_text
 from ..objective.verdict import LARGE, SMALL, Estimate, Objective, is_opposed
 from .commands import command
 from .subject import Subject

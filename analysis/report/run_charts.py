@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..facts.change_text import interval_text
 from ..facts.changes import ChangePoint
+from ..facts.recorded import interval_text
 from ..facts.series import KINDS, LOG, Series
 from ..statistics.location import SHIFT
 from . import chart

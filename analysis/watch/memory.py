@@ -21,8 +21,16 @@ from ...tracer.verified_file import FileCursor
 from ..alarms.figures import Figure, read_token_figures
 from ..alarms.repeats import Repeats
 from ..facts.mismatch import read_step_mismatch
-from ..facts.policy import Given, read_clipping, read_entropy, read_given, read_lags
-from ..facts.read_series import on_steps, read_logged, read_sampled
+from ..facts.read_series import (
+    Given,
+    on_steps,
+    read_clipping,
+    read_entropy,
+    read_given,
+    read_lags,
+    read_logged,
+    read_sampled,
+)
 from ..facts.series import KINDS, Column, Series
 from ..trace.columns import read_hyperparameters
 from ..trace.database import Database

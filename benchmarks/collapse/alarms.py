@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 from rules import RULES, Known, Rule
 from tim_trace.analysis.alarms.repeats import unequal_rewards
-from tim_trace.analysis.facts.fall import Outcome, find_fall
 from tim_trace.analysis.facts.read_series import read_series
 from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts
+from tim_trace.analysis.facts.series import Outcome, find_fall
 from tim_trace.analysis.views import open_database
 from truth import Truth, truths
 

@@ -1,100 +1,115 @@
-"""Hold `tim-trace attribute` against laboratories that differ, each scored with what was set on the others.
+"""Fit the model of `tim-trace attribute` on benchmark suites, and score it on each suite with the model fitted on the others.
 
-python benchmarks/laboratories/left_out.py runs/laboratories/a runs/laboratories/b runs/laboratories/c
+python benchmarks/laboratories/left_out.py facts runs/laboratories/* -o benchmarks/laboratories/facts.parquet
+python benchmarks/laboratories/left_out.py score benchmarks/laboratories/facts.parquet
+python benchmarks/laboratories/left_out.py fit benchmarks/laboratories/facts.parquet
 
-A folder of runs has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts
-as fallen where the last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95; what lies between
-is left out. Of a cause `other` the right answer is that it cannot be told. A cause that is named without a fall counts as said, and is
-counted apart: `silent`, where what is rewarded or sampled became another one, and `supposed`, in case that the run does worse all the
-same. Of a sound run the second is no alarm.
+A suite has NAME/trace, NAME/label.json (cause, twin) and NAME/plan.json (evaluations by the true reward). A run counts as collapsed if the
+last fifth of its evaluations is below 0.9 of the best fifth and its twin's is above 0.95. The right answer for a cause `other` is
+`unknown`. `facts` writes one row per fact, so that fitting needs no traces.
 
-What a kind of evidence counts, as a factor of its points, and what a suspect begins with are set on the other folders by least
-logarithmic loss; factors are held near 1 where few of their falls have the evidence. `--factors` prints both of all folders together, as
-analysis/attribution/odds.py and thresholds.py have them.
+The model is a multinomial logistic regression. A coefficient of a fact for the suspect that it speaks for (OWNERS) is held near the mean of such
+coefficients, every other coefficient near 0: most facts occur in few collapses, and a new kind of fact counts like its kin.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from scipy.optimize import minimize
-from tim_trace.analysis import attribute
-from tim_trace.analysis.attribution.attribution import MIN_PROBABILITY_OF_SUSPECT
-from tim_trace.analysis.attribution.odds import FACTORS, kind_of
-from tim_trace.analysis.attribution.suspect import SUSPECTS
-from tim_trace.analysis.attribution.thresholds import WORTH, WORTH_BESIDE
+from tim_trace.analysis.attribution import model as applied
+from tim_trace.analysis.attribution.attribute import broken_steps, supposed_at
+from tim_trace.analysis.attribution.attribution import SUSPECTS
+from tim_trace.analysis.attribution.fact import Fact
+from tim_trace.analysis.attribution.model import ALONE, BESIDE, judged, shares_prompts, table, table_beside, unexplained
+from tim_trace.analysis.attribution.run_facts import Facts, read_facts
+from tim_trace.analysis.views import open_database
 
 FELL, HELD = 0.9, 0.95
 SOUND = ("sound", "harmless")
 CONFIDENT = 0.6
-BANDS = (0.0, 0.5, 0.7, 0.9, 1.01)
-FEWEST_FALLS, FEWEST_FOLDERS = 8, 3
-"""That have a kind of evidence, for its factor to be set."""
-BEGINS = 3.0
-"""The most points that a suspect begins with, or the fewest below 0."""
-MOST = 3.0
-"""The largest factor; the least is 0, so that evidence for a suspect never speaks against it."""
-HELD_NEAR_1 = 1.0
-"""Weight of the squared distances of the factors from 1, beside the summed loss of the falls."""
-HELD_NEAR_0 = 0.3
-"""The same of the points that suspects begin with, from 0."""
+BANDS = (0.5, 0.7, 0.9, 1.01)
+PAIR = ("train", "rollout")
+
+OWNERS: dict[str, str] = {
+    "mismatch": "mismatch_size mismatch_grows_before_fall mismatch_grows_with_fall exact_until check_fails.values check_fails.weights "
+    "engine_disagrees not_sampled_so engine_moves_with_mismatch "
+    "engine_moves_on engine_parts.at_once engine_parts.later sampling_parts mismatch scoring_parts.lasts",
+    "staleness": "engine_stands_still earlier_weights declared_lag declared_lag_grows mismatch_steady check_fails.stale "
+    "mismatch_grows_by_updates engine_parts.behind lag",
+    "optimizer": "learning_rate_spike_at_fall learning_rate_spike_before_fall update_size update_leaps update_bursts update_moves_first "
+    "setting_unusual.adam_beta1 setting_unusual.adam_beta2 setting_unusual.adam_epsilon setting_unusual.learning_rate policy_moves_at_once "
+    "gradient_moves_first update_is_other moment_is_other update_grows learning_rate gradient_is_equal",
+    "reward": "rewards_noisy rewards_disagree_in_step rewards_of_other_rule rewards_changed likelier_earn_less.share "
+    "likelier_earned_more.lost reward_and_relation_move reward_moves_alone rewards_beyond_range "
+    "reward_hides_fall.with rewards_part rewards",
+    "pairing": "in_other_rows relation_breaks_alone advantages_do_not_follow advantages_do_not_follow.alone logprobs_in_other_rows "
+    "logprobs_of_other_rows scored_rows_part rewards_permuted_part rewards_of_last_step_part advantages_permuted_part rewards_permuted",
+    "data": "prompts_changed prompts_part prompts",
+    "truncation": "responses_cut.told responses_cut.seen endings_change endings_shift endings_become_one responses_cut_off",
+    "reference": "reference_changed reference_jumps returns_to_reference advantages_by_distance "
+    "gradient_moves_first.reference loss_moves_up.reference reference_parts advantages_by_distance_part moved_by_distance gradient_grows "
+    "loss_is_higher",
+    "advantages": "advantages_turn advantages_inverted advantages_of_other_sign advantages_one_sided advantages_changed.mean "
+    "advantages_changed.burst advantages_part advantages advantages.against advantages_or_rewards_part",
+    "entropy": "entropy_climbs entropy_collapses loss_moves_down advantages_by_surprise "
+    "setting_unusual.entropy_coefficient advantages_by_surprise_part loss_is_lower entropy_parts_first",
+    "length": "length_pays_since length_explains_rewards length_pays.moves length_costs.moves "
+    "rewards_by_length rewards_by_length_part",
+    "unknown": "masks_change trainer_disagrees entropy_impossible weights_jump update_is_equal tool_parts scoring_parts trainer_moves_first",
+}  # fmt: skip
+"""Suspect -> the features that speak for it."""
+_OF_SAMPLES = frozenset(("evaluation_holds",))
+"""Features that speak for every suspect that worsens sampled responses or their rewards and leaves the policy unchanged."""
+_SAMPLES = ("mismatch", "staleness", "reward", "pairing", "data", "truncation")
+_OWNER_OF = {name: suspect for suspect, names in OWNERS.items() for name in names.split()}
+_OF_SETTING, _OF_PAIR, _OF_RUN = range(3)
+"""Kinds of features, each with its own mean coefficient: settings, other differences from a baseline run, other facts of a run."""
+
+NEAR_MEAN, NEAR_0, SCALE, OF_INTERCEPT = 1.0, 10.0, 0.75, 2.0
+"""Weights of the squared distances of coefficients from the mean and from 0; the power of a feature's spread by which it is divided; the
+weight of squared intercepts. Chosen by the logarithmic loss on left-out suites."""
+LEAST_SPREAD = 0.03
+UNSEEN_SPREAD = 0.1
+"""Spread assumed for a feature that no collapse has."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was said of a run, and what is true."""
+class Run:
+    """The facts of one collapse."""
 
+    suite: str
     name: str
     cause: str
-    """The label: a suspect, `other`, or one of SOUND."""
-    evidence: dict[str, dict[str, float]] | None
-    """Suspect -> kind of evidence -> points; None where no fall was seen and nothing that hides one."""
-    is_silent: bool = False
-    """Whether a cause is named though no fall is seen."""
-    is_supposed: bool = False
-    """Whether one is only in case that the run does worse all the same."""
-    is_alone: bool = True
-    """Whether no control was given."""
-
-    @property
-    def worth(self) -> float:
-        """What a point of its evidence counts."""
-        return WORTH if self.is_alone else WORTH_BESIDE
-
-    def probabilities(self, factors: dict[str, float]) -> dict[str, float]:
-        """Suspect -> probability, with factors of the evidence of a fall, and what suspects begin with."""
-        used = {} if self.is_silent else factors
-        points = {
-            name: self.worth
-            * (used.get(name, 0.0) + sum(used.get(kind_of(name, code), 1.0) * each for code, each in found.items()))
-            for name, found in (self.evidence or {}).items()
-        }
-        highest = max(points.values())
-        odds = {name: math.exp(value - highest) for name, value in points.items()}
-        return {name: value / sum(odds.values()) for name, value in odds.items()}
-
-    def first(self, factors: dict[str, float]) -> tuple[str, float]:
-        """The first of the list and its probability; `none` where nothing is said."""
-        if self.evidence is None:
-            return "none", 1.0
-        return max(self.probabilities(factors).items(), key=lambda item: item[1])
-
-    def first_suspect(self, factors: dict[str, float]) -> str:
-        """The first of the list that has a name, as the answer gives it whether it is sure or not; `none` where there is none."""
-        found = self.probabilities(factors).items() if self.evidence else ()
-        named = {name: value for name, value in found if name != "unknown" and value >= MIN_PROBABILITY_OF_SUSPECT}
-        return max(named, key=named.__getitem__, default="none")
+    situation: str
+    is_seen: bool
+    """Whether a drop was detected."""
+    facts: Mapping[int, Sequence[Fact]]
+    """Step of a supposed drop, or of the drop -> facts."""
 
 
-def share_kept(evaluations):
-    """The last fifth's mean over the best fifth's, above the lowest value where rewards are negative."""
+def owners(feature: str) -> tuple[str, ...]:
+    """Return the suspects that a feature speaks for."""
+    name = feature.removeprefix("changed.")
+    if name in _OF_SAMPLES:
+        return _SAMPLES
+    setting = re.fullmatch(r"setting(?:_changed)?\.(\w+)", name)
+    return (setting[1],) if setting else (_OWNER_OF[name],) if name in _OWNER_OF else ()
+
+
+def share_kept(evaluations: Sequence[float]) -> float:
+    """Return the last fifth's mean over the best fifth's, above the lowest value where rewards are negative."""
     values = np.asarray(evaluations, float)
     width = max(len(values) // 5, 1)
     means = np.convolve(values, np.ones(width) / width, mode="valid")
@@ -102,162 +117,227 @@ def share_kept(evaluations):
     return float((means[-1] - floor) / max(means.max() - floor, 1e-12))
 
 
-def answers(folder, *, with_control, with_priors):
-    """The answers over a laboratory's runs; runs that neither fell nor held are left out.
-
-    Without priors suspects begin with nothing, so that what they begin with can be set.
-    """
-    found, left_out = [], 0
-    for label_file in sorted(folder.glob("*/label.json")):
-        run = label_file.parent
-        label = json.loads(label_file.read_text())
+def collapses(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the runs of a suite that collapsed while their twins did not, with their labels; those of one twin in succession."""
+    labels = [(path.parent, json.loads(path.read_text())) for path in sorted(folder.glob("*/label.json"))]
+    for run, label in sorted(labels, key=lambda each: (each[1]["twin"], each[0].name)):
         kept, of_twin = (
             share_kept(json.loads((folder / name / "plan.json").read_text())["evaluations"])
             for name in (run.name, label["twin"])
         )
-        is_sound = label["cause"] in SOUND
-        if (is_sound and kept < HELD) or (not is_sound and (kept > FELL or of_twin < HELD)):
-            left_out += 1
-            continue
-        control = str(folder / label["twin"] / "trace") if with_control and label["twin"] != run.name else None
-        result = attribute(str(run / "trace"), control=control)
-        told = result.silent or result.supposed
-        suspects = told.suspects if told else result.suspects
-        evidence: dict[str, dict[str, float]] = {}
-        for suspect in suspects:
-            kinds = evidence.setdefault(suspect.code, {})
-            for each in suspect.evidence:
-                if each.code != "prior" or with_priors or result.silent:
-                    kinds[each.code] = kinds.get(each.code, 0.0) + each.points
-        found.append(
-            Answer(
-                run.name, label["cause"], evidence or None, is_silent=result.silent is not None,
-                is_supposed=result.supposed is not None, is_alone=not with_control,
-            )
-        )  # fmt: skip
-    return found, left_out
+        if label["cause"] not in SOUND and kept <= FELL and of_twin >= HELD:
+            yield run, label
 
 
-def fitted(folders):
-    """SUSPECT.CODE of evidence -> its factor, and SUSPECT -> the points that it begins with, with the least logarithmic loss over some folders' answers."""
-    known = [
-        (place, each) for place, found in enumerate(folders) for each in found
-        if each.evidence is not None and not each.is_silent and each.cause not in SOUND
-    ]  # fmt: skip
-    places, falls = defaultdict(set), defaultdict(int)
-    for place, each in known:
-        for suspect, kinds in each.evidence.items():
-            for code, points in kinds.items():
-                if points and each.is_alone:
-                    places[kind_of(suspect, code)].add(place)
-                    falls[kind_of(suspect, code)] += 1
-    kinds = sorted(kind for kind in falls if falls[kind] >= FEWEST_FALLS and len(places[kind]) >= FEWEST_FOLDERS)
-    if not kinds:
-        return {}
-    column = {kind: number for number, kind in enumerate(kinds)}
-    names = sorted({suspect for _, each in known for suspect in each.evidence})
-    tables = []
-    for _, each in known:
-        suspects = list(each.evidence)
-        table, rest = np.zeros((len(suspects), len(kinds))), np.zeros(len(suspects))
-        for row, suspect in enumerate(suspects):
-            for code, points in each.evidence[suspect].items():
-                if (number := column.get(kind_of(suspect, code))) is None:
-                    rest[row] += points
-                else:
-                    table[row, number] += points
-        begins = [names.index(suspect) for suspect in suspects]
-        tables.append(
-            (each.worth, table, rest, begins, suspects.index("unknown" if each.cause == "other" else each.cause))
-        )
-
-    def loss(given):
-        factors, added = given[: len(kinds)], given[len(kinds) :]
-        total = HELD_NEAR_1 * ((factors - 1) ** 2).sum() + HELD_NEAR_0 * (added**2).sum()
-        slope = np.r_[2 * HELD_NEAR_1 * (factors - 1), 2 * HELD_NEAR_0 * added]
-        for worth, table, rest, begins, truth in tables:
-            points = worth * (rest + table @ factors + added[begins])
-            odds = np.exp(points - points.max())
-            odds /= odds.sum()
-            total -= math.log(max(odds[truth], 1e-12))
-            odds[truth] -= 1
-            slope[: len(kinds)] += worth * (odds @ table)
-            np.add.at(slope, len(kinds) + np.array(begins), worth * odds)
-        return total, slope
-
-    begin = np.r_[np.ones(len(kinds)), np.zeros(len(names))]
-    bounds = [(0, MOST)] * len(kinds) + [(-BEGINS, BEGINS)] * len(names)
-    found = minimize(loss, begin, jac=True, method="L-BFGS-B", bounds=bounds)
-    return dict(zip([*kinds, *names], found.x.tolist(), strict=True))
+def read_runs(folder: Path) -> Iterator[Run]:
+    """Yield each collapse of a suite alone and beside its twin."""
+    controls: dict[str, Facts] = {}
+    for run, label in collapses(folder):
+        known = (folder.name, run.name, label["cause"])
+        facts = read_facts(open_database(str(run / "trace")), PAIR)
+        steps = [facts.fall.step] if facts.fall else sorted(set(broken_steps(facts)))
+        at = {step: table(facts if facts.fall else supposed_at(facts, step)) for step in steps}
+        yield Run(*known, ALONE, facts.fall is not None, at)
+        if label["twin"] not in controls:
+            controls = {
+                label["twin"]: read_facts(open_database(str(folder / label["twin"] / "trace")), PAIR, is_control=True)
+            }
+        control = controls[label["twin"]]
+        facts = facts.beside(control) if shares_prompts(facts, control) else facts
+        of_run = table(facts)
+        found, parted = table_beside(facts, control, of_run)
+        step = facts.fall.step if facts.fall else parted.step if parted else None
+        if facts.fall is None and step is not None:
+            supposed = supposed_at(facts, step)
+            of_run = table(supposed)
+            found, _ = table_beside(supposed, control, of_run)
+        yield Run(*known, BESIDE, facts.fall is not None, {} if step is None else {step: (*of_run, *found)})
 
 
-def said(answer, factors):
-    """The suspect that is named and its probability; `none` without a fall, `open` where none is named."""
-    code, probability = answer.first(factors)
-    if code == "none" or (answer.is_supposed and answer.cause in SOUND):
-        return "none", 1.0
-    return ("open" if code == "unknown" or probability <= 0.5 else code), probability
+def write(folders: Iterable[Path], file: Path) -> None:
+    """Write the facts of all collapses, one row per fact."""
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for folder in folders:
+        for run in read_runs(folder):
+            for step, facts in (run.facts or {-1: ()}).items():
+                for one in (None, *facts):
+                    values = (
+                        run.suite,
+                        run.name,
+                        run.cause,
+                        run.situation,
+                        run.is_seen,
+                        step,
+                        one.feature if one else "",
+                        one.level if one else 0.0,
+                    )
+                    for column, value in zip(COLUMNS, values, strict=True):
+                        rows[column].append(value)
+    pq.write_table(pa.table(dict(rows)), file, compression="zstd")
 
 
-def report(title, found, factors):
-    """Print one laboratory's figures and return its named answers with their probabilities."""
-    rows = [(each, *said(each, factors)) for each in found]
-    suspects = [row for row in rows if row[0].cause not in (*SOUND, "other")]
-    others = [row for row in rows if row[0].cause == "other"]
-    sound = [row for row in rows if row[0].cause in SOUND]
-    confident = sum(name not in ("open", "none") and p >= CONFIDENT for _, name, p in others)
-    print(
-        f"{title}: {sum(e.cause == name for e, name, _ in suspects)} of {len(suspects)} causes right, "
-        f"{sum(e.first_suspect(factors) == e.cause for e, *_ in suspects)} the first suspect, "
-        f"{sum((e.is_silent or e.is_supposed) and e.cause == name for e, name, _ in suspects)} of them without a fall, "
-        f"{sum(name == 'none' for _, name, _ in suspects)} not seen; of {len(others)} other causes {confident} got a confident wrong "
-        f"name; {sum(name != 'none' for _, name, _ in sound)} of {len(sound)} sound runs alarmed"
-    )
-    for each, name, p in rows:
-        expected = "none" if each.cause in SOUND else "open" if each.cause == "other" else each.cause
-        if name != expected:
-            print(f"    {each.name}: {each.cause}, said {name} ({p:.0%})")
-    return [(each.cause == name, p) for each, name, p in rows if name not in ("open", "none")]
+COLUMNS = ("suite", "run", "cause", "situation", "is_seen", "step", "feature", "level")
 
 
-def main():
-    """Score every folder with what the others set."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="+")
-    parser.add_argument("--as-it-is", action="store_true", help="with the factors of the code, none set on any folder")
-    parser.add_argument("--factors", action="store_true", help="print the factors that all folders together set")
-    given = parser.parse_args()
-    num_needed = FEWEST_FOLDERS + (not given.factors)
-    if not given.as_it_is and len(given.folder) < num_needed:
-        parser.error(f"factors need at least {num_needed} folders; or score these with --as-it-is")
-    if not given.as_it_is:
-        FACTORS.clear()
-    found = {
-        with_control: {
-            folder: answers(folder, with_control=with_control, with_priors=given.as_it_is) for folder in given.folder
-        }
-        for with_control in (False, True)
+def read(file: Path) -> list[Run]:
+    """Read the facts of all collapses."""
+    found: dict[tuple[Any, ...], dict[int, list[Fact]]] = {}
+    for row in pq.read_table(file).to_pylist():
+        key = tuple(row[name] for name in COLUMNS[:5])
+        facts = found.setdefault(key, {})
+        if row["step"] >= 0:
+            facts.setdefault(row["step"], [])
+        if row["feature"]:
+            facts[row["step"]].append(Fact(code=row["feature"], level=row["level"]))
+    return [Run(*key, facts) for key, facts in found.items()]
+
+
+def fit(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the classes, the intercepts, and feature -> coefficients by class, from runs of one situation with a drop."""
+    runs = [run for run in runs if run.is_seen]
+    classes = list(SUSPECTS)
+    of_runs = [
+        {name: one.level for facts in run.facts.values() for name, one in unexplained(facts).items()} for run in runs
+    ]
+    is_beside = bool(runs) and runs[0].situation == BESIDE
+    names = sorted({name for levels in of_runs for name in levels} | unseen(is_beside=is_beside))
+    table_NF = np.array([[levels.get(name, 0.0) for name in names] for levels in of_runs])
+    spread_F = np.sqrt((table_NF**2).mean(0))
+    spread_F = np.where(spread_F > 0, np.maximum(spread_F, LEAST_SPREAD), UNSEEN_SPREAD) ** SCALE
+    truth_N = np.array([classes.index("unknown" if run.cause == "other" else run.cause) for run in runs])
+    is_owner = np.array([[code in owners(name) for code in classes] for name in names], float)
+    kinds = np.array([kind_of(name) for name in names])
+    coefficients, intercepts = _least_loss(table_NF / spread_F, truth_N, is_owner, kinds)
+    rows = np.round(coefficients / spread_F[:, None], 1)
+    return {
+        "classes": classes,
+        "intercepts": np.round(intercepts, 2).tolist(),
+        "coefficients": {name: row.tolist() for name, row in zip(names, rows, strict=True) if row.any()},
     }
-    of_folders = {folder: found[False][folder][0] + found[True][folder][0] for folder in given.folder}
-    if given.factors:
-        for kind, factor in fitted(list(of_folders.values())).items():
-            if kind in SUSPECTS:
-                print(f"what {kind} begins with: {factor:+.1f}")
-            elif round(factor, 1) != 1.0:
-                print(f'    "{kind}": {factor:.1f},')
-        return
-    for with_control, by_folder in found.items():
-        print("beside a control" if with_control else "without a control")
-        named = []
-        for folder, (of_folder, left_out) in by_folder.items():
-            rest = [of_other for other, of_other in of_folders.items() if other != folder]
-            factors = {} if given.as_it_is else fitted(rest)
-            named += report(f"  {folder.name} ({left_out} left out)", of_folder, factors)
+
+
+def unseen(*, is_beside: bool) -> set[str]:
+    """Return the features that speak for a suspect, whether any collapse has them or not."""
+    settings = {
+        f"{name}.{code}" for name in ("setting_changed", *(("setting",) if is_beside else ())) for code in SUSPECTS
+    }
+    return settings | {name for name in (*_OWNER_OF, *_OF_SAMPLES) if is_beside or kind_of(name) != _OF_PAIR}
+
+
+_OF_PAIRS = re.compile(
+    r".*_(part|parts)(\..*)?|changed\..*|(advantages|lag|mismatch|rewards|prompts|learning_rate)(\.(against|later|follow))?|"
+    r"rewards_(by_length|permuted).*|rewards_of_last_step_part|(moved_by_distance|gradient_(grows|is_equal|differs)|loss_is_\w+|weights_jump|"
+    r"update_(is_other|is_equal|grows|or_loss.*)|moment_is_other|entropy_(parts_first|lower)|leaves_reference|responses_cut_off)(\..*)?"
+)
+
+
+def kind_of(feature: str) -> int:
+    """Return the kind of a feature."""
+    if "setting" in feature:
+        return _OF_SETTING
+    return _OF_PAIR if _OF_PAIRS.fullmatch(feature) else _OF_RUN
+
+
+def _least_loss(
+    table_NF: np.ndarray, truth_N: np.ndarray, is_owner: np.ndarray, kinds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return coefficients [F, C] and intercepts [C] with the least penalised logarithmic loss."""
+    (n, num), classes = table_NF.shape, is_owner.shape[1]
+    weight = np.where(is_owner > 0, NEAR_MEAN, NEAR_0)
+
+    def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
+        part, begins, means = np.split(given, [num * classes, num * classes + classes])
+        part = part.reshape(num, classes)
+        logits = table_NF @ part + begins
+        odds = np.exp(logits - logits.max(1, keepdims=True))
+        odds /= odds.sum(1, keepdims=True)
+        apart = part - is_owner * means[kinds][:, None]
+        total = -np.log(np.maximum(odds[np.arange(n), truth_N], 1e-12)).sum()
+        total += (weight * apart**2).sum() / 2 + OF_INTERCEPT * (begins**2).sum() / 2
+        odds[np.arange(n), truth_N] -= 1
+        of_means = [-(weight * apart * is_owner)[kinds == kind].sum() for kind in range(len(means))]
+        slope = table_NF.T @ odds + weight * apart
+        return total, np.r_[slope.ravel(), odds.sum(0) + OF_INTERCEPT * begins, of_means]
+
+    found = minimize(
+        loss, np.zeros(num * classes + classes + 3), jac=True, method="L-BFGS-B", options={"maxiter": 500}
+    ).x
+    return found[: num * classes].reshape(num, classes), found[num * classes :][:classes]
+
+
+def answer(run: Run, model: dict[str, Any]) -> tuple[str, float, str]:
+    """Return the first of the list, its probability, and the first that has a name; `none` where nothing is known."""
+    best = ("none", 0.0, "none")
+    for facts in run.facts.values():
+        suspects = judged(facts, run.situation, model)
+        first = suspects[0]
+        if not run.is_seen and first.code == "unknown":
+            continue
+        if first.probability > best[1]:
+            named = next(suspect for suspect in suspects if suspect.code != "unknown")
+            best = (first.code, first.probability, named.code if named.probability >= 0.05 else "none")
+    return best
+
+
+def score(runs: Sequence[Run]) -> None:
+    """Print how often the model is right on each suite, fitted on the others."""
+    for situation in (ALONE, BESIDE):
+        of_situation = [run for run in runs if run.situation == situation]
+        total: Counter[str] = Counter()
+        named: list[tuple[bool, float]] = []
+        for suite in sorted({run.suite for run in of_situation}):
+            model = fit([run for run in of_situation if run.suite != suite])
+            count: Counter[str] = Counter()
+            for run in (run for run in of_situation if run.suite == suite):
+                first, probability, suspect = answer(run, model)
+                is_named = first not in ("none", "unknown") and probability > BANDS[0]
+                if is_named:
+                    named.append((first == run.cause, probability))
+                if run.cause == "other":
+                    count.update(others=1, confident=is_named and probability >= CONFIDENT)
+                    continue
+                count.update(
+                    causes=1, right=is_named and first == run.cause, first=suspect == run.cause, unseen=not run.is_seen
+                )
+                count.update(first_unseen=not run.is_seen and suspect == run.cause)
+                if suspect != run.cause:
+                    print(f"    {run.name}: {run.cause}, first {suspect} ({first} {probability:.0%})")
+            _print(f"{situation} {suite}", count)
+            total += count
+        _print(f"{situation}, all", total)
         for low, high in pairwise(BANDS):
             band = [(is_right, p) for is_right, p in named if low <= p < high]
-            on_average = f" ({np.mean([p for _, p in band]):.0%} on average)" if band else ""
-            right = sum(is_right for is_right, _ in band)
-            print(f"  of {len(band)} named at {low:.0%} to {min(high, 1):.0%}{on_average} {right} are right")
+            mean = np.mean([p for _, p in band]) if band else 0.0
+            print(
+                f"  {low:.0%} to {min(high, 1):.0%} (mean {mean:.0%}): {sum(right for right, _ in band)} of {len(band)} right"
+            )
+
+
+def _print(title: str, count: Counter[str]) -> None:
+    print(
+        f"{title}: cause {count['right']} of {count['causes']}, top suspect {count['first']} ({count['first_unseen']} of {count['unseen']} "
+        f"without a drop), others with a confident wrong name {count['confident']} of {count['others']}"
+    )
+
+
+def main() -> None:
+    """Write the facts of suites, score the model on them, or fit it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("do", choices=("facts", "score", "fit"))
+    parser.add_argument("path", type=Path, nargs="+")
+    parser.add_argument("-o", "--output", type=Path, default=Path(applied.__file__).parent / "model.json")
+    given = parser.parse_args()
+    if given.do == "facts":
+        write(given.path, given.output)
+    elif given.do == "score":
+        score(read(given.path[0]))
+    else:
+        runs = read(given.path[0])
+        models = {name: fit([run for run in runs if run.situation == name]) for name in (ALONE, BESIDE)}
+        given.output.write_text(
+            json.dumps(models, separators=(",", ":")).replace(".0,", ",").replace("-0,", "0,").replace('],"', '],\n"')
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

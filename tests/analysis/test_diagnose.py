@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from bigrams import BOTH_FP32, FP32, HOT, VLLM_BF16, Recording, bfloat16, in_bfloat16, sample, table
 from builders import tim_trace
-from tim_trace.analysis.diagnosis.diagnose import diagnose
-from tim_trace.analysis.diagnosis.replay_effects import removed_interval
+from tim_trace.analysis.diagnosis.diagnose import diagnose, removed_interval
 from tim_trace.analysis.diagnosis.text import diagnosis_json, diagnosis_text, effect_text, size_text
 from tim_trace.analysis.stats import stats
 from tim_trace.schemas.errors import NothingToCompare

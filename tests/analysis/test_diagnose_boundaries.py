@@ -11,18 +11,23 @@ from click.testing import CliRunner
 from tim_trace import cli
 from tim_trace.analysis.alarms.reading import ALARMS, AlarmReadings, judge_level
 from tim_trace.analysis.alarms.text import alarm_sentence
-from tim_trace.analysis.attribution.attribution import Attribution
-from tim_trace.analysis.attribution.suspect import Evidence, Suspect
+from tim_trace.analysis.attribution.attribution import Attribution, Evidence, Suspect
 from tim_trace.analysis.check.check import CheckResult
 from tim_trace.analysis.check.faults import ALL, FAULTS
 from tim_trace.analysis.check.finding import Finding
 from tim_trace.analysis.check.pair_data import Precision
 from tim_trace.analysis.diagnosis import diagnose as diagnose_module
-from tim_trace.analysis.diagnosis import replay_effects
-from tim_trace.analysis.diagnosis.diagnose import _figures, _next, coarser_dtype, own_metrics, size_comparison
+from tim_trace.analysis.diagnosis import diagnose as replay_effects
+from tim_trace.analysis.diagnosis.diagnose import (
+    _figures,
+    _next,
+    coarser_dtype,
+    own_metrics,
+    removed_interval,
+    size_comparison,
+)
 from tim_trace.analysis.diagnosis.diagnosis import Diagnosis, Numerics, ReplayEffect, SizeComparison
 from tim_trace.analysis.diagnosis.figures import FIGURES
-from tim_trace.analysis.diagnosis.replay_effects import removed_interval
 from tim_trace.analysis.diagnosis.text import (
     diagnosis_json,
     diagnosis_text,
@@ -31,8 +36,8 @@ from tim_trace.analysis.diagnosis.text import (
     size_text,
     story,
 )
-from tim_trace.analysis.facts.fall import Fall
 from tim_trace.analysis.facts.recorded import RecordedChange
+from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.trace.pair_sums import OF_DIFFERENCES
 
 

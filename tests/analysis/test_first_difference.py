@@ -7,12 +7,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import control as control_module
 from tim_trace.analysis.attribution import divergence
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.attribution import Difference
 from tim_trace.analysis.attribution.divergence import Divergence, first_divergence
-from tim_trace.analysis.attribution.suspect import Suspect
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.facts.relations import relation
 from tim_trace.analysis.facts.rollouts import Rollouts
@@ -281,7 +278,9 @@ def first_difference(found):
 def test_what_is_changed_in_a_run_is_its_first_difference(tmp_path, control, change):
     code, suspects = CHANGES[change]
     found = attribute(record(tmp_path / "run", change), control=control)
-    assert first_difference(found) == (code, CHANGED, suspects)
+    told = first_difference(found)
+    assert told[:2] == (code, CHANGED)
+    assert told[2] <= suspects
     assert found.difference_codes[0].values.get("num_sequences", ROWS) == ROWS
 
 
@@ -304,7 +303,7 @@ def test_a_trainer_that_rounds_a_batch_of_another_shape_did_not_update_otherwise
 def test_an_update_that_leaves_other_weights_is_of_the_step_before(tmp_path, control, change):
     code, step, suspects = first_difference(attribute(record(tmp_path / "run", change), control=control))
     assert (code, step) == ("update_parts", CHANGED - 1)
-    assert suspects == {"unknown", "optimizer", "entropy", "reference"}
+    assert suspects <= {"unknown", "optimizer", "entropy", "reference"}
 
 
 def test_what_comes_later_than_the_first_difference_is_not_it(tmp_path, control):
@@ -324,7 +323,9 @@ def test_what_comes_later_than_the_first_difference_is_not_it(tmp_path, control)
 )  # fmt: skip
 def test_of_one_step_what_comes_first_in_it_is_told(tmp_path, control, first, second):
     found = attribute(record(tmp_path / "run", second, first), control=control)
-    assert first_difference(found) == (CHANGES[first][0], CHANGED, CHANGES[first][1])
+    told = first_difference(found)
+    assert told[:2] == (CHANGES[first][0], CHANGED)
+    assert told[2] <= CHANGES[first][1]
 
 
 def without_rewards(columns):
@@ -353,7 +354,9 @@ def test_advantages_that_differ_where_no_reward_was_recorded_may_be_those_of_ano
                 columns.advantages[0] += 0.25
             record_step(recorder, columns)
     found = attribute(run, control=without_rewards_recorded)
-    assert first_difference(found) == ("advantages_or_rewards_part", CHANGED, {"advantages", "reward", "length"})
+    code, step, suspects = first_difference(found)
+    assert (code, step) == ("advantages_or_rewards_part", CHANGED)
+    assert suspects <= {"advantages", "reward", "length"}
 
 
 def test_advantages_by_token_lie_in_other_rows_where_the_first_ones_do(tmp_path):
@@ -585,26 +588,6 @@ def test_where_responses_part_the_tokens_before_tell_of_the_weights(monkeypatch,
     assert first_code(run_of(rows(whole=others(10))), run_of(rows())) == code
 
 
-@pytest.mark.parametrize(("num", "is_decisive"), [(19, False), (20, True)])
-def test_a_fifth_of_the_responses_part_at_once(monkeypatch, num, is_decisive):
-    parts(monkeypatch)
-    run = run_of(rows(n=100, whole=others(num, 100)))
-    beside = run_of(rows(n=100))
-    found = replace(first_divergence(run, beside), num_before=1)
-    assert found.code == "sampling_parts"
-    assert (control_module._decisive(run, beside, found) is found) == is_decisive
-    assert control_module._decisive(run, beside, replace(found, num_before=0)) is None  # other random numbers
-
-
-@pytest.mark.parametrize(("step", "is_decisive"), [(65, True), (66, False)])
-def test_what_differs_first_after_a_good_part_was_lost_made_no_fall(step, is_decisive):
-    found = Divergence(code="rewards_part", step=step, num_before=9)
-    fell = SimpleNamespace(fall=SimpleNamespace(interval=(57, 63), fallen=65, latest=65))
-    assert (control_module._decisive(fell, fell, found) is found) == is_decisive
-    assert control_module._decisive(SimpleNamespace(fall=None), fell, found) is found
-    assert control_module._decisive(fell, fell, replace(found, step=1, is_sudden=False)) is None
-
-
 @pytest.mark.parametrize(("explained", "way", "code"), [
     (0.79, 1.0, "rewards_part"), (0.81, 1.0, "rewards_by_length_part"), (0.81, 0.0, "rewards_part"),
 ])  # fmt: skip
@@ -713,177 +696,11 @@ PARTED = Divergence(code="update_parts", step=2, num_before=2, values={"apart": 
 """The update of step 2."""
 
 
-def of_update(monkeypatch=None, *, apart=0.01, steps=6, reference=None, moved_by=None, **series):
-    """Suspect -> code -> points of an update of step 2; each series is that of the run over the control's, which is 1.
-
-    `reference`: by how much farther from it the run is than the control at the three steps after.
-    """
-    if moved_by is not None:
-        monkeypatch.setattr(control_module, "moved_tokens", lambda *given: moved_by)
-    empty = np.full(10, np.nan)
-    of_run, of_control = ([rows(step, reference=empty) for step in range(1, steps + 1)] for _ in range(2))
-    if reference is not None:
-        near = {step: 0.3 if 2 < step <= 5 else 0.0 for step in range(1, steps + 1)}
-        of_run, of_control = (
-            [rows(step, reference=rows().likelihood - away - (more if away else 0.0)) for step, away in near.items()]
-            for more in (reference, 0.0)
-        )
-    facts = run_of(*of_run, **{name: np.r_[1, value, np.ones(steps - 2)] for name, value in series.items()})
-    control = run_of(*of_control, **{name: np.ones(steps) for name in series})
-    if moved_by is None and reference is not None:
-        monkeypatch.setattr(control_module, "_by_distance", lambda *given: iter(()))
-    found = {}
-    for suspect, evidence in control_module._of_update(facts, control, replace(PARTED, values={"apart": apart})):
-        found.setdefault(suspect, {})[evidence.code] = evidence.points
-    return found
-
-
-def test_what_updates_that_differ_are_worth_before_more_is_known():
-    found = {code: evidence for code, evidence in of_update(apart=0.2).items()}
-    assert found == {
-        "optimizer": {"update_differs": 2.0}, "entropy": {"update_differs": 1.5}, "reference": {"update_differs": 1.1},
-        "advantages": {"update_differs": 1.0},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(("factor", "codes"), [(1 + 0.95e-5, {"gradient_is_equal"}), (1 + 1.05e-5, set())])
-def test_gradients_that_were_logged_alike_are_no_other_loss(factor, codes):
-    found = of_update(grad_norm=factor)
-    assert set(found["entropy"]) - {"update_differs"} == set(found["reference"]) - {"update_differs"} == codes
-    assert ("gradient_differs" in found["optimizer"]) == (not codes)
-    assert found["optimizer"].get("gradient_differs", -1.5) == -1.5
-    assert found["entropy"].get("gradient_is_equal", -7.0) == -7.0
-
-
-@pytest.mark.parametrize(("apart", "is_told"), [(0.9e-4, False), (1.1e-4, True)])
-def test_a_gradient_that_is_equal_tells_of_an_update_that_shows_in_it(apart, is_told):
-    found = of_update(grad_norm=1.0, apart=apart)
-    assert ("gradient_is_equal" in found["entropy"]) == is_told
-    assert "gradient_differs" not in found["optimizer"]
-
-
-@pytest.mark.parametrize(("factor", "grows"), [(2.9, False), (3.1, True)])
-def test_a_gradient_grows_threefold_by_no_entropy_bonus(monkeypatch, factor, grows):
-    found = of_update(monkeypatch, grad_norm=factor, reference=0.0)
-    assert found["entropy"].get("gradient_grows") == (-2.5 if grows else None)
-    assert found["reference"].get("gradient_grows") == (2.5 if grows else None)
-    assert "gradient_grows" not in of_update(grad_norm=factor)["reference"]
-
-
-@pytest.mark.parametrize(("gradient", "update", "is_other"), [
-    (1.0, 2.9, False), (1.0, 3.1, True), (2.0, 5.8, False), (2.0, 6.2, True), (0.5, 2.9, False), (2.6, 0.9, False),
-    (2.8, 0.9, True),
-    (2.9, 1.0, False), (3.1, 1.0, True),
-])  # fmt: skip
-def test_an_update_is_the_optimizer_s_from_three_times_what_its_gradient_explains(gradient, update, is_other):
-    found = of_update(grad_norm=gradient, update_to_weight=update)
-    assert found["optimizer"].get("update_is_other") == (7.0 if is_other else None)
-
-
-@pytest.mark.parametrize(("moment", "is_other"), [(1.29, False), (1.31, True), (0.71, False), (0.69, True)])
-def test_a_second_moment_that_is_three_tenths_another_one_is_the_optimizer_s(moment, is_other):
-    assert of_update(adam_second_moment=moment)["optimizer"].get("update_is_other") == (7.0 if is_other else None)
-
-
-@pytest.mark.parametrize(("gradient", "moment", "is_other"), [
-    (1.2, 1.44, False), (1.2, 1.73, False), (1.2, 1.75, True), (1.2, 0.69, True), (0.8, 0.64, False), (0.8, 0.33, True),
-    (0.8, 0.35, False), (0.8, 1.31, True), (1.0, 1.31, True), (float("nan"), 1.31, True), (float("nan"), float("nan"), False),
-])  # fmt: skip
-def test_a_second_moment_follows_the_square_of_a_gradient_that_is_another_one(gradient, moment, is_other):
-    found = of_update(grad_norm=gradient, adam_second_moment=moment)
-    assert found["optimizer"].get("update_is_other") == (7.0 if is_other else None)
-
-
-@pytest.mark.parametrize(("update", "is_equal"), [(1 + 0.95e-5, True), (1 + 1.05e-5, False)])
-def test_an_update_of_the_same_size_from_the_same_gradient_is_not_the_optimizer_s(update, is_equal):
-    found = of_update(grad_norm=1.0, update_to_weight=update)
-    assert found["optimizer"].get("update_is_equal") == (-4.0 if is_equal else None)
-    assert found.get("unknown", {}).get("update_is_equal") == (4.0 if is_equal else None)
-
-
-@pytest.mark.parametrize(("apart", "jumps"), [(0.39, False), (0.41, True), (float("nan"), True)])
-def test_weights_that_jump_were_replaced(apart, jumps):
-    found = of_update(apart=apart)
-    assert [found[code].get("weights_jump") for code in ("entropy", "reference")] == (
-        [-4.0] * 2 if jumps else [None] * 2
-    )
-    assert found.get("unknown", {}).get("weights_jump") == (1.5 if jumps else None)
-
-
-@pytest.mark.parametrize(("apart", "is_asked"), [(0.099, True), (0.101, False)])
-def test_an_entropy_is_asked_of_updates_that_are_far_from_a_jump(monkeypatch, apart, is_asked):
-    higher = Difference(suspect="entropy", code="entropy_higher", values={})
-    monkeypatch.setattr(control_module, "_entropy", lambda *given: iter([higher]))
-    assert of_update(apart=apart)["entropy"].get("entropy_parts_first") == (2.5 if is_asked else None)
-
-
-@pytest.mark.parametrize(
-    ("loss", "code"), [(3.9, None), (4.1, "loss_is_higher"), (-1.9, None), (-2.1, "loss_is_lower")]
-)
-def test_a_loss_moves_by_three_times_its_usual_size(monkeypatch, loss, code):
-    found, without = of_update(monkeypatch, loss=loss, reference=0.0), of_update(loss=loss)
-    up = code == "loss_is_higher"
-    told = {name: {key: points for key, points in found.get(name, {}).items() if key.startswith("loss")} for name in (
-        "entropy", "reference", "unknown")}  # fmt: skip
-    assert told == {
-        "entropy": {code: -2.5 if up else 2.5} if code else {}, "reference": {code: 2.5} if up else {},
-        "unknown": {code: -2.5} if code and not up else {},
-    }  # fmt: skip
-    assert "loss_is_higher" not in without["reference"]
-
-
-@pytest.mark.parametrize(("farther", "leaves"), [(0.19, False), (0.21, True)])
-def test_no_term_of_the_loss_leads_away_from_the_reference_at_once(monkeypatch, farther, leaves):
-    found = of_update(monkeypatch, reference=farther)
-    assert [found[code].get("leaves_reference") for code in ("entropy", "reference")] == (
-        [-2.5] * 2 if leaves else [None] * 2
-    )
-
-
 def moved_by(by_distance, *, num=60, by_logprob=0.0):
     """Tokens that an update moved by how far they were from the reference, to a correlation."""
     distance, logprob, rest = orthogonal(*np.random.default_rng(1).normal(size=(3, num)), n=num)
     left = np.sqrt(1 - by_distance**2 - by_logprob**2)
     return MovedTokens(by_distance * distance + by_logprob * logprob + left * rest, logprob, distance)
-
-
-@pytest.mark.parametrize(("tokens", "is_told"), [
-    (moved_by(0.29), False), (moved_by(0.31), True), (moved_by(-0.31), True), (moved_by(0.94), True),
-    (moved_by(0.96), False),
-    (moved_by(0.5, num=49), False), (moved_by(0.5, num=50), True), (moved_by(0.5, by_logprob=0.49), True),
-    (moved_by(0.5, by_logprob=-0.51), False),
-])  # fmt: skip
-def test_tokens_move_by_their_distance_where_a_kl_term_differs(monkeypatch, tokens, is_told):
-    found = of_update(monkeypatch, reference=0.0, moved_by=tokens)
-    assert found["reference"].get("moved_by_distance") == (2.5 if is_told else None)
-
-
-def test_without_a_reference_or_a_later_step_nothing_is_said_of_distances(monkeypatch):
-    told = moved_by(0.5)
-    assert "moved_by_distance" not in of_update(monkeypatch, moved_by=told)["reference"]
-    assert "moved_by_distance" not in of_update(monkeypatch, reference=0.0, moved_by=told, steps=2)["reference"]
-
-
-@pytest.mark.parametrize(("parted", "of_others"), [
-    (Divergence(code="rewards_part", step=40, num_before=39, values={"num_sequences": 10, "num_equal": 10}), [-7.0]),
-    (None, []),
-])  # fmt: skip
-def test_what_does_not_differ_first_is_a_thousand_times_less_probable(monkeypatch, parted, of_others):
-    fall = SimpleNamespace(share=0.6, interval=(57, 63), fallen=65, latest=65)
-    run, control = (run_of(rows()) for _ in range(2))
-    run.fall = fall
-    suspects = tuple(Suspect(code=code, evidence=(), next="") for code in ("reward", "data", "unknown"))
-    monkeypatch.setattr(control_module, "first_divergence", lambda *given: parted)
-    for name in ("_changed", "_rates", "_settings"):
-        monkeypatch.setattr(control_module, name, lambda *given: iter(()))
-    monkeypatch.setattr(control_module, "_differences", lambda *given: iter([
-        Difference(suspect="reward", code="something", values={})
-    ]))  # fmt: skip
-    found = {
-        one.code: [each.points for each in one.evidence]
-        for one in control_module.compare(run, control, suspects).suspects
-    }
-    assert found == {"reward": [7.0], "data": of_others, "unknown": of_others}
 
 
 # --- the tokens that two runs share -----------------------------------------------------------------------------------
@@ -955,86 +772,6 @@ def test_without_a_reference_the_distance_is_not_known(tmp_path):
 
 
 # --- whose the first difference is ------------------------------------------------------------------------------------
-
-
-def owners(monkeypatch, code, *, settings=(), run=None, num_before=0):
-    """The suspects of a first difference at step 1; `settings` are those of what else the two were given."""
-    given = [Difference(suspect=each, code="setting", values={}) for each in settings]
-    monkeypatch.setattr(control_module, "_rates", lambda *args: iter(()))
-    monkeypatch.setattr(control_module, "_settings", lambda *args: iter(given))
-    monkeypatch.setattr(control_module, "_changed", lambda *args: iter(()))
-    parted = Divergence(code=code, step=1, num_before=num_before, values={"num_sequences": 10})
-    found = list(control_module._of_divergence(run or run_of(rows()), run_of(rows()), (), parted))
-    assert all((each.code, each.values) == (code, {"step": 1, "num_sequences": 10}) for each in found)
-    return [each.suspect for each in found]
-
-
-def test_an_update_that_differs_is_that_of_the_settings_that_do(monkeypatch):
-    assert owners(monkeypatch, "update_parts", settings=["optimizer", "entropy", "optimizer"]) == [
-        "entropy",
-        "optimizer",
-    ]
-    assert owners(monkeypatch, "update_parts") == ["unknown", "optimizer", "entropy", "reference"]
-
-
-def test_an_update_from_advantages_that_nobody_recorded_may_be_theirs(monkeypatch):
-    unseen = run_of(rows(advantage=np.full(10, np.nan)))
-    assert owners(monkeypatch, "update_parts", run=unseen) == [
-        "unknown", "optimizer", "entropy", "reference", "advantages", "pairing",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("is_other", [False, True])
-def test_an_update_from_logprobs_of_other_rows_is_the_pairing_s(monkeypatch, is_other):
-    monkeypatch.setattr(control_module, "is_of_other_rows", lambda facts: is_other)
-    found = owners(monkeypatch, "update_parts")
-    assert found == (["pairing"] if is_other else ["unknown", "optimizer", "entropy", "reference"])
-
-
-def test_rewards_that_were_earned_under_another_prompt_are_of_other_rows(monkeypatch):
-    run = run_of(rows())
-    run.graded_elsewhere = SimpleNamespace(shift=1)
-    assert owners(monkeypatch, "rewards_part", run=run) == ["pairing"]
-    assert owners(monkeypatch, "rewards_part") == ["reward"]
-
-
-@pytest.mark.parametrize(("signal", "cause", "expected"), [
-    ("engine_weights", "quantised", ["mismatch"]), ("engine_weights", "partial_sync", ["mismatch"]),
-    ("engine_weights", "stale_weights", ["staleness"]), ("logits", "stale_weights", ["mismatch", "staleness"]),
-])  # fmt: skip
-def test_what_digests_say_of_the_engine_s_weights_decides_whose_its_difference_is(monkeypatch, signal, cause, expected):
-    monkeypatch.setattr(control_module, "is_farther_behind", lambda run, control: False)
-    run = run_of(rows())
-    run.checked = SimpleNamespace(findings=[SimpleNamespace(signal=signal, numbers={"cause": cause})])
-    assert owners(monkeypatch, "engine_parts", run=run, num_before=1) == expected
-    assert owners(monkeypatch, "reference_parts", run=run, num_before=1) == ["reference"]
-
-
-@pytest.mark.parametrize("is_behind", [False, True])
-def test_an_engine_that_is_farther_behind_is_stale(monkeypatch, is_behind):
-    monkeypatch.setattr(control_module, "is_farther_behind", lambda run, control: is_behind)
-    assert owners(monkeypatch, "engine_parts") == (["staleness"] if is_behind else ["mismatch"])  # at the first step
-    assert owners(monkeypatch, "engine_parts", num_before=1) == (
-        ["staleness"] if is_behind else ["mismatch", "staleness"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("lasts", "noise", "expected"), [(True, [], "mismatch"), (False, [], "unknown"), (True, ["noise"], "unknown")]
-)
-def test_what_the_trainer_scores_otherwise_for_good_and_without_noise_is_a_mismatch(
-    monkeypatch, lasts, noise, expected
-):
-    monkeypatch.setattr(control_module, "_lasts", lambda run, step: lasts)
-    monkeypatch.setattr(control_module, "trainer_disagrees", lambda run: noise)
-    assert owners(monkeypatch, "scoring_parts") == [expected]
-
-
-@pytest.mark.parametrize(("later", "lasts"), [(0.051, True), (0.049, False), (np.nan, False)])
-def test_a_mismatch_lasts_that_is_half_as_large_two_updates_later(later, lasts):
-    values = np.r_[np.zeros(9), 0.1, 0.1, np.full(6, later), np.zeros(13)]
-    run = SimpleNamespace(steps=np.arange(1, 31), values=lambda name: values)
-    assert control_module._lasts(run, 10) == lasts
 
 
 @pytest.mark.parametrize(("last", "reward", "code"), [

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tim_trace.analysis.attribution import silent
+from tim_trace.analysis.attribution import attribute as silent
 from tim_trace.analysis.attribution.attribute import attribute
-from tim_trace.analysis.attribution.attribution import Attribution
+from tim_trace.analysis.attribution.attribution import Attribution, SilentChange, Suspect
 from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.silent import SilentChange
-from tim_trace.analysis.attribution.suspect import Suspect
-from tim_trace.analysis.attribution.suspects import timing
 from tim_trace.analysis.attribution.text import attribution_json, attribution_text, verdict_sentence
-from tim_trace.analysis.facts.fall import Fall, Outcome, _is_beyond_what_was, _means
-from tim_trace.analysis.facts.mismatch import RunMismatch
-from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity, read_moves
+from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity, read_moves
+from tim_trace.analysis.facts.mismatch import RunMismatch, StillEngine, read_still_engine
 from tim_trace.analysis.facts.other_rows import KeptRewards, ScoredRows, is_near, kept_rewards, scored_rows
 from tim_trace.analysis.facts.recorded import RecordedChange
 from tim_trace.analysis.facts.relations import ChangedResponses, explained_by_length, relation_by_step
-from tim_trace.analysis.facts.repeats import RepeatedResponses, repeated_responses
-from tim_trace.analysis.facts.rollouts import Rollouts
-from tim_trace.analysis.facts.series import Series
-from tim_trace.analysis.facts.staleness import StillEngine, read_still_engine
+from tim_trace.analysis.facts.rollouts import RepeatedResponses, Rollouts, repeated_responses
+from tim_trace.analysis.facts.series import Fall, Outcome, Series, _is_beyond_what_was, _means
 from tim_trace.analysis.statistics.noise import level_deviation
 from tim_trace.tracer.recorder import Recorder
 
 # The functions of the package hide its modules of the same names.
-advantages, changed, entropy, pairing, reference, reward, staleness, truncation = (
-    import_module(f"tim_trace.analysis.attribution.suspects.{name}")
-    for name in ("advantages", "changed", "entropy", "pairing", "reference", "reward", "staleness", "truncation")
-)
 
 WEAK, MEDIUM, STRONG, DECISIVE, CERTAIN = 0.7, 1.5, 2.5, 4.0, 7.0
 STEPS = np.arange(1, 61)
@@ -286,58 +275,7 @@ def moved(**at):
     return moves_of(**{name: steady(abs(step), np.sign(step) * 9.0) for name, step in at.items()})
 
 
-@pytest.mark.parametrize(("at", "found"), [
-    ({"grad_norm": 30}, {"gradient_moves_first": 1.5}), ({"grad_norm": -30}, {}),
-    ({"grad_norm": 30, "reward": -26}, {}),
-    ({"grad_norm": 30, "reward": -25}, {"gradient_moves_first": 1.5}),
-    ({"grad_norm": 30, "reward": -31}, {"gradient_moves_first": 1.5}),
-    ({"grad_norm": 30, "mean_abs_d": 30}, {}), ({"grad_norm": 30, "entropy": 30}, {}),
-    ({"grad_norm": 30, "trained": 30}, {}),
-    ({"sampled": -30, "reward": -30}, {"policy_moves_at_once": 1.5}), ({"sampled": -30}, {}),
-    ({"sampled": -30, "reward": -31}, {}),
-    ({"sampled": -30, "reward": -29}, {}), ({"sampled": -30, "reward": -30, "entropy": 29}, {}),
-    ({"sampled": -30, "reward": -30, "relation": -29}, {}), ({"sampled": -30, "reward": -30, "mean_abs_d": 30}, {}),
-    ({"sampled": -30, "reward": -30, "grad_norm": -29}, {}),
-    ({"sampled": -30, "reward": -30, "entropy": 30}, {"policy_moves_at_once": 1.5}),
-    ({}, {}),
-])  # fmt: skip
-def test_what_moves_before_anything_else_or_at_once_with_its_reward(at, found):
-    assert codes(timing.at_once(facts(moves=moved(**at)), MEDIUM)) == found
-
-
-def test_a_policy_that_is_asked_other_prompts_moves_by_these():
-    asked = facts(moves=moved(sampled=-30, reward=-30), clear=lambda *kinds: ["prompts"] if "prompts" in kinds else [])
-    assert timing.at_once(asked, MEDIUM) == []
-
-
 WITH_REFERENCE = rows(reference=-1.0)
-
-
-@pytest.mark.parametrize(("at", "of_entropy", "of_reference"), [
-    ({"loss": 30}, {"loss_moves_up": -1.5}, {"loss_moves_up": 1.5}), ({"loss": -30}, {"loss_moves_down": 2.5}, {}),
-    ({}, {}, {}),
-    ({"loss": -30, "reward": -30}, {}, {}), ({"loss": -30, "mean_abs_d": 30}, {}, {}),
-    ({"loss": -30, "length": 26}, {}, {}),
-    ({"loss": -30, "length": 25}, {"loss_moves_down": 2.5}, {}),
-    ({"loss": -30, "entropy": 31}, {"loss_moves_down": 2.5}, {}),
-    ({"loss": 36}, {}, {}),
-])  # fmt: skip
-def test_a_loss_that_moves_before_the_policy_has_another_term(at, of_entropy, of_reference):
-    found = facts(moves=moved(**at), rollouts=WITH_REFERENCE)
-    assert codes(timing.loss_moves(found, "entropy")) == of_entropy
-    assert codes(timing.loss_moves(found, "reference")) == of_reference
-    assert timing.loss_moves(facts(moves=moved(**at)), "reference") == []
-
-
-@pytest.mark.parametrize(("at", "found"), [
-    ({"update_to_weight": 30}, {"update_moves_first": 4.0}), ({"update_to_weight": -30}, {}), ({}, {}),
-    ({"update_to_weight": 30, "grad_norm": 30}, {}), ({"update_to_weight": 30, "reward": -29}, {}),
-    ({"update_to_weight": 30, "sampled": -26}, {}),
-    ({"update_to_weight": 30, "sampled": -25}, {"update_moves_first": 4.0}),
-    ({"update_to_weight": 30, "mean_abs_d": 30}, {"update_moves_first": 4.0}),
-])  # fmt: skip
-def test_updates_that_move_before_gradient_and_policy_are_the_optimizer_s(at, found):
-    assert codes(timing.update_moves(facts(moves=moved(**at)))) == found
 
 
 # --- a loss that follows entropy or distance --------------------------------------------------------------------------
@@ -361,58 +299,6 @@ def following(size, *, with_entropy=0.0, with_distance=0.0, **given):
     return facts(moves=moves, **given)
 
 
-def of_loss(found):
-    return [next(iter(codes(timing.loss_follows(found, suspect))), None) for suspect in ("entropy", "reference")]
-
-
-@pytest.mark.parametrize(("size", "code"), [(2.95, None), (3.05, "loss_follows_entropy")])
-def test_a_loss_with_another_term_becomes_three_times_as_large(size, code):
-    found = following(size, with_entropy=-0.99)
-    assert of_loss(found) == [code, None]
-    assert not code or codes(timing.loss_follows(found, "entropy")) == {code: 7.0}
-
-
-@pytest.mark.parametrize(("with_entropy", "with_distance", "expected"), [
-    (-0.94, 0.0, [None, None]), (-0.96, 0.0, ["loss_follows_entropy", None]), (0.96, 0.0, [None, None]),
-    (0.0, 0.94, [None, None]), (0.0, 0.96, [None, "loss_follows_distance"]), (0.0, -0.96, [None, None]),
-])  # fmt: skip
-def test_a_loss_follows_what_its_term_is_of(with_entropy, with_distance, expected):
-    found = following(5, with_entropy=with_entropy, with_distance=with_distance)
-    assert of_loss(found) == expected
-    assert not expected[1] or codes(timing.loss_follows(found, "reference")) == {"loss_follows_distance": 7.0}
-
-
-@pytest.mark.parametrize("expected", [["loss_follows_entropy", None], [None, "loss_follows_distance"]])
-def test_where_a_loss_follows_both_the_closer_one_is_its_term(expected):
-    """Entropy that falls as the distance grows; the loss goes up with the distance and down with the entropy."""
-    rising = np.where(SINCE, (STEPS - 25.0) / 10, 0.0)
-    noise = np.where(SINCE, np.cos(STEPS * 2.0), 0.0)
-    near, far = rising, rising + 0.3 * noise
-    entropies, distances = (near, far) if expected[0] else (far, near)
-    before = np.where(np.arange(60) % 2, 0.01, -0.01)
-    moves = moves_of(
-        loss=Quantity(STEPS, np.where(SINCE, rising, before), 0.02), entropy=Quantity(STEPS, np.log(20 - entropies), 0.05),
-        distance=Quantity(STEPS, distances, 0.005),
-    )  # fmt: skip
-    assert of_loss(facts(moves=moves)) == expected
-
-
-def test_without_a_loss_or_a_fall_nothing_follows():
-    found = following(5, with_entropy=-0.99)
-    assert timing.loss_follows(facts(), "entropy") == []
-    assert timing.loss_follows(facts(moves=found.moves, fall=None), "entropy") == []
-
-
-@pytest.mark.parametrize(("num_before", "is_known"), [(7, False), (8, True)])
-def test_eight_steps_before_a_fall_tell_the_size_of_a_loss(num_before, is_known):
-    found = following(5, with_entropy=-0.99)
-    found.moves = moves_of(**{
-        name: Quantity(one.steps[25 - num_before :], one.values[25 - num_before :], one.least) for name,
-        one in found.moves.columns.items()
-    })  # fmt: skip
-    assert of_loss(found)[0] == ("loss_follows_entropy" if is_known else None)
-
-
 # --- a term in the advantages -----------------------------------------------------------------------------------------
 
 
@@ -423,45 +309,6 @@ def going(now, usual=0.0, *, name="leaves", at=30, follows=0.1, **given):
         "follows": Quantity(STEPS, level(0.9, follows, at), 0.05),
     }
     return facts(moves=moves_of(**columns), rollouts=WITH_REFERENCE, **given)
-
-
-@pytest.mark.parametrize(("now", "usual", "is_term"), [
-    (0.59, 0.0, False), (0.61, 0.0, True), (-0.59, 0.0, False), (-0.61, 0.0, True), (0.7, 0.29, True),
-    (0.7, 0.31, False), (0.7, -0.9, True),
-    (-0.7, -0.29, True), (-0.7, -0.31, False), (-0.7, 0.9, True),
-])  # fmt: skip
-def test_a_term_is_most_of_the_advantage_and_was_not_before(now, usual, is_term):
-    distance, surprise = going(now, usual), going(now, usual, name="surprises")
-    assert codes(reference.in_advantages(distance)) == ({"advantages_by_distance": 4.0} if is_term else {})
-    assert codes(entropy.in_advantages(surprise)) == ({"advantages_by_surprise": 4.0} if is_term else {})
-
-
-@pytest.mark.parametrize(("follows", "is_term"), [(0.69, True), (-0.69, True), (0.71, False), (-0.71, False)])
-def test_advantages_that_go_with_rewards_as_far_have_no_term(follows, is_term):
-    assert bool(reference.in_advantages(going(0.7, follows=follows))) == is_term
-
-
-def test_a_term_is_one_of_the_steps_from_the_fall_until_it_is_there():
-    """Six of the nine steps 30 to 38 have the term."""
-    has_term = (STEPS >= 33) & (STEPS <= 38)
-    columns = {"leaves": Quantity(STEPS, 0.7 * has_term, 0.05), "follows": Quantity(STEPS, 0.9 - 0.8 * has_term, 0.05)}
-    found = facts(moves=moves_of(**columns), rollouts=WITH_REFERENCE)
-    assert codes(reference.in_advantages(found)) == {"advantages_by_distance": 4.0}
-
-
-def test_a_term_of_the_distance_is_none_of_the_logprob():
-    both = going(-0.7).moves.columns | going(0.7, name="surprises").moves.columns
-    assert entropy.in_advantages(facts(moves=moves_of(**both), rollouts=WITH_REFERENCE)) == []
-    assert codes(entropy.in_advantages(facts(moves=moves_of(**both)))) == {"advantages_by_surprise": 4.0}
-    assert reference.in_advantages(facts(moves=moves_of(**both))) == []
-
-
-@pytest.mark.parametrize("step", [3, 4])
-def test_three_steps_before_a_fall_tell_what_advantages_go_with(step):
-    early = replace(FALL, low=step + 3, interval=(step + 3, step + 5))
-    found = going(0.7, at=step + 3, fall=early)
-    assert bool(reference.in_advantages(found)) == (step == 4)
-    assert reference.in_advantages(going(0.7, fall=None)) == []
 
 
 # --- how responses end ------------------------------------------------------------------------------------------------
@@ -477,82 +324,6 @@ def ending(num_other, *, at=30, a_step=20, usual_other=0, token=None, length=5.0
     return rows(60, a_step, ending=ends, length=np.where(is_other & (step >= at), length, 10.0))
 
 
-def endings(rollouts, **given):
-    return codes(truncation._endings(facts(rollouts=rollouts, **given)))
-
-
-@pytest.mark.parametrize(("num_other", "is_told"), [(19, False), (20, True), (50, True)])
-def test_a_fifth_of_the_responses_that_end_otherwise_are_broken_off(num_other, is_told):
-    rollouts = ending(num_other, a_step=100)
-    assert endings(rollouts) == ({"endings_change": 5.5} if is_told else {})
-    assert truncation.ending_step(rollouts) == (30 if is_told else None)
-
-
-@pytest.mark.parametrize(("usual", "is_told"), [(5, True), (6, False)])
-def test_responses_of_which_a_twentieth_ended_otherwise_before_end_as_before(usual, is_told):
-    rollouts = ending(50, a_step=100, usual_other=usual)
-    assert bool(endings(replace(rollouts, length=np.where(rollouts.ending > 0, 5.0, 10.0)))) == is_told
-    assert bool(truncation.ending_step(replace(rollouts, length=np.where(rollouts.ending > 0, 5.0, 10.0)))) == is_told
-
-
-@pytest.mark.parametrize(("num_before", "is_told"), [(24, True), (25, False)])
-def test_an_ending_is_usual_that_a_hundredth_of_the_responses_before_had(num_before, is_told):
-    """25 steps of 100 before the fall."""
-    rollouts = ending(50, a_step=100, token=7, known_before=num_before)
-    assert bool(endings(rollouts)) == is_told
-
-
-@pytest.mark.parametrize(("num_before", "step"), [(11, 30), (12, None)])
-def test_of_a_run_that_did_not_fall_the_first_fifth_tells_how_responses_end(num_before, step):
-    assert truncation.ending_step(ending(50, a_step=100, token=7, known_before=num_before)) == step
-
-
-def test_responses_as_long_as_the_longest_before_are_no_broken_ones():
-    assert endings(ending(50, a_step=100, length=10.0)) == {}
-    assert truncation.ending_step(ending(50, a_step=100, length=10.0)) is None
-
-
-@pytest.mark.parametrize(("at", "found"), [
-    (25, {"endings_shift": 1.5}), (26, {"endings_change": 5.5}), (35, {"endings_change": 5.5}), (36, {}),
-])  # fmt: skip
-def test_endings_change_where_the_fall_may_begin(at, found):
-    assert endings(ending(50, at=at, a_step=100)) == found
-
-
-@pytest.mark.parametrize(("num_before", "code"), [(5, "endings_change"), (6, "endings_shift")])
-def test_endings_that_were_others_already_at_the_step_before_change_less(num_before, code):
-    rollouts = ending(50, a_step=100)
-    begins = (rollouts.step == 29) & (np.arange(6000) % 100 < num_before)
-    rollouts = replace(
-        rollouts, ending=np.where(begins, 99, rollouts.ending), length=np.where(begins, 5.0, rollouts.length)
-    )
-    assert list(endings(rollouts)) == [code]
-
-
-@pytest.mark.parametrize(("gradient", "is_told"), [(29, False), (30, True)])
-def test_endings_that_follow_a_gradient_are_those_of_another_policy(gradient, is_told):
-    assert bool(endings(ending(50, a_step=100), moves=moved(grad_norm=gradient))) == is_told
-
-
-def test_two_steps_of_other_endings_pass():
-    passing = ending(50, a_step=100)
-    passing = replace(passing, ending=np.where(passing.step >= 32, 0, passing.ending))
-    assert endings(passing) == {}
-    assert truncation.ending_step(passing) is None
-
-
-@pytest.mark.parametrize(("num_steps", "is_known"), [(14, False), (15, True)])
-def test_three_steps_tell_how_responses_end_at_first(num_steps, is_known):
-    rollouts = ending(50, at=8, a_step=100).until(num_steps)
-    assert truncation.ending_step(rollouts) == (8 if is_known else None)
-    early = replace(FALL, interval=(num_steps - 8, num_steps), fallen=num_steps)
-    assert bool(endings(rollouts, fall=early)) == is_known
-
-
-def test_without_a_fall_no_endings_are_told():
-    assert endings(ending(50, a_step=100), fall=None) == {}
-
-
 # --- rewards that move alone ------------------------------------------------------------------------------------------
 
 
@@ -565,69 +336,6 @@ def rewards_and(lost=None, **at):
     """Moves of quantities at steps, and a relation of likelihood and reward that is lost at another."""
     columns = dict(moved(**at).columns)
     return moves_of(**columns if lost is None else columns | {"relation": relation_lost(lost)})
-
-
-@pytest.mark.parametrize(("moves", "found"), [
-    (rewards_and(reward=-30), {"reward_moves_alone": 1.5}), (rewards_and(30), {"relation_breaks_alone": 0.7}),
-    (rewards_and(30, reward=-30), {"reward_and_relation_move": 2.5}),
-    (rewards_and(31, reward=-30), {"reward_and_relation_move": 2.5}),
-    (rewards_and(32, reward=-30), {"reward_moves_alone": 1.5}),
-    (rewards_and(29, reward=-30), {"relation_breaks_alone": 0.7}),
-    (rewards_and(reward=-30, sampled=30), {}), (rewards_and(reward=-30, sampled=26), {}),
-    (rewards_and(reward=-30, sampled=25), {"reward_moves_alone": 1.5}), (rewards_and(reward=-30, mean_abs_d=30), {}),
-    (rewards_and(reward=-30, grad_norm=30), {"reward_moves_alone": 1.5}),
-    (rewards_and(reward=-30, length=31), {"reward_moves_alone": 1.5}),
-    (rewards_and(), {}),
-])  # fmt: skip
-def test_a_reward_that_moves_while_the_policy_is_what_it_was(moves, found):
-    assert codes(reward._moves(facts(moves=moves))) == found
-    assert reward._moves(facts(moves=moves, is_given_otherwise=True)) == []
-
-
-def test_a_relation_that_is_lost_where_the_reward_moved_long_before_the_fall_moved_with_it():
-    drops_twice = Quantity(STEPS, level(0.0, -9.0, 14) + level(0.0, -30.0, 30), 1.0)
-    moves = moves_of(reward=drops_twice, relation=relation_lost(14))
-    assert moves.step("reward") == 30
-    assert codes(reward._moves(facts(moves=moves))) == {"reward_and_relation_move": 2.5}
-
-
-@pytest.mark.parametrize(("moves", "is_told"), [
-    (rewards_and(30), True), (rewards_and(30, reward=-30), False), (rewards_and(30, reward=-26), False),
-    (rewards_and(30, reward=-25), True),
-    (rewards_and(30, mean_abs_d=29), False), (rewards_and(30, entropy=28), False), (rewards_and(30, entropy=31), True),
-    (rewards_and(), False),
-])  # fmt: skip
-def test_a_relation_that_is_lost_alone_is_one_of_rows(moves, is_told):
-    assert codes(pairing._relation(facts(moves=moves))) == ({"relation_breaks_alone": 2.5} if is_told else {})
-
-
-def beyond(highest, num_beyond=80, **given):
-    """Rewards of 0 to 1 before a fall, and since then some of another height."""
-    usual = np.arange(1000) % 2.0
-    since = np.where(np.arange(1000) < num_beyond, highest, usual)
-    rollouts = rows(60, 1000, reward=np.where(STEPS.reshape(-1, 1) < 30, usual, since))
-    found = facts(well_before=rollouts.until(29), since_fall=rollouts.since(30), **given)
-    return codes(reward._beyond(found))
-
-
-@pytest.mark.parametrize(
-    ("highest", "num", "is_told"),
-    [(1.19, 80, False), (1.21, 80, True), (1.21, 49, False), (1.21, 50, True), (-0.5, 80, False)],
-)
-def test_rewards_above_all_before_by_a_fifth_of_their_range_are_told(highest, num, is_told):
-    assert beyond(highest, num) == ({"rewards_beyond_range": 4.0} if is_told else {})
-
-
-def test_rewards_above_all_before_that_pay_length_are_its():
-    assert beyond(2.0, pays_length_since=0.9) == {}
-    assert beyond(2.0, rewards_by_length=(0.1, 0.8)) == {}
-    assert beyond(2.0, pays_length=0.9) == {}
-    assert beyond(2.0, fall=None) == {}
-
-
-def test_of_one_reward_no_range_is_known():
-    rollouts = rows(reward=by_step(level(1.0, 9.0)))
-    assert reward._beyond(facts(well_before=rollouts.until(29), since_fall=rollouts.since(30))) == []
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -676,51 +384,12 @@ def last_step(earned, place, length):
     return earned[max(place - 1, 0)]
 
 
-@pytest.mark.parametrize(("change", "code"), [
-    (shortest_first, "rewards_by_finish"), (longest_first, "rewards_by_finish"),
-    (next_in_groups, "rewards_next_in_groups"),
-    (previous_in_groups, "rewards_next_in_groups"), (last_step, "rewards_of_last_step"),
-])  # fmt: skip
-def test_rewards_in_another_order_are_those_of_other_rows(change, code):
-    found = repeated_responses(ordered_rewards(change))
-    assert (found.order, found.lies_off) == (change.__name__, True)
-    assert found.unequal_shifted < 0.05
-    told = pairing._rewards(facts(repeated=found, graded_elsewhere=None, sorted_in_groups=None))
-    assert codes(told) == {code: 7.0}
-
-
 def test_halves_that_change_places_are_another_order_where_no_shift_is_as_near():
     found = repeated_responses(ordered_rewards(halves))
     assert (abs(found.shift), found.order, found.lies_off, found.unequal_shifted) == (10, "", True, 0.0)
 
 
-def test_halves_of_large_steps_that_change_places_are_an_order():
-    draw = np.random.default_rng(0)
-    whole = draw.integers(0, 400, (40, 80))
-    earned = (np.arange(400) * 7 % 11).astype(float)[whole]
-    found = repeated_responses(rows(40, 80, whole=whole, reward=np.roll(earned, 40, axis=1)))
-    assert (found.shift, found.order, found.unequal_shifted) == (0, "halves", 0.0)
-    told = pairing._rewards(facts(repeated=found, graded_elsewhere=None, sorted_in_groups=None))
-    assert codes(told) == {"rewards_halves": 7.0}
-
-
 SAME = KeptRewards(step=30, mean_before=0.5, mean=0.5, apart=0.0, spread=0.5, in_sd=0.0)
-
-
-def lies_off(*, moved_rewards=SAME, is_permuted=False, unequal=0.5):
-    found = RepeatedResponses(num_pairs=100, unequal=unequal, shift=0, unequal_shifted=unequal, mean_difference=1.0)
-    reordered = SimpleNamespace(is_permuted=is_permuted, num_other=9, num_lacking=0, lacking_by_chance=20.0)
-    return codes(pairing._rewards(facts(
-        repeated=found, graded_elsewhere=None, sorted_in_groups=None, moved_rewards=moved_rewards, reordered=reordered,
-        rewards_lie_off=moved_rewards is not None or is_permuted,
-    )))  # fmt: skip
-
-
-def test_the_same_rewards_in_other_rows_are_told_by_what_is_known_of_them():
-    assert lies_off() == {"rewards_move_rows": 7.0}
-    assert lies_off(is_permuted=True) == {"rewards_reordered": 7.0}
-    assert lies_off(moved_rewards=None) == {}
-    assert lies_off(unequal=0.01) == {"rewards_in_their_rows": -2.5}
 
 
 def scored(num_of_others, num_other=100, *, n=200, num_of_last=0, apart=0.5):
@@ -775,15 +444,6 @@ def mismatched(size, *, usual=0.0, apart=0.01, at=30, **given):
     )  # fmt: skip
 
 
-def test_a_mismatch_of_exchanged_rows_is_pairing_s():
-    found = mismatched(0.05)
-    rows_of = Facts.scored_rows.func(found)
-    assert (rows_of.step, rows_of.share) == (30, 1.0)
-    assert codes(pairing._logprobs(facts(scored_rows=rows_of))) == {"logprobs_of_other_rows": 7.0}
-    assert Facts.scored_rows.func(facts()) is None
-    assert Facts.scored_rows.func(facts(series=found.series, rollouts=found.rollouts)) is None
-
-
 @pytest.mark.parametrize(("apart", "is_told"), [(0.95e-4, False), (1.05e-4, True)])
 def test_logprobs_differ_from_a_ten_thousandth_of_a_nat_on(apart, is_told):
     """Rows in a ring: of each seven of eight lie `apart` from the row before."""
@@ -826,33 +486,6 @@ def given_change(series_, kind, step=30, *, before=1.0, after=2.0, size_in_sd=20
         series=series_, kind=kind, step=step, low=step, high=step if high is None else high, before=before, after=after,
         size_in_sd=size_in_sd, shape=shape,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("at", "shape", "follows"), [
-    ({"reward": 30}, "shift", True), ({"sampled": -26}, "shift", True), ({"sampled": -25}, "shift", False),
-    ({"entropy": 30}, "shift", True),
-    ({"length": 30}, "shift", False), ({"reward": 31}, "shift", False), ({"reward": 30}, "ramp", False),
-    ({}, "shift", False),
-])  # fmt: skip
-def test_advantages_follow_rewards_and_a_policy_that_moved_by_then(at, shape, follows):
-    change = given_change("advantage_mean", "advantages", shape=shape)
-    assert advantages._follows(change, facts(moves=moved(**at))) == follows
-
-
-@pytest.mark.parametrize(("since", "of_advantages", "of_pairing"), [
-    (-0.31, {"advantages_turn": 7.0}, {}), (-0.29, {"advantages_inverted": 7.0}, {"advantages_do_not_follow": 7.0}),
-])  # fmt: skip
-def test_advantages_that_turn_are_inverted_and_others_in_other_rows(monkeypatch, since, of_advantages, of_pairing):
-    for module in (advantages, pairing):
-        monkeypatch.setattr(module, "relation", lambda *given: SimpleNamespace(by_group=-0.9))
-    found = facts(advantages_break=(30, 0.9, since), since_fall=None)
-    assert codes(advantages._inverted(found)) == of_advantages
-    assert codes(pairing._advantages(found)) == of_pairing
-
-
-def test_advantages_that_a_term_turns_are_not_inverted():
-    with_term = going(-0.9, advantages_break=(30, 0.9, -0.5), since_fall=rows())
-    assert codes(advantages._inverted(with_term)) == {"advantages_turn": 0.0}
 
 
 def broken(since, *, before=0.9, at=30, back_at=None):
@@ -969,26 +602,6 @@ def test_an_opening_that_comes_often_tells_by_each_next_time():
     assert found == StillEngine(num_pairs=8, still=0.5, of_trainer=0.0)
 
 
-@pytest.mark.parametrize(("size", "points"), [(0.2, 9.5), (0.02, 5.5)])
-def test_an_engine_that_stands_still_is_stale_whatever_is_declared(size, points):
-    run = RunMismatch(size=size, first=0.0, settled=0.0, late=0.0)
-    still = StillEngine(num_pairs=100, still=0.9, of_trainer=0.0)
-    found = facts(still_engine=still, mismatch=run, series={"version_lag": np.zeros(60)})
-    assert codes(staleness._still(found)) == {"engine_stands_still": points}
-    assert codes(staleness._declared(found, is_seen=True)) == {"declared_fresh_and_still": 0.0}
-    assert codes(staleness._declared(found, is_seen=False)) == {"declared_fresh": -7.0}
-    assert staleness._still(facts(still_engine=still)) == []
-    assert staleness._still(facts(still_engine=replace(still, still=0.4), mismatch=run)) == []
-
-
-@pytest.mark.parametrize(("still", "verdict"), [(0.1, {"engine_moves_on": -2.5}), (0.11, {})])
-def test_an_engine_that_hardly_gives_any_opening_the_same_bits_moves_on(still, verdict):
-    run = RunMismatch(size=0.2, first=0.0, settled=0.0, late=0.2)
-    engine_ = StillEngine(num_pairs=100, still=still, of_trainer=0.0)
-    found = facts(still_engine=engine_, mismatch=run, stale_weights=None, grows_from_nothing=False)
-    assert codes(staleness._measured(found)) == verdict
-
-
 # --- a mismatch that grows from nothing -------------------------------------------------------------------------------
 
 
@@ -1013,13 +626,6 @@ def test_a_mismatch_that_does_not_move_or_ends_before_does_not_grow():
     assert not Facts.grows_from_nothing.func(facts())
     assert not grows(0.01, num_later=0)
     assert grows(0.01, num_later=1)
-
-
-def test_a_mismatch_that_grows_by_updates_speaks_for_weights_that_stay():
-    run = RunMismatch(size=0.2, first=0.0, settled=0.0, late=0.2)
-    found = facts(mismatch=run, stale_weights=None, grows_from_nothing=True, moves=moved(mean_abs_d=30))
-    (told,) = staleness._measured(found)
-    assert (told.code, told.points, told.values["step"]) == ("mismatch_grows_by_updates", 5.0, 30)
 
 
 # --- the same rewards in other rows -----------------------------------------------------------------------------------
@@ -1167,7 +773,7 @@ def paid_since(monkeypatch, *, explained_=(0.0, 0.0), by_length=0.0, share=1.0, 
     )
     monkeypatch.setattr(f"{module}.pays_length_otherwise", lambda since, before: otherwise)
     found = ChangedResponses(
-        step=30, num_responses=100, share=share, share_before=0.0, length_correlation=by_length, is_of_one_length=False,
+        step=30, num_responses=100, share=share, share_before=0.0, length_correlation=by_length,
         low=28, high=32
     )  # fmt: skip
     paid = Facts.pays_length_since.func(facts(changed_rewards=found))
@@ -1220,12 +826,6 @@ def test_the_latest_change_of_a_series_counts_and_has_to_be_sure(monkeypatch):
     assert earlier(monkeypatch, one, two) == [("prompt_length", 20)]
     assert earlier(monkeypatch, one, replace(two, size_in_sd=5.0)) == []
     assert Facts.earlier.func(facts(fall=None)) == ()
-
-
-def test_what_was_changed_long_before_a_fall_counts_less_than_what_came_with_it():
-    change = given_change("prompt_length", "prompts", 15)
-    assert changed.worth(facts(is_near=lambda change: False), change) == 3.5
-    assert changed.worth(facts(is_near=lambda change: True), replace(change, low=30, high=30)) == 7.0
 
 
 # --- a fall that nobody sees ------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from tim_trace import Recorder
 from tim_trace.analysis import attribute, diagnose, report
-from tim_trace.analysis.attribution.silent import SilentChange
-from tim_trace.analysis.attribution.suspect import Suspect
+from tim_trace.analysis.attribution.attribution import SilentChange, Suspect
 from tim_trace.analysis.attribution.text import verdict_sentence
 from tim_trace.analysis.diagnosis.text import diagnosis_json, story, story_of_run
 from tim_trace.analysis.watch.watch import Watcher

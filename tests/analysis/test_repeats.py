@@ -1,32 +1,22 @@
 """What equal openings, responses and prompts prove of one run: engines with earlier weights or noise, rewards, limits, new prompts."""
 
-from importlib import import_module
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tim_trace import Recorder
-from tim_trace.analysis.attribution import control
 from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.suspect import Evidence
-from tim_trace.analysis.attribution.suspects import timing
-from tim_trace.analysis.attribution.text import evidence_sentence
+from tim_trace.analysis.facts.changes import NOTHING, Moves, Quantity
 from tim_trace.analysis.facts.conditions import read_conditions
-from tim_trace.analysis.facts.fall import Fall
-from tim_trace.analysis.facts.moves import NOTHING, Moves, Quantity
+from tim_trace.analysis.facts.mismatch import EarlierWeights, read_earlier_weights
 from tim_trace.analysis.facts.other_rows import ScoredRows, scored_rows
-from tim_trace.analysis.facts.recorded import RecordedChange, read_recorded
+from tim_trace.analysis.facts.recorded import read_recorded
 from tim_trace.analysis.facts.relations import changed_responses, explained_by_length_by_step
-from tim_trace.analysis.facts.repeats import unequal_in_step, unequal_openings, unequal_share
-from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts
-from tim_trace.analysis.facts.staleness import EarlierWeights, read_earlier_weights
+from tim_trace.analysis.facts.rollouts import Rollouts, read_rollouts, unequal_in_step, unequal_openings, unequal_share
+from tim_trace.analysis.facts.series import Fall
 from tim_trace.analysis.views import open_database
 
 # The functions of the package hide its modules of the same names.
-changed, data, length, mismatch, optimizer, reward, staleness, truncation = (
-    import_module(f"tim_trace.analysis.attribution.suspects.{name}")
-    for name in ("changed", "data", "length", "mismatch", "optimizer", "reward", "staleness", "truncation")
-)
 
 CERTAIN = 7.0
 STEPS = np.arange(1, 61)
@@ -58,8 +48,6 @@ def facts(**given):
     }  # fmt: skip
     found = SimpleNamespace(**usual | given)
     found.values = lambda name: np.asarray(found.series.get(name, np.full(len(STEPS), np.nan)), float)
-    if isinstance(given.get("rollouts"), Rollouts):
-        found.longest = Facts.longest.fget(found)
     return found
 
 
@@ -83,33 +71,10 @@ def sampled_by(version, rows_off=8):
     return rows(opening=OPENINGS, opening_sampled=sampled, opening_trained=SCORED)
 
 
-@pytest.mark.parametrize(("version", "is_distance", "found"), [
-    (lambda step: 20, False, 20), (lambda step: step - 3, True, 3),
-])  # fmt: skip
-@pytest.mark.parametrize("rows_off", [8, 2])
-def test_an_engine_or_a_replica_has_the_weights_of_one_step_or_distance(version, is_distance, found, rows_off):
-    earlier = read_earlier_weights(sampled_by(version, rows_off), BEGINS)
-    assert (earlier.version, earlier.is_distance, earlier.agreement, earlier.is_one) == (found, is_distance, 1.0, True)
-    assert (earlier.num_pairs, earlier.num_agreeing) == (30 * rows_off, 30 * rows_off)
-    code = "earlier_weights_at_distance" if is_distance else "earlier_weights_of_step"
-    no_lag = {"version_lag": np.full(60, np.nan), "policy_lag": np.full(60, np.nan)}
-    assert codes(staleness._earlier(facts(earlier_weights=earlier, series=no_lag))) == {code: CERTAIN + 2.5}
-
-
 def test_of_a_long_run_openings_are_left_out_evenly(monkeypatch):
-    monkeypatch.setattr("tim_trace.analysis.facts.staleness._MOST_HELD", 3000)
+    monkeypatch.setattr("tim_trace.analysis.facts.mismatch._MOST_HELD", 3000)
     earlier = read_earlier_weights(sampled_by(lambda step: 20), BEGINS)  # 8 openings x (30 + ... + 59) = 10,680
     assert (earlier.num_pairs, earlier.version, earlier.agreement) == (60, 20, 1.0)
-
-
-def test_weights_of_many_steps_are_told_by_their_bits():
-    draw = np.random.default_rng(0)
-    earlier = read_earlier_weights(sampled_by(lambda step: int(draw.integers(1, 28))), BEGINS)
-    assert (earlier.num_equal, earlier.by_chance, earlier.is_one, earlier.explains) == (240, 0, False, True)
-    no_lag = {"version_lag": np.full(60, np.nan), "policy_lag": np.full(60, np.nan)}
-    assert list(codes(staleness._earlier(facts(earlier_weights=earlier, series=no_lag)))) == [
-        "earlier_weights_of_several_steps"
-    ]
 
 
 @pytest.mark.parametrize(("num_equal", "by_chance", "agreement", "explains"), [
@@ -128,25 +93,6 @@ def test_equal_is_what_an_exact_engine_leaves(off, num_equal):
     run = sampled_by(lambda step: 20)
     moved = rows(opening=OPENINGS, opening_sampled=run.opening_sampled.reshape(60, 8) + off, opening_trained=SCORED)
     assert read_earlier_weights(moved, BEGINS).num_equal == num_equal
-
-
-def test_an_engine_with_other_weights_has_none_of_the_trainer_s():
-    draw = np.random.default_rng(1)
-    run = rows(opening=OPENINGS, opening_sampled=SCORED - draw.random((60, 8)), opening_trained=SCORED)
-    earlier = read_earlier_weights(run, BEGINS)
-    assert not earlier.explains
-    assert codes(staleness._earlier(facts(earlier_weights=earlier))) == {}
-    assert read_earlier_weights(rows(), 1) is None  # nothing came before, and both sides agree
-
-
-def test_a_mismatch_of_earlier_weights_is_staleness():
-    earlier = read_earlier_weights(sampled_by(lambda step: 20), BEGINS)
-    no_lag = {"version_lag": np.full(60, np.nan), "policy_lag": np.full(60, np.nan)}
-    found = facts(earlier_weights=earlier, stale_weights=None, series=no_lag)
-    assert codes(mismatch._lag(found)) == {"explained_by_earlier_weights": -CERTAIN}
-    assert staleness._declared(facts(series={"version_lag": np.zeros(60)} | {"policy_lag": np.zeros(60)}), is_seen=True)[0].code in (
-        "declared_fresh_and_still", "no_declared_lag",
-    )  # fmt: skip
 
 
 # --- a side that disagrees with itself ----------------------------------------------------------------------------------
@@ -188,19 +134,6 @@ def test_of_two_logprobs_of_one_opening_that_are_rounded_otherwise_no_noise_is_t
     assert Facts.disagreeing.func(facts(rollouts=rows(), mismatch=SimpleNamespace(size=size))) == expected
 
 
-@pytest.mark.parametrize(("disagreeing", "of_mismatch", "of_unknown"), [
-    ((0.5, 0.0), {"engine_disagrees": CERTAIN}, {}), ((0.0, 0.5), {"trainer_disagrees": -CERTAIN}, {"trainer_disagrees": CERTAIN}),
-    ((0.0, 0.0), {}, {}),
-])  # fmt: skip
-def test_noise_of_the_engine_is_a_mismatch_and_that_of_the_trainer_is_none(disagreeing, of_mismatch, of_unknown):
-    found = facts(disagreeing=disagreeing)
-    assert codes(mismatch._disagrees(found)) == of_mismatch
-    assert codes(mismatch.trainer_disagrees(found)) == of_unknown
-    other_rows = facts(disagreeing=disagreeing, scored_rows=True)
-    assert mismatch._disagrees(other_rows) == []
-    assert mismatch.trainer_disagrees(other_rows) == []
-
-
 # --- rewards of equal responses -------------------------------------------------------------------------------------------
 
 
@@ -212,43 +145,6 @@ def test_equal_responses_of_a_step_have_one_reward_or_two():
     num, share = unequal_in_step(rows(num_steps=4, whole=twice[:4], reward=given[:4]))
     assert num == 16
     assert np.isnan(share)
-
-
-@pytest.mark.parametrize(("since", "before", "code"), [
-    (0.15, 0.01, "rewards_disagree_in_step"), (0.14, 0.0, "rewards_noisy"), (0.5, 0.02, "rewards_noisy"),
-    (0.5, np.nan, "rewards_noisy"),
-])  # fmt: skip
-def test_equal_responses_of_a_step_that_begin_to_disagree_are_noise(since, before, code):
-    repeated = SimpleNamespace(num_pairs=99, unequal=0.4, mean_difference=1.0)
-    found = facts(
-        repeated=repeated, rewards_lie_off=False, unequal_in_step=(since, before),
-        repeated_before=SimpleNamespace(unequal=0.0),
-    )  # fmt: skip
-    assert list(codes(reward._noise(found))) == [code]
-
-
-@pytest.mark.parametrize(("since", "before", "share", "code"), [
-    (0.01, 0.01, 0.3, "rewards_of_other_rule"), (0.02, 0.0, 0.9, "rewards_changed"), (0.0, 0.02, 0.9, "rewards_changed"),
-    (0.0, 0.0, 0.29, "rewards_changed"), (np.nan, 0.0, 0.9, "rewards_changed"), (0.0, np.nan, 0.9, "rewards_of_other_rule"),
-])  # fmt: skip
-def test_a_reward_of_the_response_alone_that_is_another_one_follows_another_rule(since, before, share, code):
-    changed = SimpleNamespace(share=share, is_earlier=False, values={})
-    found = facts(
-        changed_rewards=changed, rewards_lie_off=False, pays_length_since=0.0, unequal_in_step=(since, before)
-    )
-    assert list(codes(reward._changed(found))) == [code]
-
-
-@pytest.mark.parametrize("shown", ["rewards_of_other_rule", "rewards_disagree_in_step", "rewards_changed"])
-def test_trends_say_nothing_against_what_is_seen_response_by_response(monkeypatch, shown):
-    evidence = [Evidence(code=shown, points=CERTAIN)]
-    trends = [Evidence(code="likelier_earn_more", points=-1.5)]
-    for name in ("_noise", "_hidden", "_dropped", "_moves", "_beyond", "settings"):
-        monkeypatch.setattr(reward, name, lambda *given: [])
-    monkeypatch.setattr(reward, "_changed", lambda facts: evidence)
-    monkeypatch.setattr(reward, "_direction", lambda facts: trends)
-    found = {each.code: each.points for each in reward.reward(facts()).evidence}
-    assert found["likelier_earn_more"] == (-1.5 if shown == "rewards_changed" else 0.0)
 
 
 # --- logprobs of rows that lie beside each other ------------------------------------------------------------------------
@@ -278,31 +174,6 @@ def test_of_a_certain_policy_nearly_all_rows_have_to_fit(share, by_chance, expla
 # --- beside a control ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("lag", "begins", "earlier", "expected"),
-    [
-        (0.0, "later", False, "staleness"), (2.0, "later", False, "mismatch"), (2.0, "later", True, "staleness"),
-        (0.0, "from the start", False, "mismatch"), (0.0, "from the start", True, "staleness"),
-    ],
-)  # fmt: skip
-def test_a_mismatch_beside_a_control_that_lags_as_much_or_from_the_start_is_no_lag_s(
-    monkeypatch, lag, begins, earlier, expected
-):
-    monkeypatch.setattr(control, "declared_lag", lambda facts: SimpleNamespace(at_fall=lag))
-    for name, value in (
-        ("_is_material", True),
-        ("is_of_other_rows", False),
-        ("is_farther_behind", False),
-        ("_first_parted", None),
-    ):
-        monkeypatch.setattr(control, name, lambda *given, value=value: value)
-    run = facts(
-        earlier_weights=SimpleNamespace(explains=earlier), drop=None, mismatch=SimpleNamespace(size=0.2, begins=begins)
-    )  # fmt: skip
-    (found,) = control._mismatches(run, facts(), (SimpleNamespace(code="staleness"),))
-    assert found.suspect == expected
-
-
 # --- limits ---------------------------------------------------------------------------------------------------------------
 
 
@@ -312,46 +183,7 @@ def limited(share, lengths, *, usual=0.0):
     return facts(series={"share_length_limited": values}, rollouts=run)
 
 
-@pytest.mark.parametrize(("share", "lengths", "usual", "is_cut"), [
-    (0.1, 8.9, 0.0, True), (0.09, 8.9, 0.0, False), (0.1, 9.1, 0.0, False), (0.9, 8.9, 0.05, True), (0.9, 8.9, 0.051, False),
-])  # fmt: skip
-def test_responses_that_end_at_a_limit_and_are_shorter_than_before_are_cut(share, lengths, usual, is_cut):
-    found = codes(truncation._limited(limited(share, lengths, usual=usual)))
-    assert found == ({"limited_shorter": CERTAIN} if is_cut else {})
-
-
-def test_a_limit_is_asked_where_the_run_fell():
-    late = facts(
-        series={"share_length_limited": np.where(STEPS >= 50, 0.9, 0.0)}, rollouts=rows(length=np.where(STEPS >= 50, 5.0, 10.0)[:, None]),
-    )  # fmt: skip
-    assert truncation._limited(late) == []
-    assert truncation._limited(facts(fall=None)) == []
-
-
-@pytest.mark.parametrize(("share_now", "share_before", "shorter", "is_told"), [
-    (20, 10, 8.9, False), (17, 10, 8.9, False), (18, 9, 8.9, True), (20, 9, 8.9, True), (20, 9, 9.1, False),
-])  # fmt: skip
-def test_an_ending_that_stops_nearly_all_responses_became_a_stop_token(share_now, share_before, shorter, is_told):
-    """Of 20 responses, how many end with token 5 since step 30 and before; their lengths since."""
-    ending = np.where(STEPS[:, None] >= 30, np.arange(20) < share_now, np.arange(20) < share_before) * 5
-    ending = np.where(ending == 0, 100 + np.arange(20), ending)
-    run = rows(n=20, ending=ending, length=np.where(STEPS >= 30, shorter, 10.0)[:, None])
-    found = codes(truncation._one_ending(facts(rollouts=run)))
-    assert found == ({"endings_become_one": 4.0} if is_told else {})
-
-
 # --- updates and the loss ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("factor", "at", "is_told"),
-    [(5.9, 30, False), (6.1, 30, True), (9.0, 21, True), (9.0, 20, False), (9.0, 36, False)],
-)
-def test_an_update_that_is_six_times_as_large_as_those_before_is_the_optimizer_s(factor, at, is_told):
-    sizes = np.where(at == STEPS, factor, 1.0) * 1e-4
-    assert codes(optimizer._leap(facts(series={"update_to_weight": sizes}))) == (
-        {"update_leaps": CERTAIN} if is_told else {}
-    )
 
 
 def losses(correlation, rise, size=0.2):
@@ -367,16 +199,6 @@ def losses(correlation, rise, size=0.2):
         "loss": Quantity(STEPS, np.r_[before, since], 0.02), "entropy": Quantity(STEPS, np.log(10 + entropy), 0.05),
     }  # fmt: skip
     return facts(moves=Moves(columns=columns, first=24, last=35), mismatch=SimpleNamespace(size=size))
-
-
-@pytest.mark.parametrize(("correlation", "rise", "size", "code"), [
-    (0.71, 5.1, 0.01, "loss_punishes_entropy"), (0.69, 5.1, 0.01, None), (0.71, 4.9, 0.01, None), (0.71, 5.1, 0.2, None),
-    (-0.86, -2.1, 0.01, "loss_follows_entropy"), (-0.84, -2.1, 0.01, None), (-0.86, -1.9, 0.01, None),
-    (-0.86, -2.1, 0.2, None), (-0.96, 0.0, 0.2, "loss_follows_entropy"),
-])  # fmt: skip
-def test_a_loss_that_goes_with_the_entropy_punishes_or_pays_it(correlation, rise, size, code):
-    found = timing.loss_follows(losses(correlation, rise, size), "entropy")
-    assert codes(found) == ({code: CERTAIN} if code else {})
 
 
 # --- prompts --------------------------------------------------------------------------------------------------------------
@@ -426,21 +248,6 @@ def test_the_first_quarter_of_a_run_has_no_new_places(tmp_path):
     assert values[-1] == pytest.approx(2 / 8)  # the marker, from the front and from the end
 
 
-@pytest.mark.parametrize(("series", "shape", "before", "is_told"), [
-    ("share_new_places", "ramp", 0.0, True), ("share_new_places", "ramp", 0.1, False), ("prompt_shift", "ramp", 0.0, False),
-    ("prompt_shift", "shift", 0.1, True),
-])  # fmt: skip
-def test_prompts_that_begin_to_be_new_may_come_step_by_step(series, shape, before, is_told):
-    change = RecordedChange(
-        series=series, kind="prompts", step=30, low=29, high=31, before=before, after=0.5, size_in_sd=20.0, shape=shape
-    )
-    found = facts(
-        clear=lambda *kinds: [change], near=(change,), is_near=lambda change: True, settings={}, settings_of=lambda suspect: [],
-        is_held_out=False,
-    )  # fmt: skip
-    assert ("prompts_changed" in codes(data.data(found).evidence)) == is_told
-
-
 # --- tool tokens ------------------------------------------------------------------------------------------------------------
 
 
@@ -478,17 +285,6 @@ def from_31(values):
     return np.where(STEPS[:, None] >= 31, values, 2.0)
 
 
-@pytest.mark.parametrize(("num_other", "is_told"), [(8, False), (9, True), (16, True)])
-def test_equal_responses_of_which_other_tokens_count_are_no_suspect_s(num_other, is_told):
-    found = masks_of(with_masks(from_31(np.where(np.arange(16) < num_other, 5.0, 2.0))))
-    assert (found is not None) == is_told
-    evidence = changed.masks(facts(changed_masks=found))
-    assert codes(evidence) == ({"masks_change": CERTAIN} if is_told else {})
-    if is_told:
-        assert evidence_sentence(evidence[0]).startswith("from step 31 on, the loss mask differs in ")
-        assert evidence[0].values["series"] == "share_masked"
-
-
 def test_masks_that_differ_all_along_or_without_a_fall_are_no_change():
     assert masks_of(with_masks(np.tile([[2.0], [5.0]], (30, 1)))) is None
     assert masks_of(with_masks(from_31(5.0)), fall=None) is None
@@ -500,7 +296,6 @@ def test_a_reference_is_not_held_against_other_tokens_of_a_response():
     assert changed_responses(rows(**same), "reference", first=25, last=40, least=0.05).share == 1.0
     other = changed_responses(rows(**same, num_masked=from_31(5.0)), "reference", first=25, last=40, least=0.05)
     assert other.share == 0.0
-    assert rows(**same).keeps_reference(31) is False
     assert unequal_share(rows(**same), "reference", 0.05) > 0
     assert unequal_share(rows(**same, num_masked=from_31(5.0)), "reference", 0.05) == 0
 
@@ -538,29 +333,6 @@ def test_three_lengths_have_three_rewards_each(lengths, is_judged):
     assert len(explained_by_length_by_step(alike)[0]) == 0
 
 
-def by_length(monkeypatch, before=0.1, since=0.95, num_before=20, num_since=20, fall=FALL):
-    """What is told where lengths explain so much of the rewards of so many steps before a fall and since."""
-    first = FALL.interval[0] - 3
-    steps = np.r_[np.arange(first - num_before, first), np.arange(first, first + num_since)]
-    share = np.r_[np.full(num_before, before), np.full(num_since, since)]
-    monkeypatch.setattr(
-        "tim_trace.analysis.attribution.run_facts.explained_by_length_by_step", lambda rollouts: (steps, share)
-    )
-    found = Facts.rewards_by_length.func(SimpleNamespace(fall=fall, rollouts=None))
-    given = {"rewards_by_length": found, "changed_rewards": None, "pays_length_since": 0.0, "changes": {}, "pays_length": 0.0,
-             "hides": False}  # fmt: skip
-    return codes(length._pays(facts(**given)))
-
-
-@pytest.mark.parametrize(("given", "points"), [
-    ({}, CERTAIN), ({"before": 0.34}, CERTAIN), ({"before": 0.36}, None), ({"since": 0.91}, CERTAIN), ({"since": 0.89}, 4.0),
-    ({"since": 0.71}, 4.0), ({"since": 0.69}, None), ({"num_before": 5}, CERTAIN), ({"num_before": 4}, None),
-    ({"num_since": 5}, CERTAIN), ({"num_since": 4}, None), ({"fall": None}, None),
-])  # fmt: skip
-def test_rewards_that_become_a_matter_of_length(monkeypatch, given, points):
-    assert by_length(monkeypatch, **given) == ({} if points is None else {"length_explains_rewards": points})
-
-
 def test_rewards_are_held_against_lengths_until_fifteen_steps_after_the_fall(monkeypatch):
     late = FALL.latest + 15
     steps = np.r_[np.arange(6, 26), np.arange(late - 4, late + 6)]
@@ -569,21 +341,3 @@ def test_rewards_are_held_against_lengths_until_fifteen_steps_after_the_fall(mon
         "tim_trace.analysis.attribution.run_facts.explained_by_length_by_step", lambda rollouts: (steps, share)
     )
     assert Facts.rewards_by_length.func(SimpleNamespace(fall=FALL, rollouts=None)) == pytest.approx((0.1, 0.95))
-
-
-def test_a_reward_that_is_a_matter_of_length_is_not_called_a_wrong_one_for_hiding_a_fall():
-    given = {
-        "reward_beside": (0.5, 0.9), "outcome": SimpleNamespace(name="eval"), "hides": True, "changes": {}, "pays_length": 0.0,
-        "pays_length_since": 0.0,
-    }  # fmt: skip
-    assert codes(reward._hidden(facts(**given, rewards_by_length=(0.1, 0.9)))) == {"reward_hides_fall_pays_length": 0.0}
-    assert "reward_hides_fall" in codes(reward._hidden(facts(**given, rewards_by_length=None, mismatch=None)))
-
-
-def test_lengths_that_stay_do_not_speak_against_rewards_that_are_a_matter_of_them():
-    given = {
-        "trace": "run", "changed_rewards": None, "pays_length_since": 0.0, "changes": {}, "pays_length": 0.0, "hides": False, "is_held_out": False,
-        "settings_of": lambda suspect: [],
-    }  # fmt: skip
-    for found, points in ((None, -2.5), ((0.1, 0.95), 0.0)):
-        assert codes(length.length(facts(**given, rewards_by_length=found)).evidence)["length_steady"] == points

@@ -6,21 +6,19 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.control import permuted
-from tim_trace.analysis.attribution.divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.settings import suspect_of
-from tim_trace.analysis.attribution.suspects.lag import declared_lag, is_farther_behind
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.recorded import read_recorded
-from tim_trace.analysis.facts.relations import correlation, length_correlation, relation
-from tim_trace.analysis.facts.repeats import repeated_responses
-from tim_trace.analysis.facts.rollouts import least_reward, reward_differences, shared_responses
-from tim_trace.analysis.facts.two_runs import moved_tokens
-from tim_trace.schemas.passes import REFERENCE
 
-from looks.engine import weighs
+from ....schemas.passes import REFERENCE
+from ...facts import thresholds as ft
+from ...facts.recorded import read_recorded
+from ...facts.relations import correlation, length_correlation, relation
+from ...facts.rollouts import Rollouts, least_reward, repeated_responses, reward_differences, shared_responses
+from ...facts.two_runs import moved_tokens
+from ..divergence import ENGINE, SAMPLING, SCORING, UPDATE, Divergence
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from ..settings import suspect_of
+from .engine import weighs
+from .timing import declared_lag, is_farther_behind
 
 _SAME = 1e-5
 """Relative difference up to which two logged numbers count as equal."""
@@ -83,8 +81,8 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
         yield fact("update_or_loss", 1.0, step=step)
     if not np.isfinite(facts.rollouts.at([step]).advantage).any():
         yield fact("update_or_loss_without_advantages", 1.0, step=step)
-    usual = control.values("loss")
-    usual = float(np.nanmedian(np.abs(usual))) if np.isfinite(usual).any() else math.nan
+    losses = np.abs(control.values("loss"))
+    usual = float(np.nanmedian(losses)) if np.isfinite(losses).any() else math.nan
     higher = (_at(facts, "loss", step) - _at(control, "loss", step)) / max(usual, 1e-12)
     if math.isfinite(higher) and higher:
         yield fact(
@@ -150,10 +148,21 @@ def rewards(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator
     by_length = length_correlation(difference[chosen], a.length[at_a][chosen], a.step[at_a][chosen])
     if abs(by_length) > ft.LENGTH_EXPLAINS:
         yield fact("rewards_by_length", abs(by_length), correlation=by_length, **values)
-    elif facts.rewards_lie_off or permuted(a, b):
+    elif facts.rewards_lie_off or _permuted(a, b):
         yield fact("rewards_permuted", math.sqrt(share), **values)
     else:
         yield fact("rewards", math.sqrt(share), **values)
+
+
+def _permuted(a: Rollouts, b: Rollouts) -> bool:
+    """Return True if the first step whose rewards differ has the baseline run's rewards in another order."""
+    for step in np.unique(a.step):
+        one, two = a.at_step(step), b.at_step(step)
+        if len(one.step) != len(two.step) or not (one.whole == two.whole).all():
+            return False
+        if not np.allclose(one.reward, two.reward, equal_nan=True):
+            return bool(np.allclose(np.sort(one.reward), np.sort(two.reward), equal_nan=True))
+    return False
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -210,7 +219,6 @@ _OF_RUN = (
     "setting_changed",
     "reference_changed",
     "reference_jumps",
-    "distance_jumps",
     "responses_cut",
     "prompts_changed",
 )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.suspects.lag import declared_lag, is_declared_fresh, is_grown_beside_lag
-from tim_trace.analysis.attribution.suspects.timing import AFTER, FIRST, order, rises
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.mismatch import FROM_START, FROM_UPDATES
+
+from ...facts import thresholds as ft
+from ...facts.mismatch import FROM_UPDATES
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from .timing import AFTER, FIRST, declared_lag, is_declared_fresh, is_grown_beside_lag, largest_rise, order
 
 _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch weighs half; bf16 engines show 0.002 to 0.01 in healthy runs."""
@@ -32,8 +32,6 @@ def size(facts: Facts) -> Iterator[Fact]:
         return
     yield fact("mismatch_size", of_ratio(run.size, _USUAL, 30.0), mean_abs_d=run.size)
     lag = declared_lag(facts).at_fall
-    if run.begins == FROM_START:
-        yield fact("mismatch_at_first_step" if lag else "mismatch_at_first_step_without_lag", weighs(facts))
     if run.begins == FROM_UPDATES and not run.grows and lag < 1:
         yield fact("mismatch_steady", weighs(facts))
     if facts.grows_from_nothing and lag < 1:
@@ -42,9 +40,7 @@ def size(facts: Facts) -> Iterator[Fact]:
 
 def rise(facts: Facts) -> Iterator[Fact]:
     """Yield the largest growth of the mismatch, and whether it leads or follows the drop."""
-    largest = max(
-        rises(facts, "mean_abs_d", 3.0), key=lambda change: change.after / max(change.before, 1e-12), default=None
-    )
+    largest = largest_rise(facts)
     if largest is None or facts.fall is None:
         return
     factor = largest.after / max(largest.before, 1e-12)
@@ -73,18 +69,18 @@ def carried(facts: Facts) -> float:
 
 
 def check(facts: Facts) -> Iterator[Fact]:
-    """Yield what `check` finds."""
+    """Yield what `check` finds, as far as the mismatch matters at the drop."""
     if facts.checked is None:
         return
     finding = facts.checked.findings[0]
     if not finding.fails:
-        yield fact("check_passes", 1.0, finding=finding.code)
-    elif finding.code == "row_pairing":
-        yield fact("logprobs_in_other_rows", carried(facts))
+        return
+    if finding.code == "row_pairing":
+        yield fact("logprobs_in_other_rows", carried(facts) * weighs(facts))
     else:
         is_stale = "stale_weights" in (finding.code, finding.numbers.get("cause"))
         group = "stale" if is_stale else "weights" if finding.code in _OF_WEIGHTS else "values"
-        yield fact("check_fails", carried(facts), group, finding=finding.code)
+        yield fact("check_fails", carried(facts) * weighs(facts), group, finding=finding.code)
 
 
 def rows(facts: Facts) -> Iterator[Fact]:
@@ -104,7 +100,7 @@ def noise(facts: Facts) -> Iterator[Fact]:
 
 def age(facts: Facts) -> Iterator[Fact]:
     """Yield the age of the engine's weights as equal prefixes show it."""
-    still, earlier, stale = facts.still_engine, facts.earlier_weights, facts.stale_weights
+    still, earlier = facts.still_engine, facts.earlier_weights
     if still is not None:
         code = "engine_stands_still" if still.explains else "engine_moves_on"
         yield fact(
@@ -117,17 +113,9 @@ def age(facts: Facts) -> Iterator[Fact]:
         yield fact(
             of_one if earlier.is_one else "earlier_weights_of_several_steps",
             weighs(facts),
-            kind="earlier_weights",
+            "",
+            "earlier_weights",
             **earlier.values,
-        )
-    if stale is not None and stale.explains:
-        yield fact("stale_weights_match", (1 - stale.left) * weighs(facts), **stale.values)
-    elif stale is not None and stale.is_excluded:
-        yield fact(
-            "stale_weights_excluded",
-            min(stale.left, 1.0) * weighs(facts),
-            max_distance=stale.farthest,
-            left_share=stale.left,
         )
 
 

@@ -6,7 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from tim_trace.analysis.statement import Measured, Statement
+
+from ..facts.series import Fall
+from ..statement import Measured, Statement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,19 @@ class Fact(Statement):
         """Name of the model's feature that the fact fills."""
         return self.kind or (f"{self.code}.{self.group}" if self.group else self.code)
 
+    def order(self, fall: Fall | None) -> str | None:
+        """Return whether the fact is dated `before`, `with` or `after` a drop; None without a step or a drop."""
+        step = self.values.get("step")
+        if fall is None or not isinstance(step, int):
+            return None
+        return "before" if step < fall.interval[0] else "after" if step > fall.latest else "with"
 
-def fact(code: str, level: float, group: str = "", kind: str = "", **values: Measured) -> Fact:
+    def value(self, *names: str) -> float | int | str | None:
+        """Return the first of the named numbers that the fact has."""
+        return next((self.values[name] for name in names if name in self.values), None)
+
+
+def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: Measured) -> Fact:
     """Return a fact with its level clipped to -1 to 1; an unknown level counts as 0."""
     bounded = 0.0 if math.isnan(level) else float(np.clip(level, -1.0, 1.0))
     return Fact(code=code, level=bounded, group=group, kind=kind, values=values)

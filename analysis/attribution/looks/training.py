@@ -6,17 +6,15 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.settings import is_learning_rate, suspect_of
-from tim_trace.analysis.attribution.suspect import SUSPECTS
-from tim_trace.analysis.attribution.suspects.timing import AFTER, FIRST, order, rises
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.conditions import REFERENCE
-from tim_trace.analysis.facts.moves import POLICY, Quantity
-from tim_trace.analysis.facts.recorded import RecordedChange
-from tim_trace.analysis.facts.relations import correlation
-from tim_trace.analysis.statistics.noise import robust_sd
+
+from ...facts import thresholds as ft
+from ...facts.changes import POLICY
+from ...facts.conditions import REFERENCE
+from ...facts.recorded import RecordedChange
+from ..attribution import SUSPECTS
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from ..settings import is_learning_rate, suspect_of
 
 _CUSTOMARY: dict[str, tuple[float, float]] = {
     "adam_beta1": (0.8, 0.95), "adam_beta2": (0.95, 0.999), "adam_epsilon": (1e-15, 1e-6), "learning_rate": (1e-6, 1e-3),
@@ -70,8 +68,8 @@ def unusual(facts: Facts) -> Iterator[Fact]:
             far = of_ratio(1 - low, 1 - value, 10.0) if value > high else of_ratio(1 - value, 1 - low, 10.0)
         else:
             far = of_ratio(value, high, 100.0) if value > high else of_ratio(low, value, 1000.0)
-        values = {"setting": name, "value": value, "customary_low": low, "customary_high": high}
-        yield fact("setting_unusual", max(far, 0.0), name, **values)
+        numbers = {"value": value, "customary_low": low, "customary_high": high}
+        yield fact("setting_unusual", max(far, 0.0), name, setting=name, **numbers)
 
 
 def rate(facts: Facts) -> Iterator[Fact]:
@@ -85,16 +83,11 @@ def rate(facts: Facts) -> Iterator[Fact]:
     ratios = np.array([values[at] / np.median(values[:at]) for at in range(3, len(values))])
     at = int(np.argmax(ratios > 3.0)) if (ratios > 3.0).any() else int(ratios.argmax())
     first, factor = int(steps[at + 3]), float(ratios[at:].max())
-    late = first > max(facts.fall.high, facts.fall.fallen)
+    if first > max(facts.fall.high, facts.fall.fallen):
+        return
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
-    code = (
-        "learning_rate_spike_after_fall"
-        if late
-        else "learning_rate_spike_at_fall"
-        if near
-        else "learning_rate_spike_before_fall"
-    )
-    yield fact(code, max(of_ratio(factor, 1.5, 10.0), 0.0), factor=factor, step=first)
+    code = "learning_rate_spike_at_fall" if near else "learning_rate_spike_before_fall"
+    yield fact(code, max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)  # 2: a linear warm-up
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
@@ -116,16 +109,6 @@ def updates(facts: Facts) -> Iterator[Fact]:
         yield fact("update_leaps", max(of_ratio(factor, 1.5, 12.0), 0.0), step=int(steps[at]), factor=factor)
     burst = float(np.sort(until)[-2] / size)
     yield fact("update_bursts", max(of_ratio(burst, 3.0, 10.0), 0.0), num_updates=int((until > 8 * size).sum()), burst_factor=8.0, max_factor=float(until.max() / size))  # fmt: skip
-
-
-def gradient(facts: Facts) -> Iterator[Fact]:
-    """Yield a gradient norm that grows before or after the drop."""
-    changes = rises(facts, "grad_norm", 3.0)
-    if changes:
-        factor, when = changes[0].after / max(changes[0].before, 1e-12), order(facts, changes[0])
-        if when in (FIRST, AFTER):
-            code = "grad_norm_grows_before_fall" if when == FIRST else "grad_norm_grows_after_fall"
-            yield fact(code, of_ratio(factor, 1.0, 30.0), factor=factor, step=changes[0].step)
 
 
 def first(facts: Facts) -> Iterator[Fact]:
@@ -165,39 +148,6 @@ def first(facts: Facts) -> Iterator[Fact]:
             step=step,
             in_sd=abs(size),
         )
-
-
-def loss(facts: Facts) -> Iterator[Fact]:
-    """Yield how the loss follows entropy and the distance to the reference since the onset."""
-    assert facts.fall is not None
-    own = facts.moves.columns.get("loss")
-    if own is None:
-        return
-    begins = facts.fall.interval[0] - ft.AHEAD
-    before, since = own.values[own.steps < begins], own.values[own.steps >= begins]
-    if min(len(before), len(since)) < _FEWEST:
-        return
-    grown = max(of_ratio(float(since.std()), float(before.std()), 10.0), 0.0)
-    rise = float(np.tanh((np.median(since[:10]) - np.median(before[-10:])) / max(float(before.std()), 1e-12) / 5))
-    if (facts.mismatch.size if facts.mismatch else 0.0) > 0.05:
-        rise = 0.0
-    with_entropy, with_distance = (
-        _beside(own, facts.moves.columns.get(name), begins) for name in ("entropy", "distance")
-    )
-    if with_entropy > 0:
-        yield fact("loss_punishes_entropy", with_entropy**2 * grown * max(rise, 0.0), correlation=with_entropy)
-    else:
-        yield fact("loss_follows_entropy", with_entropy**4 * grown, correlation=with_entropy)
-    if with_distance > 0:
-        yield fact("loss_follows_distance", with_distance**4 * grown, correlation=with_distance)
-
-
-def _beside(own: Quantity, other: Quantity | None, begins: float) -> float:
-    if other is None:
-        return 0.0
-    steps, at, of = np.intersect1d(own.steps, other.steps, return_indices=True)
-    since = steps >= begins
-    return correlation(own.values[at][since], other.values[of][since]) if since.sum() >= _FEWEST else 0.0
 
 
 def terms(facts: Facts) -> Iterator[Fact]:
@@ -244,15 +194,11 @@ def entropy(facts: Facts) -> Iterator[Fact]:
     smooth = np.convolve(values[begins:], np.ones(3) / 3, mode="valid")
     stays = last / max(float(smooth.max()), 1e-9) if len(smooth) else 0.0
     grown, left = of_ratio(last, before, 8.0), before / max(start, 1e-9)
-    yield fact("entropy_in_range", 1 - abs(grown), **numbers)
     if grown > 0:
         slow = 1.0 if facts.fall.fallen - facts.fall.interval[0] >= 2 else 0.3
         yield fact("entropy_climbs", grown * max(stays * 2 - 1, 0.0) * slow, **numbers)
-        yield fact("entropy_rises_with_fall", grown, **numbers)
     else:
         yield fact("entropy_collapses", -grown * min(left, 1.0), **numbers)
-        yield fact("entropy_lost", -grown, **numbers)
-    yield fact("entropy_rose_before_fall", max(of_ratio(before, start, 4.0), 0.0), **numbers)
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
@@ -262,34 +208,20 @@ def reference(facts: Facts) -> Iterator[Fact]:
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()
     )
     steps, distance = facts.rollouts.reference_distance_by_step
-    if not used and not len(steps):
-        yield fact("no_reference", 1.0)
     if (other := facts.changed_reference) is not None:
         yield fact("reference_changed", math.sqrt(other.share), **other.values)
         return
     jumps = [change for change in facts.clear(REFERENCE) if change.shape == "shift" and change.high - change.low <= 3]
     for change in jumps[:1]:
-        if not facts.moves.moves_at(change.step, "sampled", "entropy"):
+        beside = ("reward", "grad_norm", "update_to_weight", "mean_abs_d", *POLICY)
+        if not facts.moves.moves_at(change.step, *beside):  # else the policy jumped, not its reference
             yield fact(
                 "reference_jumps", of_ratio(float(change.after), float(change.before), 10.0), **values_of(change)
             )
     if len(steps) < 9:
         return
     width = max(len(facts.steps) // 10, 3)
-    until, scatter = distance[steps < facts.fall.low][-width:], max(robust_sd(np.diff(distance)), 1e-12)
-    near = [
-        at for at in range(3, len(steps) - 2) if facts.fall.interval[0] - ft.AHEAD - 3 <= steps[at] <= facts.fall.latest
-    ]
-    rises_ = [float(distance[at : at + 3].min() - distance[at - 3 : at].max()) for at in near]
-    if rises_ and max(rises_) > 0:
-        at = near[int(np.argmax(rises_))]
-        group = "policy" if facts.moves.moves_at(int(steps[at]), *POLICY) else ""
-        numbers = {
-            "step": int(steps[at]),
-            "from_value": float(np.median(distance[at - 3 : at])),
-            "to_value": float(np.median(distance[at : at + 3])),
-        }
-        yield fact("distance_jumps", float(np.tanh(max(rises_) / scatter / 20)), group, series="reference_distance", low=int(steps[at]), high=int(steps[at]), **numbers)  # fmt: skip
+    until = distance[steps < facts.fall.low][-width:]
     if len(until) and used:
         before, last = float(np.median(until)), float(np.median(distance[-width:]))
         far = before / (before + 0.05) if before > 0 else 0.0
@@ -301,4 +233,4 @@ def reference(facts: Facts) -> Iterator[Fact]:
         )
 
 
-ALL = (settings, unusual, rate, updates, gradient, first, loss, terms, entropy, reference)
+ALL = (settings, unusual, rate, updates, first, terms, entropy, reference)

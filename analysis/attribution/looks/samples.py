@@ -1,4 +1,4 @@
-"""Facts about rewards, their rows, advantages and response length."""
+"""Facts about prompts, responses, rewards, their rows and advantages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator
 
 import numpy as np
-from fact import Fact, fact, of_ratio
-from tim_trace.analysis.attribution.run_facts import Facts
-from tim_trace.analysis.attribution.suspects.timing import AFTER, order
-from tim_trace.analysis.facts import thresholds as ft
-from tim_trace.analysis.facts.conditions import ADVANTAGES
-from tim_trace.analysis.facts.moves import POLICY
-from tim_trace.analysis.facts.relations import relation
 
-from looks.training import nearness, values_of
+from ...facts import thresholds as ft
+from ...facts.changes import POLICY
+from ...facts.conditions import ADVANTAGES, PROMPTS
+from ...facts.relations import relation
+from ...facts.rollouts import Rollouts, other_endings
+from ..fact import Fact, fact, of_ratio
+from ..run_facts import Facts
+from .timing import AFTER, order
+from .training import nearness, values_of
 
 _ORDERS = {
     "members_first": "rewards_members_first", "groups_first": "rewards_groups_first", "halves": "rewards_halves",
@@ -35,12 +36,9 @@ def repeats(facts: Facts) -> Iterator[Fact]:
     """Yield how often identical responses get different rewards, since the drop and before it."""
     found, before = facts.repeated, _known(facts.repeated_before.unequal)
     if not found.num_pairs:
-        yield fact("no_repeats", 1.0)
         return
     values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal}
-    if found.unequal <= 0.01:
-        yield fact("rewards_deterministic", 1.0, **values)
-    elif not facts.rewards_lie_off:
+    if found.unequal > 0.01 and not facts.rewards_lie_off:
         grown = max(found.unequal - before, 0.0) / max(found.unequal, 1e-12)
         yield fact("rewards_noisy", math.sqrt(found.unequal) * grown, mean_difference=found.mean_difference, **values)
     since, usual = (_known(value) for value in facts.unequal_in_step)
@@ -55,22 +53,22 @@ def in_other_rows(facts: Facts) -> Iterator[Fact]:
     found, graded = facts.repeated, facts.graded_elsewhere
     if graded is not None:
         values = {"shift": graded.shift, "num_responses": graded.num_responses, "share": graded.equal}
-        yield fact("rewards_of_other_prompts", 1.0, kind="in_other_rows", chance_share=graded.by_chance, **values)
+        yield fact("rewards_of_other_prompts", 1.0, "", "in_other_rows", chance_share=graded.by_chance, **values)
     elif facts.sorted_in_groups is not None:
         share, before = facts.sorted_in_groups
-        yield fact("rewards_sorted", 1.0, kind="in_other_rows", share=share, before_share=before)
+        yield fact("rewards_sorted", 1.0, "", "in_other_rows", share=share, before_share=before)
     elif found.num_pairs and found.lies_off:
         code = _ORDERS[found.order] if found.order else "rewards_in_other_rows"
         values = {"num_pairs": found.num_pairs, "unequal_share": found.unequal, "shift": found.shift}
-        yield fact(code, 1.0, kind="in_other_rows", unequal_shifted_share=found.unequal_shifted, **values)
+        yield fact(code, 1.0, "", "in_other_rows", unequal_shifted_share=found.unequal_shifted, **values)
     elif facts.moved_rewards is not None and not facts.reordered.is_permuted:
         kept = facts.moved_rewards
         yield fact(
-            "rewards_move_rows", 1.0, kind="in_other_rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean
+            "rewards_move_rows", 1.0, "", "in_other_rows", step=kept.step, mean_before=kept.mean_before, mean=kept.mean
         )
     elif facts.rewards_lie_off:
         other = facts.reordered
-        yield fact("rewards_reordered", 1.0, kind="in_other_rows", num_responses=other.num_other, num_lacking=other.num_lacking, by_chance=other.lacking_by_chance)  # fmt: skip
+        yield fact("rewards_reordered", 1.0, "", "in_other_rows", num_responses=other.num_other, num_lacking=other.num_lacking, by_chance=other.lacking_by_chance)  # fmt: skip
 
 
 def changed(facts: Facts) -> Iterator[Fact]:
@@ -84,8 +82,6 @@ def changed(facts: Facts) -> Iterator[Fact]:
     within, before = (_known(value) for value in facts.unequal_in_step)
     is_of_response = within <= 0.01 and before <= 0.01
     yield fact("rewards_of_other_rule" if is_of_response else "rewards_changed", math.sqrt(found.share), **found.values)
-    if found.is_of_one_length:
-        yield fact("rewards_changed_at_one_length", math.sqrt(found.share), **found.values)
 
 
 def likelihood(facts: Facts) -> Iterator[Fact]:
@@ -97,14 +93,6 @@ def likelihood(facts: Facts) -> Iterator[Fact]:
     if math.isnan(now.by_group):
         return
     values = {"correlation": now.by_group, "negative_share": now.negative}
-    code = (
-        "likelier_earn_more"
-        if now.by_group >= 0.15
-        else "likelier_earn_no_more"
-        if now.by_group >= -0.2
-        else "likelier_earn_less"
-    )
-    yield fact(code, now.by_group - 0.15, "now", **values)
     if not math.isnan(usual.by_group):
         yield fact("likelier_earned_more", usual.by_group - now.by_group, "lost", correlation=now.by_group, correlation_before=usual.by_group)  # fmt: skip
         yield fact("likelier_earn_less", max(now.negative - usual.negative, 0.0), "share", **values)
@@ -123,14 +111,6 @@ def alone(facts: Facts) -> Iterator[Fact]:
             yield fact("reward_and_relation_move", 1.0, group, step=first)
         else:
             yield fact("reward_moves_alone", 1.0, group, step=first)
-    drop = facts.drop
-    if drop is not None:
-        same = 1 / (1 + (drop.policy / 4.0) ** 2)
-        if not drop.is_early and not facts.is_given_otherwise:
-            yield fact("reward_drops_without_policy", min(drop.share, 1.0) * same, **drop.values)
-        yield fact(
-            "reward_drops_with_policy", min(drop.share, 1.0) * (1.0 if drop.is_early else 1 - same), **drop.values
-        )
 
 
 def hidden(facts: Facts) -> Iterator[Fact]:
@@ -153,7 +133,8 @@ def hidden(facts: Facts) -> Iterator[Fact]:
         "reward_before": of_reward[0],
         "reward_after": of_reward[1],
     }
-    yield fact("reward_hides_fall" if lost < 0.3 else "reward_falls_too", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)  # fmt: skip
+    if lost < 0.3:
+        yield fact("reward_hides_fall", float(np.tanh(0.5 - lost)), "with", outcome=facts.outcome.name, **values)
 
 
 def advantages(facts: Facts) -> Iterator[Fact]:
@@ -180,8 +161,6 @@ def advantages(facts: Facts) -> Iterator[Fact]:
         yield fact("advantages_of_other_sign", lacking, correlation=now)
     elif now > -0.3:
         yield fact("advantages_do_not_follow", lacking, "alone" if facts.rollouts.is_alone else "", correlation=now)
-    if lacking < 0.1:
-        yield fact("advantages_steady", 1 - lacking, correlation=now)
 
 
 def _mean_and_sd(values: np.ndarray) -> tuple[float, float]:
@@ -205,7 +184,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     )
     yield fact("advantages_one_sided", level, before_share=negative, negative_share=now)
     near, last = facts.rollouts.since(facts.fall.low).until(facts.fall.latest + 5), before.since(facts.fall.low - 10)
-    (mean, scatter), (mean_now, scatter_now) = (_mean_and_sd(part.advantage) for part in (last, near))
+    (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
     # A slow baseline lets the mean move by up to the reward's change, divided by its spread if advantages are normalised.
@@ -226,7 +205,6 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     own = max(abs(moved) - by_reward, 0.0)
     values = {"low": facts.fall.low, "high": facts.fall.latest, "step": facts.fall.step}
     yield fact("advantages_changed", float(np.tanh(own / scatter)) if scatter else 0.0, "mean", series="advantage_mean", from_value=mean, to_value=mean_now, **values)  # fmt: skip
-    yield fact("advantages_changed", of_ratio(scatter_now, scatter, 30.0), "scale", series="advantage_std", from_value=scatter, to_value=scatter_now, **values)  # fmt: skip
     steps, first = np.unique(facts.rollouts.step, return_index=True)
     largest = np.fmax.reduceat(np.abs(facts.rollouts.advantage), first)
     earlier, around = (
@@ -242,39 +220,153 @@ def sizes(facts: Facts) -> Iterator[Fact]:
 def length(facts: Facts) -> Iterator[Fact]:
     """Yield how response length changes, and whether rewards pay for it."""
     assert facts.fall is not None
-    changes = facts.changes.get("length", ())
-    if changes:
-        values = {"before": changes[0].before, "after": changes[-1].after, "step": changes[0].step}
+    changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
+    if changes and paid and order(facts, changes[0]) != AFTER:
         far = max(changes, key=lambda each: abs(math.log(max(each.after, 1e-9) / max(changes[0].before, 1e-9))))
-        is_after = order(facts, changes[0]) == AFTER
-        level = of_ratio(far.after, changes[0].before, 3.0)
-        yield fact("length_changes_after_fall" if is_after else "length_changes", abs(level), **values)
-        paid = _known(facts.pays_length) * level
-        yield fact(
-            "length_pays" if facts.pays_length > 0 else "length_costs",
-            0.0 if is_after else paid,
-            "moves",
-            correlation=_known(facts.pays_length),
-        )
-    else:
-        yield fact("length_steady", 1.0)
-    paid = _known(facts.pays_length)
-    yield fact(
-        "length_pays" if paid > 0 else "length_costs",
-        max(abs(paid) - 0.3, 0.0),
-        "now" if paid > 0 else "costs",
-        correlation=paid,
-    )
-    if facts.hides:
-        yield fact(
-            "length_pays_while_hidden" if paid > 0 else "length_costs_while_hidden",
-            abs(paid),
-            "hidden",
-            correlation=paid,
-        )
+        level = paid * of_ratio(far.after, changes[0].before, 3.0)
+        values = {"before": changes[0].before, "after": far.after, "step": changes[0].step}
+        yield fact("length_pays" if paid > 0 else "length_costs", level, "moves", correlation=paid, **values)
     if facts.rewards_by_length is not None:
         before, share = facts.rewards_by_length
         yield fact("length_explains_rewards", share - before, before_share=before, share=share)
 
 
-ALL = (repeats, in_other_rows, changed, likelihood, alone, hidden, advantages, sizes, length)
+_MATERIAL = {"share_new_prompts": 0.2, "prompt_pattern_shift": 0.1, "prompt_form_shift": 0.02, "prompt_shift": 0.02}
+"""Series -> change that weighs half, whatever its scatter was."""
+
+
+def prompts(facts: Facts) -> Iterator[Fact]:
+    """Yield the clearest change of the prompts near the drop, and whether several of their measures change at its step."""
+    best: tuple[float, Fact] | None = None
+    changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
+    for change in changes:
+        beside = [one for one in changes if abs(one.step - change.step) <= 1 and one.shape == "shift"]
+        abnormal = math.hypot(*(min(abs(one.size_in_sd or 50.0), 50.0) for one in (beside or [change])))
+        far = abs(float(change.after) - float(change.before))
+        usual = _MATERIAL.get(change.series)
+        is_new = change.series == "share_new_places" and change.before == 0
+        level = nearness(facts, change) * abnormal / (abnormal + 8.0) * (1.0 if usual is None else far / (far + usual))
+        level *= 0.4 if change.shape == "ramp" and not is_new else 1.0
+        if best is None or level > best[0]:
+            best = level, fact("prompts_changed", level, **values_of(change))
+    if best is not None:
+        yield best[1]
+
+
+def masks(facts: Facts) -> Iterator[Fact]:
+    """Yield identical responses whose loss mask changes."""
+    if (found := facts.changed_masks) is not None:
+        yield fact("masks_change", found.share, **found.values | {"series": "share_masked"})
+
+
+def cut(facts: Facts) -> Iterator[Fact]:
+    """Yield a length that responses no longer exceed and at which many end."""
+    assert facts.fall is not None
+    width = max(len(facts.steps) // 10, 5)
+    intervals = [facts.fall.interval, *((change.low - 1, change.high) for change in facts.settings_of("truncation"))]
+    found = [one for low, high in intervals for one in _cut_at(facts, low, high, high + 2 * width, width)]
+    if np.isfinite(facts.values("share_length_limited")).any():
+        found += list(_cut_at(facts, facts.fall.interval[0], int(facts.steps[-1]) - width, int(facts.steps[-1]), width))
+    if found:
+        yield max(found, key=lambda one: one.level)
+
+
+def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iterator[Fact]:
+    before = facts.rollouts.until(first).since(first - 2 * width).num_tokens
+    after = facts.rollouts.since(since + 1).until(last).num_tokens
+    if not len(before) or not len(after):
+        return
+    limit = float(after.max())
+    longer, at_it, usual = (
+        float((before > limit).mean()),
+        float((after == limit).mean()),
+        float((before == limit).mean()),
+    )
+    limited = facts.values("share_length_limited")[(facts.steps > since) & (facts.steps <= last)]
+    limited = limited[np.isfinite(limited)]
+    group = "told" if len(limited) else "seen"
+    if len(limited):
+        share = min(longer, at_it, float(limited.mean()))
+    else:
+        share = min(longer, max(at_it - usual, 0.0)) * _kept_below(limit, before, after)
+    yield fact(
+        "responses_cut", min(math.sqrt(share) * 1.5, 1.0), group, limit=limit, longer_share=longer, cut_share=at_it
+    )
+
+
+def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
+    """Return the share of responses shorter than a limit whose lengths are as before. A limit leaves them; a policy that
+    has come to give responses of one length does not."""
+    of_before, of_after = (
+        np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
+        for lengths in (before, after)
+    )
+    most = max(float(of_before.sum()), float(of_after.sum()))
+    return float((np.minimum(of_before, of_after).sum() + 0.05) / (most + 0.05))
+
+
+def endings(facts: Facts) -> Iterator[Fact]:
+    """Yield responses that begin to end, early, with tokens that rarely ended one."""
+    assert facts.fall is not None
+    begins = facts.fall.interval[0] - int(ft.AHEAD)
+    before = facts.rollouts.until(begins - 1)
+    if len(np.unique(before.step)) < 3:
+        return
+    steps, share = other_endings(facts.rollouts, before)
+    near = np.flatnonzero((steps >= begins) & (steps <= facts.fall.latest) & (np.arange(len(steps)) <= len(steps) - 3))
+    usual = float(np.median(share[steps < begins][-10:]))
+    if not len(near):
+        return
+    rests = np.array([share[at : at + 3].min() for at in near])
+    at = near[int(np.argmax(rests > 0.5 * rests.max()))] if rests.max() > 0 else near[0]
+    sudden = share[at] - share[at - 1] if at else 0.0
+    group = _group_of(facts, int(steps[at]))
+    numbers = {"step": int(steps[at]), "share": float(rests.max()), "before_share": usual}
+    code = "endings_change" if sudden > rests.max() / 2 else "endings_shift"
+    yield fact(code, math.sqrt(max(rests.max() - 4 * usual, 0.0)), group, **numbers)
+
+
+def one_ending(facts: Facts) -> Iterator[Fact]:
+    """Yield the step from which most responses end, early, with one token that ended few before."""
+    assert facts.fall is not None
+    begins = facts.fall.interval[0] - int(ft.AHEAD)
+    last = facts.rollouts.until(begins - 1).since(begins - 10)
+    steps = np.unique(facts.rollouts.step)
+    near = steps[:-2][(steps[:-2] >= begins) & (steps[:-2] <= facts.fall.latest)]
+    found = [_one_ending_at(facts, int(step), last) for step in near if len(last.ending)]
+    most = max((one.level for one in found), default=0.0)
+    yield from [one for one in found if one.level > most / 2][:1]
+
+
+def _one_ending_at(facts: Facts, step: int, before: Rollouts) -> Fact:
+    now = facts.rollouts.since(step).until(step + 2)
+    tokens, counts = np.unique(now.ending, return_counts=True)
+    token, share = tokens[counts.argmax()], float(counts.max() / len(now.ending))
+    was = float((before.ending == token).mean())
+    sooner = max(of_ratio(float(before.length.mean()), float(now.length.mean()), 3.0), 0.0)
+    values = {"token": int(token), "step": step, "share": share, "before_share": was}
+    return fact("endings_become_one", max(share - was, 0.0) * sooner**0.5, _group_of(facts, step), **values)
+
+
+def _group_of(facts: Facts, step: int) -> str:
+    """Return `policy` if the gradient changed before a step, so that the policy may end its responses otherwise."""
+    gradient = facts.moves.step("grad_norm")
+    return "policy" if gradient is not None and gradient < step else ""
+
+
+ALL = (
+    repeats,
+    in_other_rows,
+    changed,
+    likelihood,
+    alone,
+    hidden,
+    advantages,
+    sizes,
+    length,
+    prompts,
+    masks,
+    cut,
+    endings,
+    one_ending,
+)

@@ -1,0 +1,131 @@
+"""Render a brief of an attribution to go on from: the story, the facts, and SQL that decides each open question."""
+
+from __future__ import annotations
+
+import shlex
+
+from .attribution import SUSPECTS, Attribution, Suspect
+from .text import evidence_sentence, note_sentences, verdict_sentence
+
+_MOST_LETTERS = 10_000
+"""Maximum length of the table of facts: with the rest, a brief has at most about 4,000 tokens."""
+_WEAK = 0.05
+"""Minimum strength for a fact to be listed."""
+_OPEN = 0.05
+"""Minimum probability for a suspect to be an open question."""
+_ALIKE = 3.0
+"""Two suspects are not told apart if the more probable one is at most this many times as probable."""
+
+QUESTIONS: dict[str, tuple[str, str]] = {
+    "mismatch": (
+        "Does the mismatch begin before the drop?",
+        "SELECT step, mean_abs_d, max_abs_d FROM pair_steps('train', 'rollout') WHERE {near} ORDER BY step",
+    ),
+    "staleness": (
+        "How many updates is the engine behind?",
+        "SELECT q.step, avg(s.policy_version - q.policy_version) AS lag FROM sequences q JOIN scores s USING (step, seq_id) "
+        "WHERE s.pass = 'train' AND q.{near} GROUP BY q.step ORDER BY q.step",
+    ),
+    "optimizer": (
+        "Did the learning rate, the gradient norm or the loss change before the drop?",
+        "SELECT step, learning_rate, grad_norm, loss FROM steps WHERE {near} ORDER BY step",
+    ),
+    "reward": (
+        "Which identical responses get different rewards before and after the drop?",
+        "SELECT prompt_ids, response_ids, avg(reward) FILTER (step < {step}) AS reward_before, avg(reward) FILTER (step >= {step}) AS "
+        "reward_after FROM sequences GROUP BY ALL HAVING reward_before <> reward_after LIMIT 5",
+    ),
+    "pairing": (
+        "Do advantages still follow the rewards of their own rows?",
+        "SELECT step, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step",
+    ),
+    "data": (
+        "Did the prompts change?",
+        "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} GROUP BY step ORDER BY step",
+    ),
+    "truncation": (
+        "Do responses begin to end at a limit?",
+        "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, count(DISTINCT response_ids[-1]) AS last_tokens FROM "
+        "sequences WHERE {near} GROUP BY step ORDER BY step",
+    ),
+    "reference": (
+        "Did the distance to the reference or the KL coefficient change?",
+        "SELECT series, step, before, after FROM changes WHERE kind IN ('reference', 'setting') ORDER BY step",
+    ),
+    "advantages": (
+        "Did the sign, scale or mean of the advantages change?",
+        "SELECT step, avg(advantage) AS mean, stddev(advantage) AS scale, corr(advantage, reward) AS follows FROM sequences WHERE {near} GROUP BY step ORDER BY step",
+    ),
+    "entropy": (
+        "Does the entropy change before the reward?",
+        "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step",
+    ),
+    "length": (
+        "Do rewards pay for length?",
+        "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences WHERE {near} GROUP BY step ORDER BY step",
+    ),
+    "unknown": (
+        "What else changed?",
+        "SELECT series, kind, step, before, after, before_text, after_text FROM changes WHERE step <= {last} AND follows IS NULL "
+        "ORDER BY abs(step - {step}) LIMIT 20",
+    ),
+}  # fmt: skip
+"""Suspect -> the question that decides whether it is the cause, and the SQL that answers it."""
+
+
+def attribution_brief(result: Attribution, story: str = "") -> str:
+    """Return the story, the facts (strongest first), what is not told apart, and SQL for each open question."""
+    change = result.silent or result.supposed
+    suspects = result.suspects or (change.suspects if change else ())
+    about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
+    parts = [f"{about}\n{story or verdict_sentence(result)}"]
+    if result.facts:
+        parts.append(_facts(result))
+    elif change is not None:
+        named = [one for one in change.suspects if one.code != "unknown"][:1]
+        parts += ["\n".join([f"If the run did get worse, at step {change.step}:", *_evidence(one)]) for one in named]
+    if suspects:
+        parts.append(_alike(suspects))
+    parts.append(_questions(result, suspects))
+    if notes := note_sentences(result):
+        parts.append("\n".join(f"Note: {note}" for note in notes))
+    return "\n\n".join(parts)
+
+
+def _facts(result: Attribution) -> str:
+    facts = [one for one in result.facts if abs(one.level) >= _WEAK]
+    lines = ["Facts, strongest first (strength 0 to 1; before, with or after the drop):"]
+    for number, one in enumerate(facts):
+        line = f"  {abs(one.level):.2f}  {one.order(result.fall) or '':<6}  {evidence_sentence(one)}"
+        if sum(map(len, lines)) + len(line) > _MOST_LETTERS:
+            lines.append(f"  and {len(facts) - number} weaker: SELECT * FROM facts")
+            break
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _evidence(suspect: Suspect) -> list[str]:
+    return [f"  {evidence_sentence(one)}" for one in suspect.for_it if one.code != "prior"]
+
+
+def _alike(suspects: tuple[Suspect, ...]) -> str:
+    """Return the probabilities, and which suspects the model does not tell apart."""
+    first, *rest = suspects
+    listed = ", ".join(f"{one.title} {one.probability:.0%}" for one in suspects if one.probability >= _OPEN)
+    alike = [one.title for one in rest if one.probability >= _OPEN and first.probability <= _ALIKE * one.probability]
+    apart = (
+        f"Not told apart: {', '.join([first.title, *alike])}." if alike else "No other suspect comes near the first."
+    )
+    return f"Probabilities: {listed}. {apart}"
+
+
+def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:
+    fall, change = result.fall, result.silent or result.supposed
+    step, last = (fall.step, fall.latest) if fall else (change.step, change.high) if change else (0, result.num_steps)
+    near = f"step BETWEEN {step - 15} AND {last + 10}" if fall or change else "step IS NOT NULL"
+    open_ = [one.code for one in suspects if one.probability >= _OPEN] or ["unknown"]
+    lines = [f'Open questions; run each with: tim-trace sql {shlex.quote(result.trace)} "QUERY"']
+    for code in dict.fromkeys((*open_, "unknown")):
+        question, query = QUESTIONS[code]
+        lines += [f"  {SUSPECTS[code]}: {question}", f"    {query.format(near=near, step=step, last=last)}"]
+    return "\n".join(lines)

@@ -1,0 +1,153 @@
+"""The table of facts of a run, and the fitted model that judges it: one multinomial logistic regression for a run alone, and
+one for a run beside its baseline run.
+
+Fitted by benchmarks/laboratories/left_out.py on the facts of benchmark runs with a known cause.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .attribution import SUSPECTS, Evidence, Suspect
+from .divergence import SAMPLING, Divergence, first_divergence
+from .fact import Fact, fact
+from .looks import beside, engine, samples, training
+from .run_facts import Facts
+
+_LAGS = ("declared_lag", "declared_lag_grows", "mismatch_grows_beside_lag")
+_OLD = ("earlier_weights",)
+_OF_MISMATCH = (
+    "mismatch_size", "exact_until", "mismatch_grows_before_fall", "mismatch_grows_with_fall", "check_fails.weights", "check_fails.values",
+    "engine_moves_with_mismatch", "engine_moves_on", "declared_fresh", "engine_parts.later", "mismatch",
+    "returns_to_reference", "not_sampled_so",
+)  # fmt: skip
+_OF_LENGTH = ("length_pays_since", "length_explains_rewards", "rewards_by_length", "rewards_by_length_part")
+_OF_REWARD = (
+    "reward_hides_fall.with", "rewards_beyond_range", "reward_moves_alone", "reward_and_relation_move", "relation_breaks_alone",
+    "likelier_earned_more.lost", "likelier_earn_less.share", "advantages_changed.mean",
+    "advantages_changed.burst", "rewards",
+)  # fmt: skip
+_OTHER_RULE = ("rewards_of_other_rule", "rewards_changed", "in_other_rows")
+_BY_TREND = ("length_pays.moves", "length_costs.moves")
+_SETTINGS = tuple(f"setting.{code}" for code in SUSPECTS)
+_OF_UPDATE = ("sampling_parts", "update_parts", "update_or_loss", "update_or_loss_without_advantages", "weights_jump")
+_FRESH = ("declared_fresh",)
+_BY_SIZE = ("mismatch_steady", "mismatch_grows_by_updates", "check_fails.stale")
+EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (_FRESH, _BY_SIZE),
+    (_LAGS, (*_OLD, "engine_moves_on")),
+    ((*_OLD, "engine_stands_still"), _OF_MISMATCH),
+    (_OF_LENGTH, (*_OF_REWARD, "rewards_of_other_rule", "rewards_changed")),
+    (_OTHER_RULE, _BY_TREND),
+    (_SETTINGS, _OF_UPDATE),
+)
+"""Features that explain -> features that they explain, in this order. Any declared lag explains old weights."""
+
+
+def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
+    """Return feature -> its strongest fact, with the level reduced by the share that other facts explain."""
+    found: dict[str, Fact] = {}
+    for one in facts:
+        if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
+            found[one.feature] = one
+    for explaining, explained in EXPLAINED:
+        levels = [abs(found[name].level) for name in explaining if name in found]
+        share = 1.0 if levels and explaining is _LAGS else max(levels, default=0.0)
+        for name in explained if share else ():
+            if name in found and name not in explaining:
+                found[name] = replace(found[name], level=found[name].level * (1 - share))
+    if max((abs(found[name].level) for name in (*_OLD, "engine_stands_still") if name in found), default=0.0) > 0.5:
+        for name, behind in (("engine_parts.later", "engine_parts.behind"),):
+            if name in found:
+                found[behind] = replace(found.pop(name), group="behind", level=1.0)
+    return found
+
+
+LOOKS = (*engine.ALL, *samples.ALL, *training.ALL)
+"""Functions from what is recorded to facts."""
+
+
+def table(facts: Facts) -> tuple[Fact, ...]:
+    """Return all facts of a run with a drop, strongest first; empty without a drop."""
+    if facts.fall is None:
+        return ()
+    return _sorted([one for look in LOOKS for one in look(facts)])
+
+
+def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple[tuple[Fact, ...], Divergence | None]:
+    """Return the differences of a run from its baseline run, the first one first, and where the two diverge; `known` are
+    the facts of the run alone."""
+    parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
+    found = [one for look in beside.ALL for one in look(facts, control, parted)]
+    found += beside.changed(facts, control, parted, known)
+    if facts.fall is not None and control.fall is not None:
+        found.append(fact("control_fell", control.fall.share / max(facts.fall.share, 1e-12)))
+    return _sorted(found, parted.code if parted else ""), parted
+
+
+def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
+    """Return the first difference if it can have caused the drop: it must not come later or be due to rounding drift."""
+    if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
+        return None
+    return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # other random seeds
+
+
+def shares_prompts(facts: Facts, control: Facts) -> bool:
+    """Return True if the first steps of both runs have the same prompts in the same order."""
+    first, second = (
+        run.rollouts.at_step(int(run.rollouts.step[0])).prompt if len(run.rollouts.step) else ()
+        for run in (facts, control)
+    )
+    return len(first) > 0 and np.array_equal(first, second)
+
+
+def _sorted(found: list[Fact], first: str = "") -> tuple[Fact, ...]:
+    known = [one for one in found if one.level]
+    return tuple(sorted(known, key=lambda one: (one.code != first, -abs(one.level))))
+
+
+ALONE, BESIDE = "alone", "beside"
+_LEAST = 0.1
+"""Minimum contribution to the log odds for a fact to be listed as evidence."""
+
+
+@cache
+def _fitted() -> Any:
+    return json.loads((Path(__file__).parent / "model.json").read_text())
+
+
+def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Suspect, ...]:
+    """Return all suspects with probabilities that sum to 1, most probable first. Each fact's points are its contribution to
+    the suspect's log odds, relative to the mean over all suspects."""
+    fitted = _fitted()[situation] if model is None else model
+    known = {name: one for name, one in unexplained(facts).items() if name in fitted["coefficients"] and one.level}
+    rows = {name: one.level * np.array(fitted["coefficients"][name]) for name, one in known.items()}
+    begins = np.array(fitted["intercepts"])
+    logits = begins + sum(rows.values(), np.zeros(len(begins)))
+    odds = np.exp(logits - logits.max())
+    found = []
+    for place, code in enumerate(fitted["classes"]):
+        points = {name: float(row[place] - row.mean()) for name, row in rows.items()}
+        evidence = [
+            Evidence(code=known[name].code, values=known[name].values, points=value)
+            for name, value in sorted(points.items(), key=lambda item: -abs(item[1]))
+            if abs(value) >= _LEAST
+        ]
+        prior = Evidence(code="prior", points=float(begins[place] - begins.mean()))
+        found.append(Suspect(code=code, evidence=(*evidence, prior), probability=float(odds[place] / odds.sum())))
+    return tuple(sorted(found, key=lambda suspect: -suspect.probability))
+
+
+def supported(one: Fact, situation: str) -> str:
+    """Return the suspect that a fact speaks for most; `unknown` if the model does not know the fact."""
+    fitted = _fitted()[situation]
+    if one.feature not in fitted["coefficients"]:
+        return "unknown"
+    return str(fitted["classes"][int(np.argmax(one.level * np.array(fitted["coefficients"][one.feature])))])
