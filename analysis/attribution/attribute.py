@@ -84,7 +84,7 @@ def explain(
     with database.telling(progress), nullcontext() if control is None else control.telling(progress):
         facts = read_facts(database, pair, checked=checked)
         if control is None:
-            silent, known = read_silent(facts), table(facts)
+            silent, known = read_silent(facts), table(facts) if facts.fall else ()
             return _attribution(
                 facts, known, _alone(facts, known), silent=silent,
                 supposed=None if facts.fall or silent else _supposed(facts),
