@@ -103,7 +103,7 @@ def _runs(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third on, which is the process state."""
+    """Return the fields of /proc/<pid>/stat, starting with the third, the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 

@@ -9,7 +9,7 @@ PREFIX = "optimizer/"
 """Prefix of the optimizer's metric names."""
 
 CHUNK_BYTES = 56 << 20
-"""Size of a chunk with its temporary tensor on a GPU, bytes. A CPU needs three, so its chunks are a third as large."""
+"""Size of a chunk on a GPU, bytes, with its temporary tensor. A CPU needs three of these, so it gets a third."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
