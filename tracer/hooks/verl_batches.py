@@ -109,7 +109,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer before all of them."""
+    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer before them all."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
