@@ -86,7 +86,7 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    """Raise InvalidQuery unless the statement only reads; EXPLAIN ANALYZE counts, since it runs its statement."""
+    """Raise InvalidQuery unless a statement only reads, and so does the one inside EXPLAIN, as ANALYZE runs it."""
     kind = statement.type
     if kind == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))

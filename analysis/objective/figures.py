@@ -35,7 +35,7 @@ class FigureFormula:
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """Range of possible values, to which the ends of intervals are limited."""
     in_tails: float | None = None
-    """Measured coverage of the 95 % interval in runs where a few tokens dominate; None if it is at least 90 %. See
+    """Measured coverage of the 95% interval in runs where a few tokens dominate; None if it is at least 90%. See
     benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property

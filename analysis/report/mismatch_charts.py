@@ -87,7 +87,7 @@ def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
     limit = float(spread.d_edges[-1])
     upper = spread.envelope * (1 - x)
     upper[upper > limit] = np.nan
-    return Line(name="99 % within", x=x, y=upper), Line(name="99 % within", x=x, y=-upper)
+    return Line(name="99% within", x=x, y=upper), Line(name="99% within", x=x, y=-upper)
 
 
 def _profile(spread: Breakdowns, name: str) -> LineChart:

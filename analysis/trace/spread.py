@@ -1,6 +1,4 @@
-"""Divide the reading of all tokens into units, which this process works through, or the actors of a Ray
-cluster.
-"""
+"""Divide the reading of all tokens into units, which are read by this process or by the actors of a Ray cluster."""
 
 from __future__ import annotations
 

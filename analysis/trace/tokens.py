@@ -42,7 +42,7 @@ def token_query(
     (the sequence) and these keys; the `lists` mask and advantages, the latter with the advantage per sequence; and the
     `entropy` of the first named pass that has one.
 
-    Only sequences with a score under every pass that is not optional are read, of one run and some steps if given; a
+    Only sequences with a score under every required pass are read, of the given run and steps or of all; a
     range of steps means every step in it. `sequences` is joined only if `lists` or `of_sequences` need it, as the join
     takes a third of the time. `keys` is a condition on every table, `where` one on the joined row.
     """
@@ -153,7 +153,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps as evenly spaced pairs of neighbours, each of which has one to compare with.
+    """Return up to `most` steps as evenly spaced pairs of neighbours, so that each step can be compared with one.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
