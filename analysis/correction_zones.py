@@ -51,7 +51,7 @@ def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
 
 
 def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Return one row per group, with the key of its sequence, for rows of the macro `correction_lists`."""
+    """Convert rows of the macro `correction_lists` to one row per group, with the key of its sequence."""
     names = ("logprobs_a", "logprobs_b", "mask", "advantage", "advantages")
     row_G, columns = _groups(bounds, *(rows.column(name) for name in names))
     keys = [rows.column(name).take(pa.array(row_G)) for name in KEYS]

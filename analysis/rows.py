@@ -70,7 +70,7 @@ class Rows(Table):
 
 
 def table(values: Sequence[Any]) -> Rows:
-    """Return a table of dataclass instances of one class, one row each."""
+    """Return a table with one row per instance of a dataclass."""
     columns = tuple(field.name for field in fields(values[0])) if values else ()
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 

@@ -77,7 +77,7 @@ class ReplayedStep:
     code in `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
     `unexplained`; None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm, if bits differ: the contract fields that differ, or the reason of a refusal."""
+    """For the identity arm, if bits differ: the contract fields that differ, or the reason for a refusal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

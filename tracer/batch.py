@@ -169,7 +169,7 @@ MIN_SHARE = 0.25
 """Minimum share of rows that start or end with the same repeated token for a padding warning."""
 
 Warn = Callable[[str, str], None]
-"""Function called with a key, so that each warning is given only once, and with the warning's text."""
+"""Function that is called with a warning's key, so that the warning is given only once, and its text."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:

@@ -316,7 +316,7 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield name, size in bytes and whether it is a folder, for each entry of a folder of the trace."""
+        """Yield each entry of a folder in the trace: its name, its size in bytes, and True if it is a folder."""
         if self.is_local:
             yield from self._local_entries(folder)
             return

@@ -44,9 +44,7 @@ _STEP = 1e-5
 """Relative step of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error, relative to its terms, below which it is rounding error, which means that all groups are
-equal.
-"""
+"""A standard error below this, relative to its terms, is rounding error; all groups are then equal."""
 
 _NO_SPREAD = 1e-6
 """Standard error of a resample, relative to the run's, below which the resample's groups count as equal."""

@@ -19,7 +19,7 @@ class Centred:
     """Values per token, minus the mean of their sequence."""
 
     mean_N: Array
-    """Mean over the tokens of each sequence that count, 0 if none does; exactly the value if all are equal."""
+    """Mean over each sequence's tokens that count; 0 if none does. It is exact if all values are equal."""
     off_T: Array
     """Values minus the mean of their sequence; 0 for tokens that do not count."""
     left_N: Array

@@ -41,7 +41,7 @@ def robust_sd(values: np.ndarray) -> float:
 
 
 def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return n times the variance of the mean of a stationary series, of which `num_fitted` parameters were fitted.
+    """Return n times the variance of the mean of a stationary series, after fitting `num_fitted` parameters to it.
 
     It is the larger of two estimates:
 

@@ -373,8 +373,8 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Yield ranges of neighbouring steps that all have stored sums, or all lack them, of up to `most_tokens` tokens and
-    CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
+    """Yield ranges of neighbouring steps that either all have stored sums or all lack them. A range has up to
+    `most_tokens` tokens and CHUNK_SEQUENCES sequences; a larger step is a range of its own."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))

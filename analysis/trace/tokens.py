@@ -111,7 +111,7 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return step -> number of response tokens, in the order of steps, of one run, or of all if `run` is None."""
+    """Return step -> number of response tokens, in step order, for one run (all runs if `run` is None)."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -153,7 +153,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps as evenly spaced pairs of neighbours, so that each step can be compared with one.
+    """Return up to `most` steps as evenly spaced pairs of neighbours, which can be compared with each other.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]

@@ -180,7 +180,7 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run for a recorded one, and the code for why it was replaced, or None if it was not.
+    """Return the attention to run, and None if it is the recorded one, else the code for why it was replaced.
 
     `path` is the model's class, `allowed` the hub kernels that the user allows; `is_half` is true for 16-bit activations.
     """

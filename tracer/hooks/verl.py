@@ -180,7 +180,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the columns about workers' forward passes to the batch of logprobs, so that they follow their rows."""
+        """Copy the columns about workers' forward passes to the batch of logprobs, so that they stay with the rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 
