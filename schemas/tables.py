@@ -306,8 +306,8 @@ ENGINE_WEIGHTS_TABLE = Table(
         Column(
             "cast",
             pa.string(),
-            "dtype that, applied to the trainer's tensor, yields the engine's; `N values` if each row of the engine's "
-            "tensor is the trainer's rounded to at most N distinct values",
+            "dtype that the trainer's tensor was rounded to on its way to the engine; `N values` if each row of the "
+            "engine's tensor is the trainer's rounded to at most N distinct values",
             null="no such dtype, or the engine holds the trainer's tensor of some step",
         ),
         _ATTEMPT,

@@ -64,8 +64,8 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of the macros that read tokens; all numbers follow from their rows, which have run, step and
-        seq_id.
+        """Return the calls of the macros that read tokens. All numbers are computed from their rows, which have run,
+        step and seq_id.
 
         With other options the tokens may have to be read again. A macro may use the macros before it.
         """

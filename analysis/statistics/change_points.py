@@ -69,7 +69,7 @@ class StretchSquares:
 def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance.
 
-    The variance is estimated after the best single cut, and again after the cuts found, until the cuts no longer
+    The variance is estimated after the best single cut, and again after all cuts found so far, until these no longer
     change. A cut in a series without a change makes the variance too small; the factor 1.5 + 70 / n corrects this.
     """
     n, least = len(values), shortest(len(values))

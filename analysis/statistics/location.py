@@ -50,7 +50,7 @@ class Located:
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Locate the one change of a segment, at least `margin` values from its ends.
+    """Locate the one change in a segment, at least `margin` values from its ends.
 
     A jump with a constant slope, or a change of slope without a jump, costs one parameter. Both together, or an exponential
     approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval covers all forms that fit

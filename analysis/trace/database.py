@@ -130,7 +130,7 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence for each part of the traces that is unreadable or missing, and left out of all answers."""
+        """One sentence for each part of the traces that is unreadable or missing, and excluded from all results."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
@@ -192,7 +192,7 @@ class Database:
     def _forget_sums(self) -> None:
         self.memory.clear()
         if self.sums.forget():
-            self._defined.discard("lookup")  # the next query that needs the lookup defines it anew, without sums
+            self._defined.discard("lookup")  # the next query that needs the lookup defines it again, without sums
 
     def step_condition(self, run: str | None = None) -> str:
         """Return an SQL condition for a run's steps in the views; empty if they have all steps."""

@@ -31,7 +31,7 @@ def spread(
     Results are computed on request. On a cluster (`database.ray`), actors that open the traces themselves work through
     the units in any order. The function must be defined in a module; its arguments and results must be picklable.
 
-    Raises InvalidOption if a trace is being recorded (actors would see other rows), and all that `run_units` raises.
+    Raises InvalidOption if a trace is being recorded (actors would see other rows), and any error of `run_units`.
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))

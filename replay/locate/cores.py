@@ -126,8 +126,8 @@ class Cores:
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
     """Return [D]: the index of each dimension in the execution's queries and keys; None if their order is float64's.
 
-    Attention scores do not depend on the order of dimensions, if it is the same in both. Some code rotates neighbouring
-    pairs and leaves them in place.
+    Attention scores do not depend on the order of dimensions, if queries and keys share it. Some code rotates
+    neighbouring pairs and leaves them in place.
     """
     if any(taken is None for taken in takes):
         return None

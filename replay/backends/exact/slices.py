@@ -42,8 +42,8 @@ class Slices:
 def bits_for(length: int, count: int) -> int:
     """Return the number of bits per slice with which sums over `length` products of slices are exact.
 
-    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger,
-    except by a quarter with three slices.
+    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger
+    or, with three slices, at most a quarter larger.
     """
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
