@@ -44,7 +44,7 @@ class FigureFormula:
         if self.in_tails is None:
             return self.meaning
         return (
-            f"{self.meaning}; if a few tokens dominate, a 95 % interval covers the truth in {self.in_tails:.0%} of runs"
+            f"{self.meaning}; if a few tokens dominate, a 95% interval covers the truth in {self.in_tails:.0%} of runs"
         )
 
 
