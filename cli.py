@@ -1253,7 +1253,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
         TextColumn("elapsed, remaining"),
         TimeRemainingColumn(),

@@ -22,7 +22,7 @@ SILENT_S = 900.0
 """Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""Basis of a verdict on a writer: it closed normally, its process, a reboot of its machine, or its last heartbeat."""
+"""Basis of a verdict on a writer: a normal close, its process, a reboot of its machine, or its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Results of `locate`: the question, the findings, and their files in a trace's locate/ folder, one document each."""
+"""Results of `locate`: the question, the findings, and their file, one per result, in a trace's locate/ folder."""
 
 from __future__ import annotations
 

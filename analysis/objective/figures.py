@@ -31,7 +31,7 @@ class FigureFormula:
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
     """What the figure needs: data (MISMATCH, DRIFT or ADVANTAGE, see pass_roles) or a loss that clips (CLIP)."""
     of_correction: bool = False
-    """True if the figure has a meaning only for a loss with a correction."""
+    """True if the figure is meaningful only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """Range of possible values, to which the ends of intervals are limited."""
     in_tails: float | None = None

@@ -55,7 +55,7 @@ EXACT_TOKENS = 32 << 20
 
 
 Quantiles = tuple[Any, ...]
-"""A run, then the columns of a quantile table after the pair."""
+"""A run, followed by the values in the columns that a quantile table has after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
