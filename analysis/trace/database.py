@@ -143,7 +143,7 @@ class Database:
             )
 
     def define_named(self, words: frozenset[str]) -> None:
-        """Define the macros and views that a query, given as its words, needs and that are not defined yet."""
+        """Define the macros and views that a query needs, found by its words, unless they are already defined."""
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)

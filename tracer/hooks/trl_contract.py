@@ -109,7 +109,7 @@ def worker_contract(trainer: Any, server: Any) -> Contract:
         "engine": "vllm" if uses_server(trainer) else None,
         "function": class_path(trainer.rollout_worker),
         "server": server,
-        "weights_note": "policy_version is that of a group's first request; running requests continue with newer weights",
+        "weights_note": "policy_version is that of a group's first request; running requests go on with newer weights",
         "sampling": sampling(trainer),
         "versions": environment.numeric_versions(),
     }
