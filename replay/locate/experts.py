@@ -44,8 +44,8 @@ def judge_router(
 ) -> None:
     """Judge a router: its logits, whether its choice follows from them, and the scores of the choice.
 
-    If the code run by `again` computes no logits that could be replaced, a choice is accepted if its logits differ from
-    the best ones by at most twice the bound.
+    If the code run by `again` computes no logits that could be replaced, a choice is accepted if its smallest logit is
+    at most twice the bound below that of float64's choice.
     """
     kind, layer = kind_of(name), layer_of(name)
     # Some routers return choices first; logits are wider.
