@@ -47,7 +47,7 @@ SECTIONS = {
         "record": "Run a command and record its trainer and vLLM.",
         "import": "Convert another tool's files to a trace.",
         "diagnose": "Is the comparison valid, what differs, and is it normal?",
-        "report": "Write everything known about a run to one HTML page.",
+        "report": "Write everything known about a run to a single HTML page.",
         "watch": "Show a run while it is recorded, and its first alerts.",
         "replay": "Score recorded steps again under different numerics.",
         "sql": "Query traces with DuckDB SQL.",
@@ -156,7 +156,7 @@ class Commands(click.Group):
                 param.show_default = True
         cmd.params.append(
             click.Option(
-                ["-q", "--quiet"], is_flag=True, expose_value=False, help="Show no progress bars.",
+                ["-q", "--quiet"], is_flag=True, expose_value=False, help="Hide progress bars.",
                 callback=lambda ctx, option, value: ctx.meta.__setitem__(_QUIET, value),
             )
         )  # fmt: skip
@@ -639,7 +639,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_by("run", "step", "sequence", "layer", help="What each row describes; layer: router choices.")
 @click.option(
     "--exact", is_flag=True,
-    help="Compute exact quantiles at any run size; by default, they are accurate to 0.1 % above 33,554,432 tokens.",
+    help="Compute exact quantiles at any run size; by default, they are accurate to 0.1% above 33,554,432 tokens.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
@@ -1073,7 +1073,7 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 def report(
     traces: Sequence[str], output: str | None, png: str | None, svg: str | None, pdf: str | None, **options: Any
 ) -> None:
-    """Write everything known about a run to one HTML page, or as figures for papers.
+    """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
     The report is about the first RUN; its charts also show the series of the others. The page works offline and contains
     the verdict, series, mismatch, tokens and provenance, with the query behind each figure.
@@ -1268,7 +1268,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
+        TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
         TextColumn("elapsed, remaining"),
         TimeRemainingColumn(),

@@ -57,7 +57,7 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""SQL query for steps sampled by a process without digests; a NULL dtype marks a separate engine for all processes."""
+"""SQL query for steps sampled by a process without digests; a NULL dtype marks one engine shared by all."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -200,7 +200,7 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version; `plain` is the number of counted tensors, all of which agree, and of updated ones."""
+        """Compare the next version; `plain`: number of counted tensors (all agree), and of updated ones."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain
@@ -363,7 +363,7 @@ def _of_tensors(versions: Sequence[EngineVersion], faults: dict[str, str]) -> li
 
 
 def _furthest(rows: Sequence[_Row], name_of: Callable[[str], str]) -> list[_Row]:
-    """Keep one row per name: the one that differed at most versions, and of these the one with the oldest bits."""
+    """Keep one row per name: the one that differed at the most versions; among equals, the one with the oldest bits."""
     found: dict[str, _Row] = {}
     for row in rows:
         name = name_of(row[0])

@@ -62,7 +62,7 @@ class PassInfo:
     num_routed: int
     """Number of score rows that have router choices."""
     note: str | None
-    """Why the pass has no scores (from its contract), or that its scores cover only a sample; None for neither."""
+    """Note that scores cover only a sample, or on why the pass has none (from its contract); None without a note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorShare:
-    """Share of the mean square mismatch that one kind of operator, or one layer, of one execution accounts for."""
+    """Share of the mean squared mismatch due to one kind of operator, or one layer, of one execution."""
 
     side: str
     kind: str
@@ -42,7 +42,7 @@ class OperatorShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchShare:
-    """Share of the mean square mismatch removed by computing some operators of one execution with the other's code."""
+    """Share of the mean squared mismatch removed by computing some operators of one execution with the other's code."""
 
     patch: str
     taker: str
@@ -184,7 +184,7 @@ class LocatedResult:
     id: str
     location: Location
     shares: Mapping[tuple[str, str], float]
-    """(side, operator) -> share of the mean square mismatch; operators without a gradient are missing."""
+    """(side, operator) -> share of the mean squared mismatch; operators without a gradient are missing."""
 
 
 @cached

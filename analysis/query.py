@@ -86,7 +86,7 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    """Raise InvalidQuery unless the statement only reads; EXPLAIN ANALYZE counts, since it runs its statement."""
+    """Raise InvalidQuery unless the statement only reads, including one to explain, which EXPLAIN ANALYZE runs."""
     kind = statement.type
     if kind == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))

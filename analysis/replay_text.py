@@ -107,7 +107,7 @@ _FIGURES = ("norm", "cosine", "norm_ratio", "bias", "variance")
 
 
 def gradient_text(found: GradientReport, width: int | None = None, by: str = "step") -> str:
-    """Render gradients, one row per step and arm, per step, arm and module, or per arm over all steps."""
+    """Render gradients: one row per step and arm; per step, arm and module; or per arm over all steps."""
     found = shown(found)
     rows = gradient_rows(found, by)
     loss = found.loss
@@ -135,7 +135,7 @@ def gradient_sentence(found: GradientReport) -> str:
 
 
 def gradient_rows(found: GradientReport, by: str = "step") -> Rows:
-    """Return one row per step and arm, per step, arm and module, or per arm over all steps."""
+    """Return one row per step and arm; per step, arm and module; or per arm over all steps."""
     return {"step": _by_step, "module": _by_module, "arm": _by_arm}[by](found.steps)
 
 

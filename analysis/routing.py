@@ -91,7 +91,7 @@ def by_layer(found: Agreement) -> list[dict[str, Any]]:
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:
-    """Return, per token, the number of layers that both passes routed, and of these the number with different experts."""
+    """Return, per token, the number of layers that both passes routed, and how many of them chose different experts."""
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}

@@ -70,7 +70,7 @@ class Rows(Table):
 
 
 def table(values: Sequence[Any]) -> Rows:
-    """Return a table of dataclass instances of one class, one row each."""
+    """Return a table with one row per instance of a dataclass."""
     columns = tuple(field.name for field in fields(values[0])) if values else ()
     return Rows(columns, [tuple(getattr(value, name) for name in columns) for value in values])
 
@@ -354,7 +354,7 @@ MAIN_COLUMNS: dict[str, tuple[str, ...]] = {
     ),
     "compare": ("kind", "name", "step", "a", "b", "sd"),
     "gate": ("condition", "verdict", "value", "low", "high", "bound", "how"),
-    "onsets": ("series", "step", "95 %", "how", "before", "after", "may be first", "sd", "kind"),
+    "onsets": ("series", "step", "95%", "how", "before", "after", "may be first", "sd", "kind"),
     "series": ("series", "first tenth", "last tenth", "changes at", "smallest", "largest"),
 }  # fmt: skip
 """Name of a table -> its columns to keep, most important first. Tables not listed here keep their first columns."""

@@ -57,7 +57,7 @@ def stats(
     `steps` (3:80, -10:, 2:200:2) selects steps of each run.
 
     For a run of more than 33,554,432 tokens, quantiles come from histograms per step. The column `quantile_error` bounds
-    their relative error: 2^-10 (0.1 %), or 0 if exact. `exact` reads the tokens a second time for exact quantiles.
+    their relative error: 2^-10 (0.1%), or 0 if exact. `exact` reads the tokens a second time for exact quantiles.
 
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), distributes the tokens over
     its actors.

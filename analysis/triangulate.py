@@ -147,7 +147,7 @@ def _replay_missing(
 def _errors(
     database: Database, names: list[str], steps: list[int], asks_identity: bool, progress: Progress
 ) -> tuple[dict[str, ErrorSums], int]:
-    """Return pass -> sums and, with `asks_identity`, the number of tokens with other bits in the replay as recorded."""
+    """Return pass -> sums and, with `asks_identity`, the number of tokens whose bits were not reproduced."""
     tokens = {step: number for step, number in tokens_by_step(database).items() if step in set(steps)}
     total = sum(tokens.values())
     units = [
@@ -173,7 +173,7 @@ def _errors(
 def _measure(
     database: Database, unit: tuple[list[str], list[int], bool]
 ) -> Iterator[tuple[dict[str, list[ErrorSums]], int]]:
-    """Yield pass -> sums of each step and, with `asks_identity`, the number of tokens whose bits differ."""
+    """Yield pass -> sums of each step and, with `asks_identity`, the number of tokens with bits not reproduced."""
     names, steps, asks_identity = unit
     found = {name: list(_of_steps(_tokens(database, name, steps))) for name in names}
     yield found, _num_different(database, steps) if asks_identity else 0

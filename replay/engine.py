@@ -264,7 +264,7 @@ class _Unit:
 
 
 class _UnitScorer:
-    """Worker of a replay, in this process or in an actor of a cluster, which opens the trace with its first unit."""
+    """Worker of a replay, in this process or a cluster's actor; it opens the trace when it gets its first unit."""
 
     def __init__(
         self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, advance: Advance | None

@@ -287,8 +287,8 @@ class HfScorer:
 
     @property
     def _padding(self) -> str:
-        """The arm's padding. If it sets none: right if recorded, or if the arm limits the tokens per forward pass,
-        since right padding needs fewer columns; but left with a KV cache."""
+        """The arm's padding. If the arm sets none: right without a KV cache if it was recorded or if the arm limits the
+        tokens per forward pass, since right padding needs fewer columns; else left."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 

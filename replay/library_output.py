@@ -36,7 +36,7 @@ def library_output_held_back() -> Iterator[TextIO]:
 
 @contextmanager
 def _redirected(kept: BinaryIO) -> Iterator[TextIO]:
-    """Redirect stdout and stderr to a file for the block; yield the real stderr."""
+    """Redirect stdout and stderr to a file within the block; yield the real stderr."""
     _flush()
     saved = {number: os.dup(number) for number in (_STDOUT, _STDERR)}
     stream = sys.stderr

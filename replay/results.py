@@ -22,7 +22,7 @@ class ArmPlan:
     num_sequences: int = 0
     """Number of sequences without a score."""
     num_tokens: int = 0
-    """Number of tokens to run through the model, including rows that only share a forward pass with a missing one."""
+    """Number of tokens to run through the model, including rows that only share a forward pass with unscored ones."""
     num_versions: int = 0
     """Number of times weights are loaded: once per change of policy version."""
     tokens_per_s: float | None = None
@@ -77,7 +77,7 @@ class ReplayedStep:
     code in `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
     `unexplained`; None if it did."""
     differs: tuple[str, ...] = ()
-    """For the identity arm, if bits differ: the contract fields that differ, or the reason of a refusal."""
+    """For the identity arm, if bits differ: the contract fields that differ, or the reason for a refusal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ def autocast(device: Any, dtype: Any) -> Any:
 
 @contextmanager
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value for the block.
+    """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value within the block.
 
     CUDA reads the variable when it starts. If none was recorded, deterministic algorithms get the value that torch
     requires. The previous value is restored afterwards.
@@ -100,7 +100,7 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings with the arm's changes for the block; restore the previous ones afterwards."""
+    """Apply the recorded settings with the arm's changes within the block; restore the previous ones afterwards."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:

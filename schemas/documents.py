@@ -175,7 +175,7 @@ OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
 """Prefix of writer names for writers that merge other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, which records the exit code; with an id appended if it is taken."""
+"""Writer name of `tim-trace record` itself, which records the exit code; an id is appended if it is taken."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -45,7 +45,7 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector during imports, which create no garbage: it would take a sixth of the time to import
+    """Pause the garbage collector during imports, which create no garbage. It would take a sixth of the time to import
     torch and transformers."""
     is_enabled = gc.isenabled()
     gc.disable()

@@ -258,7 +258,7 @@ SCORES_TABLE = Table(
 
 METRICS_TABLE = Table(
     name=METRICS,
-    doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named `hyperparameter/...`, at step 0 or the step from which a new value applies.",
+    doc="One row per (step, name): a value logged by the trainer. Hyperparameters are named `hyperparameter/...`, at step 0 or at the step where a new value takes effect.",
     columns=(
         Column("step", pa.int64(), "step at which the framework logged the value", null=""),
         Column("name", pa.string(), "name, as logged by the framework", null="", repeats=True),
@@ -272,9 +272,8 @@ METRICS_TABLE = Table(
 
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
-    doc="One row per (step, tensor): digests of the trainer's tensor at the time when the engine began sampling for "
-    "the step, and of the engine's. Digests have 64 bits and are computed in `dtype`; equal bits give equal "
-    "digests.",
+    doc="One row per (step, tensor): digests of the trainer's and the engine's tensor when the engine began sampling "
+    "for the step. Digests are 64-bit and computed in `dtype`; equal bits give equal digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(
@@ -307,9 +306,9 @@ ENGINE_WEIGHTS_TABLE = Table(
         Column(
             "cast",
             pa.string(),
-            "dtype that, applied to the trainer's tensor, yields the engine's; `N values` if each row of the engine's "
-            "tensor is the trainer's rounded to at most N distinct values",
-            null="no such dtype, or the engine has the trainer's tensor from some step",
+            "dtype that the trainer's tensor was rounded to on its way to the engine; `N values` if each row of the "
+            "engine's tensor is the trainer's rounded to at most N distinct values",
+            null="no such dtype, or the engine holds the trainer's tensor of some step",
         ),
         _ATTEMPT,
         _WRITER,

@@ -117,7 +117,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count another scoring of these rows, and return how often each had been scored. Only `current` may repeat."""
+        """Count another scoring of these rows; return how often each was scored before. Only `current` may repeat."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
@@ -169,7 +169,7 @@ MIN_SHARE = 0.25
 """Minimum share of rows that start or end with the same repeated token for a padding warning."""
 
 Warn = Callable[[str, str], None]
-"""Function called with a key, so that each warning is given only once, and with the warning's text."""
+"""Function that is called with a warning's key, so that the warning is given only once, and its text."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
@@ -207,8 +207,8 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
 def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
     """Return a warning about cells in a [B, T] batch that look like padding; None if none do.
 
-    Rows look padded if they start or end with repeats of one token, the same in all of them, and at least one row does
-    not. The model may also repeat itself, so this is a warning, not an error.
+    That is the case if enough rows, but not all, start or end with repeats of the same token. The model may also repeat
+    itself, so this is a warning, not an error.
     """
     cells = to_numpy(ids)
     if cells.ndim != 2 or cells.shape[1] < 2 or len(cells) < 2 or cells.dtype.kind not in "iuf":

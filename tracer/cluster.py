@@ -141,7 +141,7 @@ def check_address(address: str | None) -> None:
 
 @contextmanager
 def connected(address: str | None) -> Iterator[Any]:
-    """Connect to Ray for the block, unless connected or without an address. Raises NotInstalled, InvalidOption."""
+    """Connect to Ray within the block if there is an address and no connection. Raises NotInstalled, InvalidOption."""
     if address is None:
         yield None
         return

@@ -39,10 +39,10 @@ _NAMED = 3
 
 @contextmanager
 def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool = False) -> Iterator[Path]:
-    """Create the folder of a new trace and yield its absolute path; an error restores the previous content.
+    """Create the folder of a new trace and yield its absolute path; if the block raises, the old content is restored.
 
     With `force`, an existing trace is moved aside, and removed once the block succeeds. Until then, no other process
-    can create a trace here, so the next one sees any writer opened in the block.
+    can create a trace here, so the next process sees any writer opened in the block.
 
     Raises TraceExists if the folder is in use and `force` is off, is not a trace, holds files that tim-trace did not
     write, or is being recorded.
@@ -95,7 +95,7 @@ def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder for an addition to a finished trace; its files are moved into the trace at the end.
 
     An addition counts once its writers' states are in place. They are moved last, so even if this process dies, the
-    trace contains either the whole addition or nothing of it. If the process dies while moving files, the next process
+    trace contains either the whole addition or none of it. If the process dies while moving files, the next process
     that writes here moves the rest. Raises TraceExists if the trace is being written, and StorageError.
     """
     with ExitStack() as stack:
@@ -312,7 +312,7 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace, writers' states last. One without a manifest is already being moved."""
+    """Move an addition into a trace, writers' states last. Without a manifest, it is already being moved."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]

@@ -25,7 +25,7 @@ SILENT_S = 900.0
 """Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
-"""Basis of a verdict on a writer: it closed itself, its process, a reboot of its machine, the age of its heartbeat."""
+"""Basis of a verdict on a writer: a normal close, its process, a reboot of its machine, or its last heartbeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def _runs(state: WriterState) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat from the third on, which is the process state."""
+    """Return the fields of /proc/<pid>/stat, starting with the third, the process state."""
     text = _text(f"/proc/{pid}/stat")
     return [] if text is None else text.rpartition(")")[2].split()
 
@@ -153,8 +153,8 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # If all earlier writers of this rank have ended, only their number tells the iterations of a loop around a script
-    # apart.
+    # If all earlier writers of this rank have ended, only their number distinguishes the iterations of a loop
+    # around a script.
     key = f"{base}.{len(before)}"
     if any(_is_of(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)

@@ -1,4 +1,4 @@
-"""Results of `locate`: the question, the findings, and their files in a trace's locate/ folder, one document each."""
+"""Results of `locate`: the question, the findings, and their file, one per result, in a trace's locate/ folder."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ class Located:
     max_abs_d: float
     operators: tuple[OperatorError, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """(execution, operator) -> sequence -> sum over its tokens of d times the part of d that the operator's own error
-    causes, nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
+    """(execution, operator) -> sequence -> sum over its tokens of d * (part of d due to the operator's own error),
+    nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
     sum of d^2."""
     patches: tuple[Patch, ...]
     weights: tuple[WeightDifference, ...]

@@ -9,7 +9,7 @@ PREFIX = "optimizer/"
 """Prefix of the optimizer's metric names."""
 
 CHUNK_BYTES = 56 << 20
-"""Size of a chunk with its temporary tensor on a GPU, bytes. A CPU needs three, so its chunks are a third as large."""
+"""Maximum size of a chunk on a GPU, bytes; a third of this on a CPU, where a chunk needs three temporary tensors."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each setting's largest value over the parameter groups; for tensors, the first group's, on its device."""
+    """Return each setting's largest value over the parameter groups; for tensors, the first group's on its device."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:

@@ -38,7 +38,7 @@ MAX_FOOTER_BYTES = 64 << 20
 _TAIL_BYTES = 64 << 10
 MAGIC = b"PAR1"
 _FREE_VALUES, _VALUES_A_BYTE = 1 << 24, 16
-"""Limit on the values a footer may claim: a constant plus a multiple of the file's bytes; tokens take half a byte."""
+"""Maximum number of values that a footer may claim: a constant, plus a number per byte. A token takes half a byte."""
 
 
 def write_checked(

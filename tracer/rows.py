@@ -142,7 +142,7 @@ def aligned(
     what: str,
     remedy: str = ALIGN,
 ) -> Ragged:
-    """Flatten per-token values. Raises InvalidRecord for the first sequence with a length unlike its response's."""
+    """Flatten per-token values. Raises InvalidRecord for the first sequence whose length is not its response's."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(

@@ -73,7 +73,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Journal -> stream being sealed. Files replace a journal under `_handover`: a row is in one or the other."""
+        """Journal -> stream being sealed. Changes hold the lock `_handover`, so that `sync` misses no row."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 

@@ -41,7 +41,7 @@ from .store import Store, first_line
 from .verified_file import FileChecksums, FileCursor, VerifiedFile
 
 _LOOKS = 100
-"""Maximum number of attempts to read a trace that changes meanwhile."""
+"""Maximum number of attempts to read a trace that keeps changing."""
 _NAMED = 8
 """Maximum number of files listed in a message about a missing writer's state."""
 _RESTORE = "restore the file from a copy"

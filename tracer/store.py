@@ -39,7 +39,7 @@ _READ_BYTES = 64 << 20
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
 _S3_TRIES = 2
-"""Tries in s3fs. Reads nest two loops of them, and botocore's tries multiply the result: here 4 attempts of 15 s."""
+"""Number of tries in s3fs. A read nests two retry loops, so 2 tries here and 1 in botocore give 4 attempts of 15 s."""
 
 
 def file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -315,7 +315,7 @@ class Store:
         return False
 
     def _entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield name, size in bytes and whether it is a folder, for each entry of a folder of the trace."""
+        """Yield each entry of a folder in the trace: its name, its size in bytes, and True if it is a folder."""
         if self.is_local:
             yield from self._local_entries(folder)
             return

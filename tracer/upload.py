@@ -48,7 +48,7 @@ class Upload:
         """Total bytes uploaded, including parts of files in progress."""
 
     def has_part_of(self, run_id: str | None = None, files: Collection[str] = ()) -> bool:
-        """Return True if the URL holds only files of this run, some of `files`, as after an interrupted upload.
+        """Return True if the URL holds some of this run's `files` and nothing else, as after an interrupted upload.
 
         Raises TraceExists if it holds any other file, and StorageError if it cannot be reached.
         """

@@ -156,7 +156,7 @@ LOCK = f"{BUILT_PREFIX}{'0' * 32}"
 
 @contextmanager
 def alone(folder: Path) -> Iterator[bool]:
-    """Lock a folder for the block, waiting for other processes; if the file system has no locks, warn and continue.
+    """Lock a folder within the block, after waiting for other processes; without file locks, warn and continue.
 
     Yields True if the folder still exists, since the previous holder may have removed it. Raises FileNotFoundError if
     it is missing from the start.

@@ -212,7 +212,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Run a call on its own thread and return the result. Raises StorageStalled; a later result is passed to `late`."""
+    """Run a call on its own thread; return its result. Raises StorageStalled; a result after that goes to `late`."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)

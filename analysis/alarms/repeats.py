@@ -50,7 +50,7 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return, per step, the share of repeated responses whose reward differs from that of the previous identical one.
+    """Return, per step, the share of repeated responses whose reward differs from the last identical response's.
 
     Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
     hash of prompt and response. Returns [n] shares over the WINDOW steps up to each step; 0 if they have fewer than FEWEST

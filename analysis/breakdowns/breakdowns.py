@@ -59,7 +59,7 @@ class Queries:
         self._pair = quoted_pair(pair)
 
     def ends(self) -> str:
-        """Query for the number of tokens, the 99.9 % quantile of |d|, and the envelope."""
+        """Query for the number of tokens, the 99.9% quantile of |d|, and the envelope."""
         return _ENDS.format(pair=self._pair, compared=self._compared)
 
     def density(self, reach: float) -> str:
@@ -85,7 +85,8 @@ class Queries:
                 "(2 ** floor(log2(num_response_tokens)))::BIGINT", f"{pair}\nJOIN {_LENGTHS}", self._compared,
             ),
             "entropy": (
-                f"entropy of the sampled distribution, one row per quarter of a nat, the last from {last:g} up", "entropy_from",
+                f"entropy of the sampled distribution, one row per quarter of a nat, then {last:g} and more",
+                "entropy_from",
                 f"{entropy} / {ENTROPIES_PER_NAT:.1f}", f"pair_entropies({self._pair})", f"{self._compared} AND isfinite(entropy)",
             ),
         }[axis]  # fmt: skip
@@ -160,7 +161,7 @@ class Breakdowns:
     profiles: dict[str, Profile]
     """`position`, `length` and, if recorded, `entropy` -> profile; tokens with a non-finite entropy are in no bin."""
     envelope: float | None
-    """Constant c, in nats, with |d| <= c (1 - p) for 99 % of the tokens with p < 0.99 under pass b. Logit errors of c /
+    """Constant c, in nats, with |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors of c /
     2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
     sql: dict[str, str]
     """`density`, `position`, `length` or `entropy` -> query for the same numbers over the whole run."""

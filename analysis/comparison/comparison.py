@@ -35,8 +35,8 @@ class RunDifference:
     """Value in run A at `step`; for a series, the median from `step` to the next change; None if missing."""
     b: Measured | None
     size_in_sd: float | None = None
-    """For a series, the mean difference between the runs in standard deviations of a single step's difference, on the
-    scale of the series; None if the difference has no noise, and for other kinds."""
+    """For a series, the mean difference between the runs on the scale of the series, in standard deviations of the
+    difference at a single step. None if that has no noise, and for other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
     """Further values, by name: shares, counts, the largest difference."""
 

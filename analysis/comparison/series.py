@@ -26,7 +26,7 @@ FEWEST = 3
 """Minimum number of steps for estimating the noise in the difference between two series."""
 BEYOND_SD = 4.5
 """Number of standard errors by which the mean difference must exceed 0 for two series to count as different. The first
-step is chosen to maximise the difference, which the threshold allows for: the false-positive rate is below 0.5 %."""
+step is chosen to maximise the difference, which the threshold allows for: the false-positive rate is below 0.5%."""
 
 LAGS = ("policy_lag", "version_lag")
 """Names of series that count updates and therefore have no noise: any difference is reported."""
@@ -91,13 +91,13 @@ def _apart(a: Series, b: Series, first: int) -> RunDifference | None:
 
 
 def _onset(gap_n: np.ndarray) -> int:
-    """Return the index at which a non-zero level begins, by least squares: 0 before it, a constant from it on."""
+    """Return the index at which the values change from 0 to a constant, by least squares."""
     from_here = np.cumsum(gap_n[::-1])[::-1]
     return int(np.argmax(from_here**2 / np.arange(len(gap_n), 0, -1))) if len(gap_n) else 0
 
 
 def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
-    """Return the mean difference in a step's standard deviations; infinity without noise; None if not significant.
+    """Return the mean difference in standard deviations of one step; infinity without noise; None if insignificant.
 
     The noise is that of the whole segment, or of `apart_n` if the segment is short. The mean of few steps follows
     Student's distribution, whose quantile is approximated from the normal z by sqrt(df (exp(z^2 / df) - 1)) (Wallace,

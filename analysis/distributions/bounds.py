@@ -1,4 +1,4 @@
-"""Bound the divergence of two distributions of which one or both are known only as top-K and the mass of the tail.
+"""Bound the divergence of two distributions. One or both are known only by their top K tokens and the tail's mass.
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
@@ -133,7 +133,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """Return the smallest and largest total mass of the tokens that not both sides list."""
+    """Return the smallest and largest total mass of the tokens listed by one side or neither."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))

@@ -152,7 +152,7 @@ def is_broken(side: Full | TopK) -> Array:
 
 
 def argmax(side: Full | TopK) -> tuple[Array, Array]:
-    """Return the id [C] of the most probable token, and [C] bool: True if another one may be as probable."""
+    """Return the id [C] of the most probable token, and [C] bool: True if another token may be as probable."""
     if isinstance(side, Full):
         return side.logits_CV.argmax(axis=1), np.zeros(len(side.logits_CV), bool)
     best_CK = np.sort(side.logprobs_CK, axis=1)[:, ::-1]

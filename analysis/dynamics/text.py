@@ -109,7 +109,7 @@ def _titled(title: str, text: str) -> str:
 
 def _onsets(found: Dynamics) -> Rows:
     return Rows(
-        ("series", "kind", "step", "95 %", "how", "before", "after", "sd", "may be first", "order undecided with"),
+        ("series", "kind", "step", "95%", "how", "before", "after", "sd", "may be first", "order undecided with"),
         [
             (
                 o.name, o.kind, o.change.step, f"{o.change.low} to {o.change.high}", o.change.kind, o.change.before,

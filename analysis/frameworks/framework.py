@@ -52,7 +52,7 @@ class Framework:
         """Raise InvalidOption if the options contradict each other."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per `by`, `run` or `step`; pass a of the pair is the trainer, pass b the rollout.
+        """Return one row per run or step, according to `by`; pass a of the pair is the trainer, pass b the rollout.
 
         `only` names the columns of the macro `<name>_<by>s` to compute; empty means all.
         """
@@ -64,8 +64,8 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of the macros that read tokens; all numbers follow from their rows, which have run, step and
-        seq_id.
+        """Return the calls of the macros that read tokens. All numbers are computed from their rows, which have run,
+        step and seq_id.
 
         With other options the tokens may have to be read again. A macro may use the macros before it.
         """
@@ -125,8 +125,8 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read the rows that a framework's numbers for a pair of passes follow from, once; while the context is open, only
-    medians over tokens read tokens.
+    """Read once the rows from which a framework's numbers for a pair of passes are computed. While the context is open,
+    only medians over tokens read tokens again.
 
     The rows of the macros that read tokens are stored in temporary tables, which replace these macros. Sequences
     excluded by `database.leave_out` are filtered out.

@@ -53,7 +53,7 @@ def masked_out(
     rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:
-    """Return a warning of NaN and infinities on masked tokens, for frameworks that multiply by the mask; empty if none.
+    """Return a warning about masked tokens that are not finite, for frameworks that multiply by the mask; else nothing.
 
     NaN * 0 and inf * 0 are NaN, and so are the framework's sums, whereas tim-trace leaves these tokens out. With `rejects`,
     options may mask tokens that are not finite as well. `effect` says what this does to the framework's numbers.
@@ -86,7 +86,7 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Return a note on each run that was trained with other options than the given ones."""
+    """Return a note on each run that was trained with options other than the given ones."""
     from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
 
     told = []

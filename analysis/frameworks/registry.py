@@ -51,7 +51,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Return a framework with options; None means not given, and so does False for an option of another framework."""
+    """Return a framework with options. None counts as not given, as does False for another framework's option."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)

@@ -111,7 +111,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Return one row per group, with columns `<option>_<statistic>`, from one row per group and option."""
+    """Convert one row per group and option to one row per group, with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}

@@ -116,7 +116,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Return True if both or neither end of the interval violates the condition, or if every group has the same value."""
+    """Return True if both ends of the interval violate the condition, or neither, or all groups have the same value."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1

@@ -41,7 +41,7 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Metric that a few tokens can dominate -> lowest measured coverage of its 95 % interval, over runs whose logit errors
+"""Metric that a few tokens can dominate -> lowest measured coverage of its 95% interval, over runs whose logit errors
 have no fourth moment or differ in size between groups; see benchmarks/coverage.py, docs/evidence/intervals.md."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")

@@ -31,11 +31,11 @@ class FigureFormula:
     needs: frozenset[str] = frozenset({MISMATCH, ADVANTAGE})
     """What the figure needs: data (MISMATCH, DRIFT or ADVANTAGE, see pass_roles) or a loss that clips (CLIP)."""
     of_correction: bool = False
-    """True if the figure has a meaning only for a loss with a correction."""
+    """True if the figure is meaningful only for a loss with a correction."""
     bounds: tuple[float, float] = (-math.inf, math.inf)
     """Range of possible values, to which the ends of intervals are limited."""
     in_tails: float | None = None
-    """Measured coverage of the 95 % interval in runs where a few tokens dominate; None if it is at least 90 %. See
+    """Measured coverage of the 95% interval in runs where a few tokens dominate; None if it is at least 90%. See
     benchmarks/coverage.py and docs/evidence/intervals.md."""
 
     @property
@@ -44,7 +44,7 @@ class FigureFormula:
         if self.in_tails is None:
             return self.meaning
         return (
-            f"{self.meaning}; if a few tokens dominate, a 95 % interval covers the truth in {self.in_tails:.0%} of runs"
+            f"{self.meaning}; if a few tokens dominate, a 95% interval covers the truth in {self.in_tails:.0%} of runs"
         )
 
 

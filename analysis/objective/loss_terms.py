@@ -38,7 +38,7 @@ class Differences:
     advantage_N: Array
     """Mean advantage over the tokens of a sequence."""
     has_one: bool
-    """True if all tokens of each sequence have one advantage."""
+    """True if all tokens of a sequence share one advantage, in every sequence."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 

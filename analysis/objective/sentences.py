@@ -63,7 +63,7 @@ NOTES: Mapping[str, str] = {
     "first_update_only": "the trace has no pass 'current', so figures are for the first update on a batch, where the policy inside the "
     "loss is the trainer's own and the used ratio is 1 unless the loss divides by the rollout's",
     "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in one of the passes and are left out",
-    "not_finite": "{num_nan:,} tokens have NaN and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
+    "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite one in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",
     "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to "
@@ -91,12 +91,12 @@ def loss_basis() -> Mapping[str, str]:
 
 def verdict_sentence(part: Statement, confidence: float) -> str:
     values = part.values
-    words = {f"{name}_percent": f"{value * 100:.3g} %" for name, value in values.items() if isinstance(value, float)}
-    words |= {f"{name}_signed": f"{value * 100:+.3g} %" for name, value in values.items() if isinstance(value, float)}
+    words = {f"{name}_percent": f"{value * 100:.3g}%" for name, value in values.items() if isinstance(value, float)}
+    words |= {f"{name}_signed": f"{value * 100:+.3g}%" for name, value in values.items() if isinstance(value, float)}
     words |= _WAYS | {"signs": " and ".join(_signs(values))}
-    words["share_of_all"] = f", {values['share'] * 100:.2g} % of the total" if "share" in values else ""
+    words["share_of_all"] = f", {values['share'] * 100:.2g}% of the total" if "share" in values else ""
     words["interval"] = (
-        f" ({confidence * 100:g} % interval over groups {words['low_signed']} to {words['high_signed']})"
+        f" ({confidence * 100:g}% interval over groups {words['low_signed']} to {words['high_signed']})"
         if "low" in values
         else ""
     )
@@ -115,7 +115,7 @@ def _how_far(values: Mapping[str, Measured]) -> str:
     if "mean_abs_d" in values:
         parts.append(f"it changes a token's ratio by {values['mean_abs_d']:.3g} nats on average")
     if "clipped" in values:
-        parts.append(f"{float(values['clipped']) * 100:.3g} % of the {values['terms']} are clipped")
+        parts.append(f"{float(values['clipped']) * 100:.3g}% of the {values['terms']} are clipped")
     return f" ({'; '.join(parts)})" if parts else ""
 
 
@@ -126,4 +126,4 @@ def _signs(values: Mapping[str, Measured]) -> Iterator[str]:
     ):
         if name in values:
             value = float(values[name])
-            yield f"tokens with {sign} are {more if value > 0 else less} by {abs(value) * 100:.3g} %"
+            yield f"tokens with {sign} are {more if value > 0 else less} by {abs(value) * 100:.3g}%"

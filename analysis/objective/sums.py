@@ -72,7 +72,7 @@ def _spreads(parts: Differences) -> dict[str, Array]:
 
 
 def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
-    """Return the log-ratios of the tokens, 0 for those that do not count, and the numbers of tokens."""
+    """Return the tokens' log-ratios (0 for tokens that do not count), and the numbers of tokens."""
     train_T, rollout_T, now_T = _passes(tokens)
     d_T, drift_T = train_T - rollout_T, now_T - train_T
     assert tokens.advantage_N is not None

@@ -99,12 +99,12 @@ class Objective(Result):
 
 
 SMALL, LARGE = 0.001, 0.05
-"""Limits of the bias as a share of sum |f(rho*)|: negligible below SMALL, large from LARGE on. They are a convention of
-tim-trace: advantages come from noisy rewards, under which 0.1 % is invisible and 5 % is visible."""
+"""Limits of the bias as a share of sum |f(rho*)|: negligible below SMALL, large at LARGE or above. They are tim-trace's
+own convention: rewards are so noisy that a bias of 0.1% is invisible, but 5% is visible."""
 
 
 def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens: int) -> tuple[Statement, ...]:
-    """Return direction, size and place of the bias, as codes of sentences.VERDICT."""
+    """Return direction, size and location of the bias, as codes of sentences.VERDICT."""
     if not num_tokens:
         return (Statement(code="no_tokens"),)
     relative, size = figures.get("relative_bias"), figures.get("relative_abs_bias")

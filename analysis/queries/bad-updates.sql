@@ -2,7 +2,7 @@
 -- Unit: share of the tokens with an advantage.
 -- Needs: advantages.
 -- Source: arXiv 2602.04879 (bad updates: a negative advantage, and p of the rollout at least 0.5 above the trainer's; at
---   most 0.5 % of updates, and masking them alone stabilises a run).
+--   most 0.5% of updates, and masking them alone stabilises a run).
 -- Meaning: current:rollout shows the effect of an update, train:rollout that of the mismatch alone.
 SELECT run, step,
        count(*) AS num_tokens,

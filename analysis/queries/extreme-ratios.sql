@@ -1,7 +1,7 @@
 -- Share of tokens with a ratio beyond 1.25, 2, 5 and 10 in either direction, one row per step.
 -- Unit: shares of the tokens.
 -- Source: arXiv 2510.11370, extreme token distribution: the share with max(exp(d), exp(-d)) above a bound.
--- Meaning: dense models in bfloat16 have 0.6 % beyond 1.25; MoE models have a heavier tail, due to router flips.
+-- Meaning: dense models in bfloat16 have 0.6% beyond 1.25; MoE models have a heavier tail, due to router flips.
 SELECT run, step,
        count(*) AS num_tokens,
        avg((abs(d) > ln(1.25))::INTEGER) AS beyond_1_25,

@@ -215,7 +215,7 @@ def fall_answer(subject: Subject) -> Answer:
             code="not_finite",
             severity=BAD,
             short=f"{', '.join(each.series for each in found.not_finite)} NaN or infinite until the end",
-            figure=f"from step {found.not_finite[0].step} on",
+            figure=f"since step {found.not_finite[0].step}",
             basis=steps,
             detail=detail,
         )
@@ -227,7 +227,7 @@ def fall_answer(subject: Subject) -> Answer:
             code="unseen",
             severity=OPEN,
             short=f"not detected, but the recorded reward is no longer meaningful: {first.title}",
-            figure=f"from step {silent.step} (interval {silent.low}-{silent.high})",
+            figure=f"since step {silent.step} (interval {silent.low}-{silent.high})",
             basis=_probability(found, first),
             detail=detail,
         )

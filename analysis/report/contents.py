@@ -201,7 +201,7 @@ def _not_recorded(subject: Subject) -> tuple[str, ...]:
 
 
 def provenance(subject: Subject) -> Provenance:
-    """Compare the contracts of the recorded passes, without replays, whose names state what was changed."""
+    """Compare the contracts of the recorded passes. Replays are left out, since their names state their changes."""
     columns = _columns(subject)
     contracts = [flat_contract(contract) for _, _, contract in columns]
     names = sorted({name for contract in contracts for name in contract})

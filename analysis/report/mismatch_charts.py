@@ -87,7 +87,7 @@ def _envelope(spread: Breakdowns) -> tuple[Line, ...]:
     limit = float(spread.d_edges[-1])
     upper = spread.envelope * (1 - x)
     upper[upper > limit] = np.nan
-    return Line(name="99 % within", x=x, y=upper), Line(name="99 % within", x=x, y=-upper)
+    return Line(name="99% within", x=x, y=upper), Line(name="99% within", x=x, y=-upper)
 
 
 def _profile(spread: Breakdowns, name: str) -> LineChart:
@@ -121,8 +121,8 @@ def _objective_charts(subject: Subject) -> Iterator[Chart]:
         positive = all((line.y[np.isfinite(line.y)] > 0).all() for line in drift)
         yield LineChart(
             key="ratio-split", title="Composition of the loss's ratio", unit="nats squared",
-            note="ln ratio is the sum of the mismatch d = train - rollout and the policy's drift = current - train; shown is the "
-            "variance of each over tokens. Drift is intended and clipped; mismatch is neither.",
+            note="ln ratio is the sum of the mismatch d = train - rollout and the policy's drift = current - train; the lines "
+            "are the variance of each over tokens. Drift is intended and clipped; mismatch is neither.",
             sql=asked, lines=drift, x_label="step", y_scale=chart.LOG if positive else chart.LINEAR,
         )  # fmt: skip
     if bias := lines({"relative_bias": "sum of b", "relative_abs_bias": "sum of |b|"}):

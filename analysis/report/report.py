@@ -37,7 +37,7 @@ def report(
     force: bool = False,
     progress: Progress = no_progress,
 ) -> Report:
-    """Write everything known about a run to one HTML page, or as figures for papers.
+    """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
     The report is about the first trace; its charts also show the series of the others. d = logprob(a) - logprob(b) of
     `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:,

@@ -40,7 +40,7 @@ NUM_QUESTIONS = 9
 WHOLE = 30_000_000
 """Maximum number of tokens for a run to be read whole; a larger run is read in part."""
 MOST_TOKENS = 5_000_000
-"""Number of tokens read from a run with more than `WHOLE` tokens; one large step may exceed the number."""
+"""Number of tokens read from a run with more than `WHOLE` tokens; a single large step may exceed it."""
 
 
 @dataclass(frozen=True, kw_only=True)

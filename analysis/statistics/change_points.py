@@ -22,7 +22,7 @@ _ROUNDS = 4
 
 
 def shortest(n: int) -> int:
-    """Return the minimum length of a segment: 4 steps, or 2 % of a long series."""
+    """Return the minimum length of a segment: 4 steps, or 2% of a long series."""
     return max(4, math.ceil(0.02 * n))
 
 
@@ -69,8 +69,8 @@ class StretchSquares:
 def cut(values: np.ndarray) -> tuple[list[int], float]:
     """Return the start index of every segment except the first, and the long-run variance.
 
-    The variance is estimated after the best single cut, and again after the cuts found, until the cuts no longer
-    change. Fitting a cut to a series without a change makes it too small, which the factor 1.5 + 70 / n makes up for.
+    The variance is estimated after the best single cut, and again after all cuts found so far, until these no longer
+    change. A cut in a series without a change makes the variance too small; the factor 1.5 + 70 / n corrects this.
     """
     n, least = len(values), shortest(len(values))
     if n < 3 * least:

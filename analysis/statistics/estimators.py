@@ -20,7 +20,7 @@ _ADDABLE = (
 
 
 def addable(sums: Mapping[str, Array]) -> dict[str, Array]:
-    """Return, from the [N] columns of schemas.sums, [N] columns whose totals FROM_SUMS takes.
+    """Convert the [N] columns of schemas.sums to [N] columns whose totals are the input of FROM_SUMS.
 
     To avoid cancellation, sums of ratios are divided by the largest ratio of all sequences, and sums of probabilities
     are centred on the median of the sequences' means. Without probabilities, the columns that need them are omitted.

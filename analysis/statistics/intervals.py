@@ -19,13 +19,13 @@ from .estimators import Array, Totals
 
 Interval = tuple[float, float]
 Statistic = Callable[[Totals], Array]
-"""Function from totals of columns to a value, or to one value per resample."""
+"""Maps totals of columns to a value, or to one value per resample."""
 
 SEED = 20_260_000
 """Fixed seed: the same trace gives the same interval."""
 
 MIN_GROUPS = 8
-"""Minimum number of groups for an interval. With fewer, a 95 % Student's t interval covers the true value in 80 to 90 %
+"""Minimum number of groups for an interval. With fewer, a 95% Student's t interval covers the true value in 80% to 90%
 of runs if prompts differ; a valid studentized bootstrap is 5 to 8 times wider, or infinite."""
 
 MOST_UNITS = 256
@@ -44,12 +44,10 @@ _STEP = 1e-5
 """Relative step of the finite differences that estimate derivatives."""
 
 _NOISE = 1e-9
-"""Standard error, relative to its terms, below which it is rounding error, which means that all groups are
-equal.
-"""
+"""A standard error below this, relative to its terms, is rounding error; all groups are then equal."""
 
 _NO_SPREAD = 1e-6
-"""Standard error of a resample, relative to the run's, below which all its groups are equal."""
+"""Standard error of a resample, relative to the run's, below which the resample's groups count as equal."""
 
 
 _BLOCK = 1 << 15

@@ -24,9 +24,9 @@ _DECAYS = (0.03, 0.1, 0.3)
 """Time constants tried for a decay, as shares of the segment."""
 
 REACH = 7.35
-"""Cost above the minimum up to which a position is in the 95 % interval, in long-run variances: (1 - exp(-x / 2))^2 =
-0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the onset of a ramp, a regular
-parameter, 3.84 would do if its form and the variance were known."""
+"""A position is in the 95% interval if its cost exceeds the minimum by at most this, in long-run variances. It solves
+(1 - exp(-x / 2))^2 = 0.95, the limit law of a jump's likelihood ratio (Hinkley, Biometrika 57, 1970). For the onset
+of a ramp, 3.84 would suffice if its form and the variance were known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Located:
 
 
 def locate(values: np.ndarray, variance: float, margin: int) -> Located:
-    """Locate the one change of a segment, at least `margin` values from its ends.
+    """Locate the one change in a segment, at least `margin` values from its ends.
 
     A jump with a constant slope, or a change of slope without a jump, costs one parameter. Both together, or an exponential
     approach with its time constant, cost two, with a penalty of ln(n) for the second. The interval covers all forms that fit
@@ -117,7 +117,7 @@ _LARGEST_E = 12
 def break_between(values: np.ndarray, before: float, after: float) -> tuple[int, int, int]:
     """Return (low, index, high): the first index of a decline between two given levels, and its interval.
 
-    The index has the least sum of squares. The 90 % interval has all indices whose sum of squares is within the F
+    The index has the least sum of squares. The 90% interval has all indices whose sum of squares is within the F
     quantile with 1 and N - 3 degrees of freedom.
     """
     n = len(values)
@@ -131,7 +131,7 @@ def break_between(values: np.ndarray, before: float, after: float) -> tuple[int,
 
 
 def break_interval(values: np.ndarray, deviation: float) -> tuple[int, int]:
-    """Return the 95 % interval of the first index of a decline, with levels fitted and autocorrelated noise.
+    """Return the 95% interval of the first index of a decline, with levels fitted and autocorrelated noise.
 
     `deviation` is a lower bound on the noise, see noise.level_deviation. Coverage: docs/evidence/intervals.md.
     """

@@ -128,9 +128,9 @@ def sapo_gate(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
 
 
 def vespo_log_weight(loss: Loss, ratio: Array, positive: np.ndarray) -> Array:
-    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio), both by A >= 0 (arXiv 2602.10693).
+    """Return ln of VESPO's phi(ratio) = exp(lambda + k ln ratio - lambda ratio) (arXiv 2602.10693).
 
-    The ratio is clamped to [1e-8, exp(20)].
+    k and lambda depend on whether A >= 0. The ratio is clamped to [1e-8, exp(20)].
 
     >>> vespo_log_weight(Loss(kind="vespo", level="sequence_sum"), np.array([1.0, 2.0]), np.array([True, True])).round(6).tolist()
     [0.0, -1.613706]

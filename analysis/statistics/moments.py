@@ -19,7 +19,7 @@ class Centred:
     """Values per token, minus the mean of their sequence."""
 
     mean_N: Array
-    """Mean over the tokens of each sequence that count, 0 if none does; exactly the value if all are equal."""
+    """Mean over each sequence's tokens that count; 0 if none does. It is exact if all values are equal."""
     off_T: Array
     """Values minus the mean of their sequence; 0 for tokens that do not count."""
     left_N: Array
@@ -27,7 +27,7 @@ class Centred:
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Centre values within sequences; `counted_T` marks the `num_N` tokens that count, the others have value 0."""
+    """Centre values within sequences; `counted_T` marks the `num_N` tokens that count; the others have value 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))

@@ -18,7 +18,7 @@ _LAGS = 1.0
 _MOST_CORRELATED = 0.97
 _STANDARD_ERRORS = 1.5
 ENOUGH = 40
-"""Minimum number of values from which autocorrelation can be told from real changes."""
+"""Minimum number of values needed to tell autocorrelation from real changes."""
 
 
 def tamed(values: np.ndarray) -> np.ndarray:
@@ -41,7 +41,7 @@ def robust_sd(values: np.ndarray) -> float:
 
 
 def long_run_variance(values: np.ndarray, num_fitted: int) -> float:
-    """Return n times the variance of the mean of a stationary series, of which `num_fitted` parameters were fitted.
+    """Return n times the variance of the mean of a stationary series, after fitting `num_fitted` parameters to it.
 
     It is the larger of two estimates:
 
@@ -67,7 +67,7 @@ def highest_long_run_variance(values: np.ndarray, num_fitted: int) -> float:
     """Return the long-run variance for an interval, with autocorrelation 1.5 standard errors above its estimate.
 
     With 8 to 40 steps, the estimate is near 0 even for strongly correlated series, so an interval from it covers the
-    true value in only 70 % of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
+    true value in only 70% of them. The standard error of an autocorrelation is at most 1 / sqrt(n) (Bartlett 1946).
     """
     n = len(values)
     phi = max(0.0, _autocorrelation(values, num_fitted)) + _STANDARD_ERRORS / math.sqrt(n)

@@ -147,7 +147,7 @@ def _side(values: Any, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mask(values: Any, length: int) -> np.ndarray:
-    """Return [R] bool: True for tokens that count. Without a mask all do; beyond the end of a short mask none does."""
+    """Return [R] bool: True for tokens that count: all without a mask; none beyond the end of a short mask."""
     if values is None or not len(values):
         return np.ones(length, bool)
     out = np.zeros(length, bool)
@@ -225,7 +225,7 @@ class TokenSample:
     why: tuple[str, ...]
     """Why the sequence was chosen: WORST, TYPICAL, RANDOM or WORST_OF_STEP."""
     num_tokens: int
-    """Number of tokens of the whole response."""
+    """Number of tokens in the whole response."""
     first_token: int
     """Index in the response of the first token shown."""
     reward: float | None
@@ -236,13 +236,13 @@ class TokenSample:
     finish_reason: str | None
     """Why the engine ended the response, such as `stop` or `length`; None if not recorded."""
     sum_d: float | None
-    """Sum of d, nats; None if no token can be compared. So are `mean_abs_d` and `max_abs_d`."""
+    """Sum of d, nats; like `mean_abs_d` and `max_abs_d`, None if no token can be compared."""
     mean_abs_d: float | None
     max_abs_d: float | None
     prompt: tuple[tuple[int, str], ...]
     """(token id, text) of each of the last prompt tokens."""
     num_prompt_tokens: int | None
-    """Number of tokens of the whole prompt; None if not recorded."""
+    """Number of tokens in the whole prompt; None if not recorded."""
     ids: np.ndarray
     """[T] int32 token ids."""
     texts: list[str]

@@ -69,7 +69,7 @@ def _nothing() -> None: ...
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt on Ctrl-C, which DuckDB reports as an error of its own, also while it reads files through
+    """Raise KeyboardInterrupt on Ctrl-C, which DuckDB reports as an error of its own, even while it reads files through
     Python.
     """
     try:

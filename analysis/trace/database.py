@@ -130,7 +130,7 @@ class Database:
 
     @property
     def damaged(self) -> tuple[str, ...]:
-        """One sentence for each part of the traces that is unreadable or missing, and left out of all answers."""
+        """One sentence for each part of the traces that is unreadable or missing, and excluded from all results."""
         return tuple(dict.fromkeys(sentence for source in self.sources for sentence in source.damaged))
 
     def check_whole(self, *, partial: bool) -> None:
@@ -143,7 +143,7 @@ class Database:
             )
 
     def define_named(self, words: frozenset[str]) -> None:
-        """Define the macros and views that a query needs and that are not defined yet, given its words."""
+        """Define the macros and views that a query needs, found by its words, unless they are already defined."""
         for file in self.catalogue().needed(words):
             if file.name not in self._defined:
                 self._defined.add(file.name)
@@ -166,7 +166,7 @@ class Database:
         return other
 
     def reopened(self, source: Source | None = None) -> Database:
-        """Open the same steps of all traces, or of one, again, to use sums that were stored meanwhile."""
+        """Open the same steps again, of all traces or of one, to use sums stored in the meantime."""
         return Database(self if source is None else source, self.steps, catalogue=self.catalogue)
 
     def leave_out(self, sequences: pa.Table) -> None:
@@ -192,7 +192,7 @@ class Database:
     def _forget_sums(self) -> None:
         self.memory.clear()
         if self.sums.forget():
-            self._defined.discard("lookup")  # the next query that needs the lookup defines it anew, without sums
+            self._defined.discard("lookup")  # the next query that needs the lookup defines it again, without sums
 
     def step_condition(self, run: str | None = None) -> str:
         """Return an SQL condition for a run's steps in the views; empty if they have all steps."""

@@ -70,7 +70,7 @@ class FileChoice:
     names: dict[str, list[str]]
     """Pattern of file names -> the files to read for it."""
     counted: frozenset[str] = frozenset()
-    """Views of which the query needs the number of rows, but no column."""
+    """Views whose number of rows the query needs, but none of their columns."""
 
 
 class LargeTables:

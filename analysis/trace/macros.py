@@ -26,7 +26,7 @@ class MacroFile(Generic[Owner]):
 
     name: str
     sql: str
-    """The SQL text, in which the names are found that the file defines and uses."""
+    """The SQL text, from which the names that the file defines and uses are read."""
     register: Callable[[Owner], object] | None = None
     """Function that registers the `functions` with a database before the SQL is run."""
     define: Callable[[Owner], object] | None = None

@@ -101,7 +101,7 @@ def _batch_rows(mean_tokens: float) -> int:
 
 
 def finite_tokens(a: Any, b: Any, mask: Any) -> FiniteTokens:
-    """Return the tokens to compare, given lists of both passes' logprobs and of masks, one per sequence."""
+    """Return the tokens to compare. Each argument has one list per sequence: both passes' logprobs, and masks."""
     return finite(tokens_of({"a": a, "b": b}, mask=mask))
 
 

@@ -24,15 +24,15 @@ SHARES = (0.5, 0.95, 0.99)
 BITS = 9
 """Number of mantissa bits that identify a bin."""
 ERROR = 2.0 ** -(BITS + 1)
-"""Maximum relative error of a quantile from a histogram: half the width of a bin over its lower end."""
+"""Maximum relative error of a quantile from a histogram: half the width of a bin divided by its lower end."""
 
 _SHIFT = 52 - BITS
 _DENSE_TOKENS = 1 << 16
-"""Number of values from which counting in an array with one element per bin is faster than sorting."""
+"""Minimum number of values for which counting in an array with one element per bin is faster than sorting."""
 _BLOCK_TOKENS = 1 << 20
 """Number of values counted at once."""
 _GATHERED = 1 << 22
-"""Number of gathered values from which equal ones are stored once, with a count."""
+"""Minimum number of gathered values at which equal values are stored once, with a count."""
 
 Cuts = tuple[float | None, ...]
 """One quantile for each of SHARES; None if there are no values."""

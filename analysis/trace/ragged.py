@@ -85,7 +85,7 @@ def tokens_of(
     logprobs: Mapping[str, Any], *, mask: Any = None, optional: Collection[str] = (), entropy: Any = None,
     advantage: Any = None, advantages: Any = None,
 ) -> Tokens:  # fmt: skip
-    """Return the tokens of Arrow lists, one per sequence, which is as long as its shortest list of a required pass.
+    """Return the tokens of Arrow lists, one per sequence. A sequence ends where its shortest required list ends.
 
     `mask` has lists of bool: the loss counts tokens marked True, and all tokens of a sequence with an empty list.
     `optional` passes, `entropy` and `advantages` are NaN where their lists are too short. `advantage` has one value per

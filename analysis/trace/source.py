@@ -114,8 +114,7 @@ def _text(value: Any) -> str | None:
 
 
 def find_sums(source: Source) -> None:
-    """Find for each pair the stored sums that cover the most segments, and the pairs whose sums cover all
-    of them."""
+    """Return, for each pair, the stored sums that cover the most segments; and the pairs whose sums cover all."""
     source.sums, source.outdated_sums = {}, {}
     current = set(source.segments)
     best: dict[tuple[str, Pair], tuple[int, VerifiedFile]] = {}

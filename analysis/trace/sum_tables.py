@@ -150,7 +150,7 @@ class SumTables:
             file.path.unlink(missing_ok=True)
 
     def _define(self) -> None:
-        """Define one view per kind of sums: computed ones, and stored ones of pairs without computed ones."""
+        """Define one view per kind of sums. It has each pair's computed sums, or else the stored ones."""
         for spec in KINDS.values():
             columns = ", ".join(spec.schema.names)
             files = [

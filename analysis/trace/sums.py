@@ -55,7 +55,7 @@ EXACT_TOKENS = 32 << 20
 
 
 Quantiles = tuple[Any, ...]
-"""A run, then the columns of a quantile table after the pair."""
+"""A run, followed by the values in the columns that a quantile table has after the pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ def _registered(database: Database, rows: pa.Table) -> Iterator[str]:
 
 
 def make_exact(database: Database, pair: Pair, progress: Progress = no_progress) -> None:
-    """Replace approximate quantiles of runs with exact ones, for which their tokens are read again.
+    """Replace approximate quantiles of runs with exact ones, by reading their tokens again.
 
     Exact quantiles are not stored in the trace, so that later results do not depend on this request.
     """
@@ -279,7 +279,7 @@ def _without_pair(spec: Table) -> pa.Schema:
 def summarize(traces: Traces | Sequence[Source], *, pair: Pair = MISMATCH, progress: Progress = no_progress) -> bool:
     """Store the sums of each sequence for a pair next to the scores, so that statistics need not read tokens.
 
-    Returns True if sums were written; none are if they exist, or if the trace is live or read-only.
+    Returns True if sums were written. They are not if they exist, or if the trace is live or read-only.
     """
     database = Database(traces)
     return ensure(database, pair, progress=progress) and keep(database, pair)
@@ -373,8 +373,8 @@ def _most_tokens(database: Database, steps: Sequence[Chunk]) -> int:
 
 
 def _joined(steps: Iterable[Chunk], most_tokens: int) -> Iterator[Chunk]:
-    """Yield ranges of neighbouring steps that all have stored sums, or all lack them, of up to `most_tokens` tokens and
-    CHUNK_SEQUENCES sequences. A larger step is a range of its own."""
+    """Yield ranges of neighbouring steps that either all have stored sums or all lack them. A range has up to
+    `most_tokens` tokens and CHUNK_SEQUENCES sequences; a larger step is a range of its own."""
     for _, of_kind in groupby(steps, key=lambda step: (step.run, step.is_missing)):
         for part in packed(of_kind, _size, (most_tokens, CHUNK_SEQUENCES)):
             num_tokens, num_sequences = (sum(sizes) for sizes in zip(*map(_size, part), strict=True))
@@ -386,7 +386,7 @@ def _size(chunk: Chunk) -> tuple[int, int]:
 
 
 def _whole_runs(chunks: list[Chunk]) -> set[str]:
-    """Return the runs of which all tokens must be read and fit in memory."""
+    """Return the runs whose tokens must all be read and fit in memory."""
     num_tokens = Counter[str]()
     for chunk in chunks:
         num_tokens[chunk.run] += chunk.num_tokens

@@ -46,7 +46,7 @@ def token_query(
     (the sequence) and these keys; the `lists` mask and advantages, the latter with the advantage per sequence; and the
     `entropy` of the first named pass that has one.
 
-    Only sequences with a score under every pass that is not optional are read, of one run and some steps if given; a
+    Only sequences with a score under every required pass are read, of the given run and steps or of all; a
     range of steps means every step in it. `sequences` is joined only if `lists` or `of_sequences` need it, as the join
     takes a third of the time. `keys` is a condition on every table, `where` one on the joined row.
     """
@@ -115,7 +115,7 @@ CHUNK_STEPS = 1024
 
 @cached
 def tokens_by_step(database: Database, run: str | None = None) -> dict[int, int]:
-    """Return step -> number of response tokens, in the order of steps, of one run, or of all if `run` is None."""
+    """Return step -> number of response tokens, in step order, for one run (all runs if `run` is None)."""
     query = """
         SELECT step, sum(num_response_tokens)::BIGINT FROM sequences WHERE $run IS NULL OR run = $run
         GROUP BY step ORDER BY step
@@ -157,7 +157,7 @@ def evenly_within(steps: Sequence[int], most: int) -> list[int]:
 
 
 def neighbouring_pairs(steps: Sequence[int], most: int) -> list[int]:
-    """Return up to `most` steps as evenly spaced pairs of neighbours, each of which has one to compare with.
+    """Return up to `most` steps as evenly spaced pairs of neighbours, which can be compared with each other.
 
     >>> neighbouring_pairs([1, 2, 3, 4, 5, 6], 4)
     [1, 2, 5, 6]
@@ -184,7 +184,7 @@ def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) ->
     return chosen
 
 
-# --- Divide the reading of all tokens into units, which this process works through, or the actors of a Ray
+# --- Units of the reading of all tokens, which this process or the actors of a Ray cluster read
 
 Unit = TypeVar("Unit")
 Made = TypeVar("Made")
@@ -205,7 +205,7 @@ def spread(
     Results are computed on request. On a cluster (`database.ray`), actors that open the traces themselves work through
     the units in any order. The function must be defined in a module; its arguments and results must be picklable.
 
-    Raises InvalidOption if a trace is being recorded (actors would see other rows), and all that `run_units` raises.
+    Raises InvalidOption if a trace is being recorded (actors would see other rows), and any error of `run_units`.
     """
     if database.ray is None:
         return (made for unit in units for made in function(database, unit))

@@ -74,7 +74,7 @@ class Head:
 
 
 def cut(logits_CV: Any, top_k: int | None, top_p: float | None) -> Any:
-    """Set logits to -inf, except for the k most probable tokens, then except for the smallest set with a mass of p."""
+    """Set logits to -inf outside the k most probable tokens, then outside the smallest set with a mass of p."""
     if top_k is not None and top_k < logits_CV.shape[-1]:
         least_C1 = logits_CV.topk(top_k, dim=-1).values[..., -1:]
         logits_CV = logits_CV.masked_fill(logits_CV < least_C1, float("-inf"))

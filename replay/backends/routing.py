@@ -31,7 +31,7 @@ def followed(
     """Append to `into` the routers' choices for each row's tokens in a forward pass; without routers, append nothing.
 
     With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the
-    router's own choice. With `keeps_same_sets`, so does a token for which both choose the same set of experts. Raises
+    router's own choice; with `keeps_same_sets`, so do tokens for which it selects the recorded set of experts. Raises
     CannotReplay if the recorded choices do not fit this model.
     """
     if not known:

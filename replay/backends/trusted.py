@@ -25,7 +25,7 @@ PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTraine
 """Functions that score packed rows. A replay runs the model in the same way, but does not call them."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> transformers' check for its package; without that, transformers would fetch a kernel from the hub."""
+"""Attention -> transformers' check for its package, without which transformers would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -180,7 +180,7 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run for a recorded one, and the code for why it was replaced, or None if it was not.
+    """Return the attention to run, and None if it is the recorded one, else the code for why it was replaced.
 
     `path` is the model's class, `allowed` the hub kernels that the user allows; `is_half` is true for 16-bit activations.
     """

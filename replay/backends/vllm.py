@@ -238,7 +238,7 @@ def _processed(entries: Any, temperature: float, top_k: int | None, top_p: float
 
 
 def _forced_tokens() -> Any:
-    """Return a logits processor that allows only the forced token. vLLM reports the raw logprobs from before it."""
+    """Return a logits processor that allows only the forced token. vLLM reports the raw logprobs, before processors."""
     from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
     class ForcedTokens(AdapterLogitsProcessor):  # type: ignore[misc]

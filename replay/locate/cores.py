@@ -27,7 +27,7 @@ _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Relative difference between the execution's queries or keys and float64's that starts a search for another order."""
+"""Minimum relative difference from float64's queries or keys for a missing norm, or another order of dimensions."""
 
 
 class Cores:
@@ -124,11 +124,10 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: the index of each dimension in the execution's queries and keys, if both share an order that is not
-    float64's.
+    """Return [D]: the index of each dimension in the execution's queries and keys; None if their order is float64's.
 
-    Attention scores do not depend on the order of dimensions. Some code rotates neighbouring pairs and leaves them in
-    place.
+    Attention scores do not depend on the order of dimensions, if queries and keys share it. Some code rotates
+    neighbouring pairs and leaves them in place.
     """
     if any(taken is None for taken in takes):
         return None

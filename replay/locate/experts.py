@@ -27,7 +27,7 @@ _MOST_FLIPPED = 0.25
 """Maximum share of tokens whose experts may differ from float64's because of rounding, if the router was not observed.
 If more tokens differ, the choice itself counts as wrong."""
 _STEPS = 4.0
-"""Allowed rounding error of an expert's value, in unit roundoffs, in the logits and from them to the choice."""
+"""Allowed rounding error of an expert's logit, and of each later value up to the choice, in unit roundoffs."""
 _TIES = (0.0, 0.0), (1.0, -1.0), (1.0, 0.0), (0.0, -1.0)
 """Shifts of the chosen experts' values and of the other experts' values, in units of the allowed rounding error. A
 choice is accepted if it follows from the logits under one of these shifts."""
@@ -44,8 +44,8 @@ def judge_router(
 ) -> None:
     """Judge a router: its logits, whether its choice follows from them, and the scores of the choice.
 
-    If the code run by `again` computes no logits that could be replaced, a choice is accepted if its logits are within
-    both bounds.
+    If the code run by `again` computes no logits that could be replaced, a choice is accepted if its smallest logit is
+    at most twice the bound below that of float64's choice.
     """
     kind, layer = kind_of(name), layer_of(name)
     # Some routers return choices first; logits are wider.

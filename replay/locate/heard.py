@@ -111,7 +111,7 @@ class Heard:
         given: Any,
         made_in: Any = None,
     ) -> Any:
-        """Return a bound on an operator's output, in the shape of `given`; `made_in` is its dtype if that differs."""
+        """Return a bound on an operator's output, in the shape of `given`; `made_in` is its dtype if not `given`'s."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -188,7 +188,7 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return what unobserved projections add to the bound on an activation's or the last projection's input."""
+        """Return how much unobserved projections add to the bound on the input of an activation or last projection."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation

@@ -69,7 +69,7 @@ class Judgement:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        """Compare values [T, ...] with exact ones, given the bound of each; keep the error at `point`, if given."""
+        """Compare values [T, ...] with exact ones, given a bound for each; keep the error at `point`, if given."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -100,7 +100,7 @@ class Judgement:
 
 
 def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
-    """Compare values [T, ...] outside the layers with exact ones, given the bound of each."""
+    """Compare values [T, ...] outside the layers with exact ones, given a bound for each."""
     measured = _measured(found, found.double() - exact, exact, bound)
     return Judged(operator=operator, kind=kind, layer=None, order=order, **measured)
 

@@ -12,7 +12,7 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""Maximum relative error of a token for which a side's code, run in float64, counts as equal to the recorded model's.
+"""A side's code counts as equal to the recorded model's if, in float64, no token's relative error is larger than this.
 Code that uses float32 internally stays below it."""
 _UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
@@ -79,7 +79,7 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A residual stream is judged in two places of a layer; its order is that of the wrong one.
+        # A residual stream is judged in two places of a layer; its order is that of the place with the error.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]

@@ -88,11 +88,11 @@ def test_a_sign_that_the_clip_alone_gives_is_none(bias, free, code):
 def test_the_size_of_a_bias_in_words():
     part = direction(estimate(-0.0123, -0.02, -0.01), estimate(0.2))
     assert sentence(part).endswith(
-        "It adds -1.23 % of the sum of the terms' sizes (95 % interval over groups -2 % to -1 %); the sum of absolute biases is 20 %."
+        "It adds -1.23% of the sum of the terms' sizes (95% interval over groups -2% to -1%); the sum of absolute biases is 20%."
     )
     undecided = sentence(direction(estimate(-0.0123), estimate(0.2)))
     assert undecided.startswith(
-        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. It adds -1.23 %"
+        "Cannot tell whether the mismatch biases the objective: fewer than 8 groups. It adds -1.23%"
     )
     assert "interval" not in undecided
 
@@ -133,14 +133,14 @@ def test_the_parts_of_a_verdict(loss, given, expected):
         (
             0.01,
             0.02,
-            "tokens with A > 0 are credited too much by 1 % and tokens with A < 0 are punished too little by 2 %",
+            "tokens with A > 0 are credited too much by 1% and tokens with A < 0 are punished too little by 2%",
         ),
         (
             -0.01,
             -0.02,
-            "tokens with A > 0 are credited too little by 1 % and tokens with A < 0 are punished too much by 2 %",
+            "tokens with A > 0 are credited too little by 1% and tokens with A < 0 are punished too much by 2%",
         ),
-        (0.01, 0.0, "tokens with A > 0 are credited too much by 1 %"),
+        (0.01, 0.0, "tokens with A > 0 are credited too much by 1%"),
     ],
 )
 def test_the_sides_of_a_bias(positive, negative, words):
@@ -155,11 +155,11 @@ def test_where_a_bias_lies():
         parts = {part.code: sentence(part) for part in verdict(loss, given, STEPS, 9)}
         assert (
             parts["clip_decisions"]
-            == f"The mismatch flips the clip decision of 10 % of the {terms}; 20 % are clipped in total."
+            == f"The mismatch flips the clip decision of 10% of the {terms}; 20% are clipped in total."
         )
-    assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75 % of the total)."
+    assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75% of the total)."
     assert (
-        "its weights the bias is -30 % instead of +1 %, and the sum of absolute biases is 40 % instead of 20 %"
+        "its weights the bias is -30% instead of +1%, and the sum of absolute biases is 40% instead of 20%"
         in parts["correction"]
     )
 

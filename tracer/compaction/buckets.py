@@ -24,9 +24,9 @@ BUCKET_TOKENS = 8 << 20
 SWEEP_BUCKETS = 128
 """Maximum number of buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
-"""Minimum number of response tokens per row group, raised in long runs; smaller steps share a row group."""
+"""Minimum number of response tokens per row group, raised for long runs; smaller steps share a row group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Upper limit of STEP_TOKENS in long runs, and the number of row groups per file, slow to search, that raises it."""
+"""STEP_TOKENS is raised to keep a file below _ROW_GROUPS row groups, but to at most _MAX_STEP_TOKENS."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 
@@ -103,7 +103,7 @@ def step_tokens(parts: Sequence[Part], file_bytes: int) -> int:
 def sorted_groups(
     store: Store, table: Table, parts: Sequence[Part], small: int, room: Path, advance: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield the rows of all parts sorted by step and, within a bucket of steps, by pass first; sorting is stable.
+    """Yield the rows of all parts, one bucket of steps after another, each sorted by pass and then by step (stable).
 
     Each table is one row group. It contains whole steps, unless a single step has more than ROW_GROUP_TOKENS;
     steps with fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are

@@ -132,7 +132,7 @@ def _until_full(
 
 def chosen_files(snapshot: Snapshot, table: str, file_bytes: int) -> list[TableFile]:
     """Return a table's files to merge; empty if merging would only rewrite a single file."""
-    # A replay keeps its own files, so that deleting them removes it.
+    # A replay keeps its own files, so that the replay can be removed by deleting them.
     replays = {
         state.writer
         for state in snapshot.writers

@@ -33,7 +33,7 @@ class Requested:
 
 
 def asking(params: Any, capture: Capture | None) -> Any:
-    """Return parameters that request the logprobs to record, with distributions for `capture`, or `params` itself."""
+    """Return `params`, or a copy that also requests the logprobs to record, with distributions for `capture`."""
     wanted = 0 if capture is None else ALL_LOGPROBS if capture.level == "logits" else capture.k or 0
     have = params.logprobs
     if have is not None and (have == ALL_LOGPROBS or (wanted != ALL_LOGPROBS and have >= wanted)):

@@ -24,9 +24,9 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""Minimum ratio of distinct values, trainer's row to engine's row, for a coarsely rounded copy."""
+"""A copy counts as coarsely rounded if its rows have at least this many times fewer distinct values."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine of a coarsely rounded row with the trainer's, in standard deviations for random rows."""
+"""Minimum cosine between a coarsely rounded copy and the original, in standard deviations for random rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
@@ -201,7 +201,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return tensor -> dtype it was rounded to, or number of distinct values per row, if only rounding differs."""
+        """Return the tensors that differ only by rounding -> dtype rounded to, or number of distinct values per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -227,7 +227,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the most distinct values in sampled rows [R, C] of `coarse`; None unless it is `own`, coarsely rounded."""
+    """Return the largest number of distinct values in a row of `coarse`; None if it is not `own`, coarsely rounded."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -16,7 +16,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model, cached, without accelerate's wrappers but with FSDP1's, which has the parameters."""
+    """Return the trained model, cached, without accelerate's wrappers but with FSDP1's, which holds the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
@@ -121,7 +121,7 @@ def held_tensors(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[
 
 
 def _engine_name(model: Any, name: str) -> str:
-    """Return the vLLM model's own name for a tensor, by the model's mapping from transformers checkpoints."""
+    """Return the vLLM model's own name for a tensor, as mapped from its name in transformers checkpoints."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     renamed = mapper.map_name(name) if hasattr(mapper, "map_name") else None
     # Some mappers return the fused parameter's name, but fused tensors must be looked up under their separate names.

@@ -62,7 +62,7 @@ class Patches:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute for the block; afterwards its old value is restored, or it is inherited again."""
+    """Set an attribute within the block; afterwards, restore its own value, or the inherited one."""
     original = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:

@@ -35,7 +35,7 @@ OUTPUT = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
 """Required keys in the result of `_generate_and_score_completions`."""
 
 ENGINE_MODULES = ("trl.generation.vllm_generation", "trl.generation.vllm_client", "trl.extras.vllm_client")
-"""Modules that define TRL's classes around vLLM. The last one exists only in releases before 0.28."""
+"""Modules that define TRL's classes that wrap vLLM. The last one exists only in releases before 0.28."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def _of_tokenizer(name: str) -> tuple[str, ...]:
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
-# From TRL 1.14 on, a trainer has several end tokens.
+# Since TRL 1.14, a trainer has several end tokens.
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
 PAD_TOKEN = Attribute("responses that end with padding, which count as cut off", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature", "args.temperature"))
@@ -95,7 +95,7 @@ def end_tokens(trainer: Any) -> set[int]:
 
 
 def engine_classes(name: str) -> list[type]:
-    """Return TRL's classes around vLLM with this name, from the modules already imported."""
+    """Return TRL's classes with this name that wrap vLLM, from the modules already imported."""
     found = (getattr(sys.modules.get(module), name, None) for module in ENGINE_MODULES)
     return [owner for owner in found if owner is not None]
 

@@ -149,7 +149,7 @@ class TrainerState:
         self._settings: Any = None
 
     def name_of_generation(self, split: str, step: int) -> str:
-        """Return a generation batch's name: its step and, from the step's second batch on, a number, as in `7.2`."""
+        """Return a generation batch's name: its step, with a suffix for later batches of the step, as in `7.2`."""
         before, count = self._generations.get(split, (-1, 0))
         self._generations[split] = (step, count + 1 if step == before else 1)
         return str(step) if step != before else f"{step}.{count + 1}"

@@ -133,7 +133,7 @@ class TrainerHooks:
         self._flushes = False
         """True if Ray may kill this process without warning when training ends, so that records are flushed early."""
         self._is_last = False
-        """True from training's last step on, if records are then flushed early."""
+        """True in training's last step and after it, if records are flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
         """Sentence about an untested version of verl or missing functions; None without either."""
@@ -145,7 +145,7 @@ class TrainerHooks:
         finally:
             self._is_fitting = False
             with self.session.guard("the end of the training"):
-                self.session.recorder.flush()  # from here on, Ray may kill this process at any time
+                self.session.recorder.flush()  # after this, Ray may kill this process at any time
 
     def _begin(self, trainer: Any) -> None:
         self.session.begin_training()
@@ -180,7 +180,7 @@ class TrainerHooks:
             batch.extra_info.pop(UPDATE_KEY, None)
 
     def compute_older_logprobs(self, original: Original, trainer: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy the columns about workers' forward passes to the batch of logprobs, so that they follow their rows."""
+        """Copy the columns about workers' forward passes to the batch of logprobs, so that they stay with the rows."""
         columns: dict[str, Any] = {}
         patches = Patches()
 

@@ -59,7 +59,7 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Return the given columns, as far as the batch has them."""
+    """Return those of the given columns that the batch has."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
@@ -109,7 +109,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer they all follow."""
+    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer before them all."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")

@@ -142,7 +142,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Only from here on are parameters sure to be loaded, since param_offload may have moved them away.
+            # Earlier, parameters may not be loaded, since param_offload may have moved them away.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)

@@ -221,7 +221,7 @@ def _size(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield these columns of a table, one file at a time, as far as each file has them."""
+    """Yield, for each file of a table, those of the given columns that it has."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)

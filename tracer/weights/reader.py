@@ -327,7 +327,7 @@ class WeightReader:
         return np.zeros(min(size, self._elements(record)[dtype] - index * size), bits_type(dtype))
 
     def _path(self, record: WeightVersion) -> list[WeightVersion]:
-        """Return the records needed to rebuild a version, in order from the keyframe on. Raises WeightsMissing."""
+        """Return the records needed to rebuild a version, in order, the keyframe first. Raises WeightsMissing."""
         key = record.segment, record.row
         if key in self._paths:
             return self._paths[key]

@@ -39,19 +39,19 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change; more as long as all deltas together are smaller than the keyframe."""
+"""Versions per segment if many elements change, or more while its deltas together are smaller than its keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
 """Maximum share of changed elements in an update that is stored as sparse changes; above it, all bits are stored."""
 STRIDE = 4
-"""Row r stores changes to row r - STRIDE ** n, for the largest power that divides r: few rows rebuild a version."""
+"""Row r stores changes to row r - STRIDE ** n, for the largest power that divides r, so few rows rebuild a version."""
 MOST_ON_THE_WAY = 0.36
 """Maximum sum of changed shares since the keyframe; applying them then takes as long as reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum size of a version in pinned memory, bytes; callers need not wait for its copy. Nothing else can use it."""
+"""Maximum size of a version that is copied through pinned memory, bytes. Larger copies make the caller wait."""
 
 ENCODERS = 2
 """Number of compression threads."""

@@ -181,7 +181,7 @@ def _stack(one: Stack, style: PaperStyle) -> Figure:
 
 
 def _draw_lines(axes: Axes, one: LineChart, places: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """Draw lines, coloured by their index in `places`, bands, and marks; return the legend as name -> artist."""
+    """Draw lines (coloured by their index in `places`), bands and marks; return the legend as name -> artist."""
     # A logarithmic axis without a positive number has no limits, so it stays linear.
     axes.set_xscale("log" if one.x_scale == LOG and _has_positive(line.x for line in one.lines) else "linear")
     axes.set_yscale("log" if one.y_scale == LOG and _has_positive(line.y for line in one.lines) else "linear")

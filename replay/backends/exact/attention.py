@@ -52,7 +52,7 @@ class KeyValueCache:
         """True for tokens whose value vector is not finite; only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
-        """Store the keys and values of tokens from `start` on."""
+        """Store the keys and values of consecutive tokens; `start` is the index of the first one."""
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
         keys = sliced(keys_BNTD, self._key_bits, self._count)

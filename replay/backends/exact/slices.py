@@ -42,8 +42,8 @@ class Slices:
 def bits_for(length: int, count: int) -> int:
     """Return the number of bits per slice with which sums over `length` products of slices are exact.
 
-    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger,
-    except by a quarter with three slices.
+    Products of first slices require 2 * bits + log2(length) <= 53. Sums of products of the same order are no larger
+    or, with three slices, at most a quarter larger.
     """
     return int(53 - (length - 1).bit_length() - (count > 2)) // 2
 
@@ -85,7 +85,7 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul`, if the left elements already include the right side's exponents; right's parts are [..., K, N]."""
+    """Like `matmul`, for left elements that already include right's exponents; right's parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
@@ -108,7 +108,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, smallest terms first. Each is exact, and adding two orders rounds once per element."""
+    """Sum over the orders, smallest terms first. Each order is exact; adding two orders rounds once per element."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
