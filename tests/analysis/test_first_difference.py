@@ -239,7 +239,7 @@ CHANGES = {
     asks_other_prompts: ("prompts_part", {"data"}),
     asks_one_other_prompt: ("prompts_part", {"data"}),
     cuts_off: ("responses_cut_off", {"truncation"}),
-    samples_otherwise: ("sampling_parts", {"mismatch", "unknown"}),
+    samples_otherwise: ("sampling_parts", {"mismatch", "truncation", "unknown"}),
     tool_answers_otherwise: ("tool_parts", {"unknown"}),
     engine_is_another: ("engine_parts", {"mismatch", "staleness"}),
     engine_keeps_its_weights: ("engine_parts", {"mismatch", "staleness"}),
