@@ -77,7 +77,7 @@ class DataFinding:
 
 def data_text(finding: DataFinding) -> str:
     """Return a finding as a sentence."""
-    since = "" if finding.since is None else f", from step {finding.since} on"
+    since = "" if finding.since is None else f", starting at step {finding.since}"
     return f"{KINDS[finding.code][1].format(**finding.numbers)} ({finding.share:.0%} affected{since})"
 
 

@@ -500,7 +500,7 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
         "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)),
         "where_text": where,
-        "since_text": "" if since is None else f", from step {since} on",
+        "since_text": "" if since is None else f", starting at step {since}",
     }
 
 

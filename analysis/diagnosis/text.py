@@ -83,7 +83,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
 def _data_faults(checked: CheckResult | None) -> list[str]:
     """Return the names of the faults in the run's data, each with its first step."""
     return [
-        each.title if each.since is None else f"{each.title}, from step {each.since} on"
+        each.title if each.since is None else f"{each.title}, starting at step {each.since}"
         for each in (() if checked is None else data_faults(checked))
     ]
 

@@ -308,7 +308,7 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes from step `first` on; None if too few repeat."""
+    """Compare the logprobs of repeated prefixes starting at step `first`; None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -359,7 +359,7 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's of earlier steps.
+    """Look up the engine's logprobs of prefixes, starting at step `first`, among the trainer's of earlier steps.
 
     Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if
     none of them was sampled before.
