@@ -118,9 +118,9 @@ class SilentChange:
     step: int
     """First step after the change."""
     low: int
-    """First step of the 95 % confidence interval of the change; for a mismatch, the first step at which it is large."""
+    """First step of the 95% confidence interval of the change; for a mismatch, the first step at which it is large."""
     high: int
-    """Last step of the 95 % confidence interval of the change."""
+    """Last step of the 95% confidence interval of the change."""
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"

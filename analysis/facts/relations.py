@@ -25,9 +25,9 @@ from .rollouts import (
 _BY_CHANCE = 1.32
 """Correlation that unrelated values exceed in 10% of cases, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""To relate rewards to length, there must be at least this many lengths with at least this many responses each."""
+"""Minimum number of responses for a length to count, of differing rewards, and of lengths for a fit with a turning point."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""The same within a single step: minimum number of responses of one length, and of lengths."""
+"""Within a single step: minimum number of responses for a length to count, and of such lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,8 +36,8 @@ error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
 """Code of a fault-free verdict -> name of the verdict."""
 WEIGHT_CAUSES = dict(WEIGHTS.causes)
-"""Code of the reason why weights differ -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
-recording shows the reason."""
+"""Code of the cause of differing weights -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
+recording shows the cause."""
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}
