@@ -453,7 +453,7 @@ UNEXPLAINED = Fault(
     broken="computation",
     evidence={
         "off": "{num_tokens:,} of {of_tokens:,} tokens are off by {size:.3g} nats on average, at most {largest:.3g}, more than "
-        "rounding of {dtypes} can give, and no known cause explains them: {where}{sign_text}"
+        "rounding of {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
     },
     words={
         "off": lambda n: {
