@@ -203,7 +203,7 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """Return True if about as many rows have a different reward as after shuffling rewards within groups."""
+    """Return True if the number of rows with a different reward is about that after shuffling rewards within groups."""
     by_chance = [
         1
         - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())

@@ -46,7 +46,7 @@ def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: 
 
 
 def of_ratio(after: float, before: float, most: float) -> float:
-    """Return the logarithm of a ratio as a level: 1 if `after` is at least `most` times `before`, -1 the other way round."""
+    """Return the logarithm of a ratio as a level: 1 if `after` is at least `most` times `before`, -1 in the opposite case."""
     if not (math.isfinite(after) and math.isfinite(before)) or min(after, before) < 0:
         return 0.0
     return float(np.clip(math.log((after + 1e-12) / (before + 1e-12)) / math.log(most), -1.0, 1.0))

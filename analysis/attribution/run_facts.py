@@ -204,7 +204,7 @@ class Facts:
 
     @cached_property
     def since_fall(self) -> Rollouts:
-        """The sequences from the earliest possible onset of the drop; all sequences if there is no drop."""
+        """The sequences since the earliest possible onset of the drop; all sequences if there is no drop."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 OTHER_ENDINGS = 0.2
 """Responses are cut off if at least this share of a step's responses ends early with an unusual token."""
 OF_NO_SCATTER = 10.0
-"""Minimum size of a change in an input, in standard deviations, for the change to count as deliberate."""
+"""A change in an input is deliberate if it has at least this size, in standard deviations."""
 BEGUN = 0.1
 """The mismatch has begun once it reaches this share of its size at the onset of the drop."""
 DISAGREES, AGREES = 0.3, 0.05
@@ -47,14 +47,14 @@ ABRUPT = 10.0
 MISMATCH_DIFFERS = 3.0
 """Two runs' mismatches differ if their ratio is at least this; with the same engine they reach 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy months-long runs."""
+"""Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
 MIXED = 0.5
 """Rewards have been mixed up if the share of rows with a different reward is at least this fraction of that expected
 after shuffling rewards within groups."""
 MANY_SHARED = 0.3
 """Anything except the weights is compared only if both runs share at least this fraction of a step's prompts."""
 FEWEST_SHARED = 4
-"""Weights are compared only if a step has at least this many sequences with prompts of both runs. Prompts can differ
+"""Weights are compared only if a step has at least this many sequences with prompts that occur in both runs. Prompts can differ
 because some trainers drop groups with equal rewards, and so choose prompts by rewards."""
 MOSTLY_CUT = 0.8
 """A length limit has cut responses if at least this share of those that differ does so only by ending early."""

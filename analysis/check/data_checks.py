@@ -333,8 +333,9 @@ class AdvantageRule:
 
 
 def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray, *, explain: bool) -> AdvantageRule:
-    """Compare rewards, [N], and advantages, [N], of a step within groups, [N] ordered labels; `length` is that of the
-    responses, [N] tokens. Without `explain`, return only their correlation.
+    """Compare the rewards and advantages of a step, [N], within groups. Without `explain`, return only their correlation.
+
+    `label`: [N] group labels, in order; `length`: [N] number of response tokens.
     """
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
@@ -405,7 +406,7 @@ def _others(
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the ratio between the advantages and the rewards minus the group mean; None if it is a usual one or not
+    """Return the ratio between the advantages and the rewards minus the group mean; None if it is usual or not
     constant.
     """
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
@@ -592,7 +593,7 @@ def _repeats_end(sample: Sample) -> np.ndarray:
 
 
 def _unsampled(run: _Run) -> Iterator[DataFinding]:
-    """Detect tokens in the loss that the engine did not sample: padding after the end token, and stretches from tools."""
+    """Detect tokens in the loss that the engine did not sample: padding after the end token, and tool output."""
     if (sides := _sampled_by(run)) is None:
         return
     sample, (engine, other) = run.sample, sides

@@ -93,7 +93,7 @@ class Fault:
     broken: Broken | None
     """What must be fixed; None for a fault-free verdict."""
     evidence: Mapping[str, str]
-    """Signal, i.e. way to detect it -> template of the sentence, filled with the numbers of the finding."""
+    """Signal, i.e. how the fault was detected -> sentence template, filled with the numbers of the finding."""
     words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
     """Signal -> function that derives further words of the template from the numbers."""
     causes: Mapping[str, str] = field(default_factory=dict)
@@ -156,7 +156,7 @@ MAX_FLIP_NATS = 3.0
 `spread` is larger, it is the limit instead.
 """
 MIN_OFF_TOKENS = 5
-"""Minimum number of tokens off for them to be reported; with fewer, only those off by more than `max_flip` are."""
+"""Tokens are reported as off if there are at least this many; otherwise only those off by more than `max_flip` are."""
 LEAST_SHARE = 6.0
 """The noise assumed for a run is at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
 bit-identical, the measured noise is almost 0.
@@ -273,7 +273,7 @@ def _beyond(size: np.ndarray) -> np.ndarray:
 
 
 CLAIM_NATS = 8.0
-"""Cost, nats, of naming any cause; chance makes up for it in one run in 3,000."""
+"""Cost of naming any cause, in nats: by chance, one run in 3,000 gets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

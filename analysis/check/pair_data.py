@@ -232,7 +232,7 @@ in float32 differ by more than float32 rounding, because their kernels round the
 """
 NOISE_FACTOR = 20.0
 """Usual maximum of the rms error of a logit, in units of the roundoff times `spread`: large logits have large errors. In units of
-the standard deviation of the log-odds alone, 0.3 to 10 on an H100 (models of up to 130 million parameters, six attention
+the standard deviation of the log-odds alone, it is 0.3 to 10 on an H100 (models of up to 130 million parameters, six attention
 kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""

@@ -39,7 +39,7 @@ class Where:
     """One description of the tokens that are off."""
 
     feature: str
-    """Name of the feature: a key in text.FEATURES."""
+    """Name of the feature: a key in FEATURES."""
     kind: Kind
     """`from` or `before` a value, `one_of` some values, or `is` for a yes-or-no feature."""
     values: tuple[Any, ...]

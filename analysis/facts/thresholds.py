@@ -64,7 +64,7 @@ LENGTH_EXPLAINS_WITHIN = 0.85
 """Within steps, or for a bonus that grows steadily, length explains reward differences if it correlates with them more
 than this."""
 ALMOST_ALL = 0.9
-"""Minimum share of responses whose reward changes when a reward begins to depend on length."""
+"""If a reward starts to depend on length, it changes for at least this share of the responses."""
 MOVES_SD = 6.0
 """A series changes at a step if it moves by at least this many standard deviations of the earlier steps."""
 MOVES_ON = 0.6

@@ -97,7 +97,7 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
 
 
 def policy(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield where the policy goes after the first differing update: towards or away from the reference, and its entropy."""
+    """Yield how the policy changes after the first differing update: its distance to the reference, and its entropy."""
     if parted is None or parted.code != UPDATE:
         return
     step = parted.step

@@ -33,8 +33,8 @@ MIN_SECOND = 0.2
 """Minimum probability of the second most probable kind for it to be reported as well."""
 MAX_ROUNDING = 0.1
 """A mismatch no larger than rounding is a fault if its probability of being rounding is below this. With each author left out
-of the fit in turn, none of 1,304 healthy runs is below it, and 3 of 92 pairs of executions on an H100; of 495 by an author whose random
-policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a time.
+of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it. Of 495 runs by an author
+whose random policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a time.
 """
 CLEAR_LAG = 2.5
 """Minimum |along_movement|, in standard errors, to report which side's weights are behind."""

@@ -1,5 +1,5 @@
-"""Values that are not the logprobs of the sampled tokens: they have another unit or a lower precision, or are another
-quantity or belong to other tokens.
+"""Values that are not the logprobs of the sampled tokens: they have another unit or a lower precision, are another
+quantity, or belong to other tokens.
 
 Shapes: K kept tokens in S sequences.
 """
