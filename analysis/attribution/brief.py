@@ -113,11 +113,7 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
     first, *rest = suspects
     listed = ", ".join(f"{one.title} {one.probability:.0%}" for one in suspects if one.probability >= _OPEN)
     alike = [one.title for one in rest if one.probability >= _OPEN and first.probability <= _ALIKE * one.probability]
-    apart = (
-        f"Cannot be told apart: {', '.join([first.title, *alike])}."
-        if alike
-        else "No other suspect comes near the first."
-    )
+    apart = f"Undecided: {', '.join([first.title, *alike])}." if alike else "No other suspect comes near the first."
     return f"Probabilities: {listed}. {apart}"
 
 

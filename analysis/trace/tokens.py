@@ -1,6 +1,4 @@
-"""Read tokens: sequences joined with their scores under some passes, as batches of rows or as flat arrays, in this process
-or by the actors of a Ray cluster.
-"""
+"""Read tokens: sequences joined with scores, as batches of rows or flat arrays, here or by the actors of a Ray cluster."""
 
 from __future__ import annotations
 

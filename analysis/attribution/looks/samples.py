@@ -23,7 +23,7 @@ _ORDERS = {
     "shortest_first": "rewards_by_finish", "longest_first": "rewards_by_finish", "shortest_first_in_groups": "rewards_by_finish",
     "last_step": "rewards_of_last_step", "reversed": "rewards_reversed", "reversed_in_groups": "rewards_reversed_in_groups",
 }  # fmt: skip
-"""Row order, a key of rollouts.ORDERS -> code of the fact."""
+"""Row order, one of rollouts.ORDERS -> code of the fact."""
 _FEWEST_STEPS = 5
 """Minimum number of steps before a drop for the usual size of advantages to be known."""
 

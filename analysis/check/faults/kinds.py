@@ -1,6 +1,4 @@
-"""Mismatches that no explanation predicts token by token: their kind, judged by what they depend on; tokens that are off at
-one place, in part of a run, or for no known reason; and the verdicts without a fault.
-"""
+"""Mismatches that no explanation predicts token by token: their kind or their place; and the verdicts without a fault."""
 
 from __future__ import annotations
 
@@ -147,8 +145,7 @@ def find_placed(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     """Return the most probable kind of the mismatch, and the next one if it is probable enough.
-
-    `place`: the place that the mismatch is confined to, if any.
+    The mismatch is confined to `place`, if given.
     """
     recorded = None if place is None or _begins_later(data, place) else _recorded(data, place)
     if recorded is not None:
