@@ -1,5 +1,5 @@
-"""Write a trace's JSON documents with a checksum, and read them with type checks on every field; trace.json is one of
-them, with the format version and the run's identity.
+"""Write a trace's JSON documents with a checksum, and read them with type checks on every field: trace.json (the format
+version and the run's identity), writers/<id>.json, and the contracts of passes.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
     return as_record(values, Manifest, where, _WHAT)
 
 
-# --- Read and write writers/<id>.json, which holds one process's files, environment and exit state.
+# --- writers/<id>.json: files, environment and exit state of one process
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
@@ -279,7 +279,7 @@ def parse_writer_state(content: bytes, where: str, *, needs_checksum: bool = Fal
     return as_record(read_document(content, where, what, needs_checksum=needs_checksum), WriterState, where, what)
 
 
-# --- Contracts of passes. A contract is the JSON of all settings that determine a pass's numbers, identified by a hash.
+# --- Contracts: all settings that determine a pass's numbers, as JSON identified by a hash
 
 Contract = dict[str, Any]
 

@@ -17,7 +17,7 @@ ROWS, LENGTH = 8, 6
 
 
 def make_run(path, *, num_steps=NUM_STEPS, passes=("rollout", "train", "current")):
-    """Record it. The gap is ten times as large from step 20 on; token 2 of the last row of each step lies furthest off."""
+    """Record it. The gap is ten times as large starting at step 20; token 2 of the last row of each step lies furthest off."""
     draw = np.random.default_rng(0)
     with Recorder(path) as recorder:
         recorder.add_loss(Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.2))

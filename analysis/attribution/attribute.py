@@ -38,13 +38,13 @@ from .text import DIFFERENCES, evidence_sentence
 _NUMBERS = ("reward", "grad_norm", "loss")
 """Series that must stay finite for a run to continue."""
 _MOST_STEPS = 12
-"""Maximum number of steps tested as hypothetical onsets; each takes as long as a real drop."""
+"""Maximum number of steps tested as the onset of a hypothetical drop; each takes as long as a real drop."""
 _LEAST_DIFFERENCE = 0.1
 """Minimum strength of a difference from a baseline run for it to be listed."""
 _SET = ("setting.", "learning_rate", "changed.setting_changed.")
-"""Beginnings of features of differences that someone set, which count beside the first difference of the data."""
+"""Prefixes of the features of configured differences, which count in addition to the first difference in the data."""
 FELL_TOO = 0.6
-"""Minimum ratio of the baseline run's relative drop to the judged run's, for the baseline run to count as collapsed too."""
+"""The baseline run collapsed too if its relative drop is more than this fraction of the judged run's."""
 
 
 def attribute(
@@ -114,12 +114,12 @@ class _Comparison:
 
 
 def _alone(facts: Facts, known: Iterable[Fact]) -> tuple[Suspect, ...]:
-    """Return all suspects by the facts of a single run; empty if the run has no drop."""
+    """Judge a run by its own facts; return no suspects if it has no drop."""
     return () if facts.fall is None else described(facts, judged(known, ALONE))
 
 
 def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
-    """Judge a run by its facts and its differences from a baseline run. If both collapsed, only what both share counts."""
+    """Judge a run by its facts and its differences from a baseline run. If both collapsed, only shared facts count."""
     known = table(facts)
     found, parted = table_beside(facts, control, known)
     fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
@@ -151,7 +151,7 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
 
 
 def _supposed(facts: Facts) -> SilentChange | None:
-    """Return the most probable cause in case the run got worse without a visible drop, from its clearest change."""
+    """Return the most probable cause, judged by the clearest change, in case the run got worse without a visible drop."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
         supposed = supposed_at(facts, step)
@@ -162,7 +162,7 @@ def _supposed(facts: Facts) -> SilentChange | None:
 
 
 def _supposed_beside(facts: Facts, control: Facts, compared: _Comparison) -> SilentChange | None:
-    """Return the most probable cause if the run got worse without a visible drop, judged by its first difference from a baseline run."""
+    """Return the same as `_supposed`, judged by the first difference from a baseline run."""
     if compared.step is None:
         return None
     at = supposed_at(facts, compared.step)
@@ -220,7 +220,7 @@ _BEFORE = (
     "distance_before",
 )
 _AFTER = ("to_value", "after", "correlation", "share", "lag", "ratio_since", "distance_after", "factor", "mean_abs_d")
-"""Names of a fact's numbers before and after its change, the first one that it has."""
+"""Names under which a fact may hold its value after a change (_BEFORE: before it); the first one present is used."""
 
 
 def facts_table(database: Database) -> pa.Table:
@@ -247,7 +247,7 @@ def _not_finite(facts: Facts) -> tuple[NotFinite, ...]:
 
 
 def _new_reward(facts: Facts) -> tuple[Statement, ...]:
-    """Yield a note that a changed reward may hide a drop; not needed with an evaluation."""
+    """Return a note that the reward changed, which may hide a drop; empty without a change or with an evaluation."""
     found = facts.new_reward
     if found is None or (facts.outcome is not None and facts.outcome.is_evaluation):
         return ()
@@ -255,12 +255,11 @@ def _new_reward(facts: Facts) -> tuple[Statement, ...]:
 
 
 _FEWEST_STEPS = 3
-"""Minimum number of steps on each side of a step to compare how responses end."""
+"""Minimum number of steps before and after a step for comparing how responses end."""
 
 
 def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | None:
-    """Return the change in reward or sampling after which the reward no longer measures the policy, in a run with neither a
-    drop nor an evaluation.
+    """Return the change in reward or sampling after which a run's reward no longer measures its policy.
 
     None if the outcome dropped, an evaluation was logged, or there is no such change.
     """
@@ -287,7 +286,7 @@ def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int)
 
 
 def _reward(facts: Facts) -> tuple[int, int, int] | None:
-    """Return the step and interval from which identical responses consistently get a different reward."""
+    """Return the step, and its interval, at which identical responses start to get a consistently different reward."""
     found = facts.new_reward
     is_material = found is not None and not facts.rewards_lie_off and facts.reward_moved >= t.REWARD_MOVED
     if found is None or not is_material or (found.is_rescaled and not facts.pays_length_since):
@@ -296,7 +295,7 @@ def _reward(facts: Facts) -> tuple[int, int, int] | None:
 
 
 def _noise(facts: Facts) -> tuple[int, int, int] | None:
-    """Return the step and interval of reward noise larger than the earlier difference between best and worst response."""
+    """Return the step, and its interval, at which reward noise starts that exceeds the earlier range of rewards."""
     low, high, difference = _pairs(facts.rollouts)
     least = least_reward(facts.rollouts)
     differs = np.abs(difference) > least
@@ -320,7 +319,9 @@ def _pairs(rollouts: Rollouts) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _policy(facts: Facts) -> tuple[int, int, int] | None:
-    """Return the step from which sampled tokens are unlikely under the trainer: the recorded reward belongs to another policy."""
+    """Return the step, and its interval, at which the sampled tokens become unlikely under the trainer.
+
+    From then on, the recorded reward belongs to another policy."""
     apart = -facts.values("mean_d")
     known = np.isfinite(apart)
     steps, apart = facts.steps[known], apart[known]
@@ -334,7 +335,7 @@ def _policy(facts: Facts) -> tuple[int, int, int] | None:
 
 
 def _reward_beside(facts: Facts, control: Facts) -> tuple[int, int, int] | None:
-    """Return the step from which responses consistently get a different reward than in the baseline run."""
+    """Return the step, and its interval, at which responses start to be rewarded differently than in the baseline run."""
     a, b = facts.rollouts, control.rollouts
     least = least_reward(b)
     if not unequal_share(b, "reward", least) <= t.UNEQUAL or facts.rewards_lie_off:
@@ -391,7 +392,7 @@ def broken_steps(facts: Facts) -> Iterator[int]:
 
 
 def ending_step(rollouts: Rollouts) -> int | None:
-    """Return the first step from which responses end differently than in the first fifth of a run, or None."""
+    """Return the step at which responses start to end differently than in the first fifth of the run, or None."""
     steps = np.unique(rollouts.step)
     fifth = len(steps) // 5
     if fifth < _FEWEST_STEPS:
@@ -415,11 +416,11 @@ _NEXT = {
     "reference": "rerun from the last version before the drop with a KL coefficient of 0 and everything else unchanged",
     "advantages": "recompute the advantages of one step from sequences.reward and group_id, and compare with sequences.advantage",
 }  # fmt: skip
-"""Suspect -> what would decide whether it is the cause."""
+"""Suspect -> the test that would decide whether it is the cause."""
 
 
 def described(facts: Facts, suspects: Iterable[Suspect]) -> tuple[Suspect, ...]:
-    """Return suspects with the kind of mismatch and with what would decide."""
+    """Return the suspects, with the kind of mismatch and the next command filled in."""
     return tuple(
         replace(suspect, detail=kind(facts) if suspect.code == "mismatch" else "", next=_next(facts, suspect.code))
         for suspect in suspects

@@ -94,7 +94,7 @@ class Suspect:
 
     @property
     def since(self) -> int | None:
-        """Step named by the strongest evidence for it that names one; None if there is none."""
+        """Step given by the strongest supporting evidence that has one; None if none has."""
         return next((int(each.values["step"]) for each in self.for_it if "step" in each.values), None)
 
     @property
@@ -118,9 +118,9 @@ class SilentChange:
     step: int
     """First step after the change."""
     low: int
-    """First step of the 95 % confidence interval of the change; for a mismatch, the first step at which it is large."""
+    """First step of the 95% confidence interval of the change; for a mismatch, the first step at which it is large."""
     high: int
-    """Last step of the 95 % confidence interval of the change."""
+    """Last step of the 95% confidence interval of the change."""
 
 
 OBSERVATION, INTERVENTION = "observation", "intervention"
@@ -139,7 +139,7 @@ class NotFinite:
 
     series: str
     step: int
-    """First step from which every recorded value is NaN or infinite."""
+    """Step since which every recorded value is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ class Attribution(Result):
     suspects: tuple[Suspect, ...]
     """All suspects, most probable first; empty if the run has no drop."""
     facts: tuple[Fact, ...] = ()
-    """The table of facts of the run, and of the run beside its baseline run, strongest first; empty without a drop."""
+    """Facts about the run and its differences from the baseline run, strongest first; empty without a drop."""
     silent: SilentChange | None = None
     """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None

@@ -1,4 +1,4 @@
-"""Render a brief of an attribution to go on from: the story, the facts, and SQL that decides each open question."""
+"""Render an attribution as a brief for further work: the story, the facts, and a SQL query for each open question."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .attribution import SUSPECTS, Attribution, Suspect
 from .text import evidence_sentence, note_sentences, verdict_sentence
 
 _MOST_LETTERS = 10_000
-"""Maximum length of the table of facts: with the rest, a brief has at most about 4,000 tokens."""
+"""Maximum length of the table of facts, in characters; the whole brief then has at most about 4,000 tokens."""
 _WEAK = 0.05
 """Minimum strength for a fact to be listed."""
 _OPEN = 0.05
 """Minimum probability for a suspect to be an open question."""
 _ALIKE = 3.0
-"""Two suspects are not told apart if the more probable one is at most this many times as probable."""
+"""Two suspects cannot be told apart if one is at most this many times as probable as the other."""
 
 QUESTIONS: dict[str, tuple[str, str]] = {
     "mismatch": (
@@ -44,7 +44,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "SELECT step, avg(num_prompt_tokens) AS tokens, count(DISTINCT prompt_ids) AS prompts FROM sequences WHERE {near} GROUP BY step ORDER BY step",
     ),
     "truncation": (
-        "Do responses begin to end at a limit?",
+        "Do responses start to end at a length limit?",
         "SELECT step, max(num_response_tokens) AS longest, avg(num_response_tokens) AS mean, count(DISTINCT response_ids[-1]) AS last_tokens FROM "
         "sequences WHERE {near} GROUP BY step ORDER BY step",
     ),
@@ -61,7 +61,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step",
     ),
     "length": (
-        "Do rewards pay for length?",
+        "Do longer responses earn more?",
         "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences WHERE {near} GROUP BY step ORDER BY step",
     ),
     "unknown": (
@@ -74,7 +74,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
 
 
 def attribution_brief(result: Attribution, story: str = "") -> str:
-    """Return the story, the facts (strongest first), what is not told apart, and SQL for each open question."""
+    """Return the story, the facts (strongest first), the suspects that cannot be told apart, and SQL for each open question."""
     change = result.silent or result.supposed
     suspects = result.suspects or (change.suspects if change else ())
     about = f"{result.trace}, {result.num_steps} steps" + (f", baseline {result.control}" if result.control else "")
@@ -109,13 +109,11 @@ def _evidence(suspect: Suspect) -> list[str]:
 
 
 def _alike(suspects: tuple[Suspect, ...]) -> str:
-    """Return the probabilities, and which suspects the model does not tell apart."""
+    """Return the probabilities, and the suspects that the model cannot tell apart."""
     first, *rest = suspects
     listed = ", ".join(f"{one.title} {one.probability:.0%}" for one in suspects if one.probability >= _OPEN)
     alike = [one.title for one in rest if one.probability >= _OPEN and first.probability <= _ALIKE * one.probability]
-    apart = (
-        f"Not told apart: {', '.join([first.title, *alike])}." if alike else "No other suspect comes near the first."
-    )
+    apart = f"Undecided: {', '.join([first.title, *alike])}." if alike else "No other suspect comes near the first."
     return f"Probabilities: {listed}. {apart}"
 
 

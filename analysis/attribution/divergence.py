@@ -1,7 +1,7 @@
 """Find the first difference between a run and its baseline run: its step and its kind.
 
-Both runs are equal before the first difference, so only it can have caused the later ones. Within a step, the checks
-follow the flow of data: prompts, sampled responses, rewards, reference, advantages; then weights of the last update.
+The runs are equal before the first difference, so only this difference can have caused the later ones. Within a step,
+the checks follow the flow of data: prompts, sampled responses, rewards, reference, advantages, and the updated weights.
 
 Shapes: N sequences in a step, T tokens in a response.
 """
@@ -33,15 +33,15 @@ ADVANTAGES, ADVANTAGES_PERMUTED, KL_TERM, ENTROPY_TERM, UNSEEN_REWARDS, UPDATE =
 )  # fmt: skip
 
 _OF_BATCH = (ADVANTAGES, KL_TERM, ENTROPY_TERM)
-"""Codes of differences that can also come from other prompts in the batch, through the batch mean and spread."""
+"""Codes of differences that other prompts in the batch can also cause, through the mean and spread of the batch."""
 _ROUNDING = 1e-9
 """Maximum difference between mean logprobs of two bitwise identical runs, in nats, due to summation order."""
 _FEWEST = 8
 """Minimum number of sequences needed to correlate advantages with another quantity."""
 _FLOAT32 = 1e-10
-"""Relative difference of squared advantages up to which it may be float32 rounding."""
+"""Share of the squared advantages that float32 rounding may leave unexplained."""
 _ASIDE = 5.0
-"""Offset, in units of the matching tolerance, at which logprobs are matched to count matches by chance."""
+"""Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
 _EXACT = 5
 """Number of bitwise identical steps after which any difference counts, however small."""
 
@@ -91,7 +91,7 @@ def first_divergence(facts: Facts, control: Facts) -> Divergence | None:
         least = _ROUNDING if number >= _EXACT and before < _ROUNDING else t.WEIGHTS_DIFFER
         is_shared = len(beside.a.step) >= t.FEWEST_SHARED
         code, values = _first(facts, control, beside, step, least) if is_shared else ("", {})
-        # Different prompts also change environment and batch, but different weights come before different prompts.
+        # Different prompts also change environment and batch, so they take precedence, except over different weights.
         if beside.share < 1 and (
             code in ("", SAMPLING, TOOL, *_OF_BATCH) or (beside.share < t.MANY_SHARED and code != UPDATE)
         ):
@@ -137,7 +137,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
     if engine_parts and trainer_parts and not equal.all() and trained <= t.WEIGHTS_DIFFER < sampled:
-        trainer_parts = False  # other responses give a batch of another shape, for which the trainer rounds differently
+        trainer_parts = False  # other responses change the shape of the batch, and with it the rounding in the trainer
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
     if trainer_parts and _of_other_rows(beside, least) >= ft.OTHER_ROWS:
@@ -159,7 +159,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 
 def _of_other_rows(beside: _Step, least: float) -> float:
-    """Return the share of differently scored sequences with the baseline's logprob for another row of the step."""
+    """Return the share of differently scored sequences whose logprob is the baseline's for another row of the step."""
     own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
     other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
     if other.sum() < t.FEWEST_SHARED:
@@ -203,7 +203,7 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """Return True if about as many rows have a different reward as after shuffling rewards within groups."""
+    """Return True if the number of rows with a different reward is about that after shuffling rewards within groups."""
     by_chance = [
         1
         - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())
@@ -236,7 +236,7 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
 
 
 def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """Return the partial correlation of advantages with a quantity (per token or summed), given the baseline's.
+    """Return the correlation of advantages with a quantity (per token or summed), controlling for the baseline's.
 
     It does not depend on the scale of the advantages, and is 0 if the quantity was not recorded.
     """

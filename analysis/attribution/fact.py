@@ -1,4 +1,4 @@
-"""One row of the table of facts: what was observed in a run or between a run and its baseline run, where and how strongly."""
+"""One row of the table of facts: an observation about a run, or about its difference from a baseline run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Fact(Statement):
     """One observation. Its code is a key in text.EVIDENCE; `step`, `low`, `high`, `series` and both values are in `values`."""
 
     level: float
-    """How strong the observation is, -1 to 1; 0 if there is nothing to see."""
+    """Strength of the observation, -1 to 1; 0 if nothing was observed."""
     group: str = ""
     """What distinguishes facts of one code, such as the suspect that a setting belongs to."""
     kind: str = ""
@@ -35,7 +35,7 @@ class Fact(Statement):
         return "before" if step < fall.interval[0] else "after" if step > fall.latest else "with"
 
     def value(self, *names: str) -> float | int | str | None:
-        """Return the first of the named numbers that the fact has."""
+        """Return the first of the named values that the fact has; None if it has none of them."""
         return next((self.values[name] for name in names if name in self.values), None)
 
 
@@ -46,7 +46,7 @@ def fact(code: str, level: float, group: str = "", kind: str = "", /, **values: 
 
 
 def of_ratio(after: float, before: float, most: float) -> float:
-    """Return the logarithm of a ratio as a level: 1 if `after` is at least `most` times `before`, -1 the other way round."""
+    """Return the logarithm of a ratio as a level: 1 if `after` is at least `most` times `before`, -1 in the opposite case."""
     if not (math.isfinite(after) and math.isfinite(before)) or min(after, before) < 0:
         return 0.0
     return float(np.clip(math.log((after + 1e-12) / (before + 1e-12)) / math.log(most), -1.0, 1.0))

@@ -48,11 +48,11 @@ EXPLAINED: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (_OTHER_RULE, _BY_TREND),
     (_SETTINGS, _OF_UPDATE),
 )
-"""Features that explain -> features that they explain, in this order. Any declared lag explains old weights."""
+"""Features -> the features that they explain away, applied in this order. Any declared lag explains old weights."""
 
 
 def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
-    """Return feature -> its strongest fact, with the level reduced by the share that other facts explain."""
+    """Return feature -> its strongest fact, with its level reduced by the share that other facts explain."""
     found: dict[str, Fact] = {}
     for one in facts:
         if one.feature not in found or abs(one.level) > abs(found[one.feature].level):
@@ -71,7 +71,7 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
 
 
 LOOKS = (*engine.ALL, *samples.ALL, *training.ALL)
-"""Functions from what is recorded to facts."""
+"""Functions that derive facts from the records of a run."""
 
 
 def table(facts: Facts) -> tuple[Fact, ...]:
@@ -82,8 +82,9 @@ def table(facts: Facts) -> tuple[Fact, ...]:
 
 
 def table_beside(facts: Facts, control: Facts, known: tuple[Fact, ...]) -> tuple[tuple[Fact, ...], Divergence | None]:
-    """Return the differences of a run from its baseline run, the first one first, and where the two diverge; `known` are
-    the facts of the run alone."""
+    """Return a run's differences from its baseline run, starting with the first one, and where the two diverge.
+
+    `known`: the facts of the run alone."""
     parted = decisive(facts, first_divergence(facts, control)) if shares_prompts(facts, control) else None
     found = [one for look in beside.ALL for one in look(facts, control, parted)]
     found += beside.changed(facts, control, parted, known)

@@ -79,15 +79,15 @@ from .settings import is_setting, read_settings, suspect_of
 _BREAK_STEPS = 10
 """Number of steps compared before and after a step to find where advantages stop following rewards."""
 _FEWEST_STEPS = 3
-"""Minimum number of steps on each side with rewards and advantages that vary within groups."""
+"""Minimum number of steps before and after, each with rewards and advantages that vary within groups."""
 _ONE_TOKEN = 0.5
-"""Difference from which two token counts are unequal; counts are integers stored as floats."""
+"""Two token counts are unequal if they differ by more than this; counts are integers stored as floats."""
 _LONG_BEFORE, _LONG_SINCE = 20, 15
-"""Number of steps before and after a drop in which rewards are related to response length."""
+"""Number of steps before and after a drop in which rewards are compared with response lengths."""
 _FEWEST_TELLING = 5
-"""Minimum number of usable steps on each side of a drop needed to relate rewards to response length."""
+"""Minimum number of usable steps on each side of a drop for comparing rewards with response lengths."""
 _ENOUGH = 20
-"""Minimum number of steps before a drop from which only their first half represents the healthy run."""
+"""If at least this many steps precede a drop, only their first half represents the healthy run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class Facts:
 
     @cached_property
     def since_fall(self) -> Rollouts:
-        """The sequences from the earliest possible onset of the drop; all sequences if there is no drop."""
+        """The sequences since the earliest possible onset of the drop; all sequences if there is no drop."""
         return self.rollouts if self.fall is None else self.rollouts.since(self.breaks)
 
     @cached_property
@@ -221,7 +221,7 @@ class Facts:
 
     @cached_property
     def repeated_before(self) -> RepeatedResponses:
-        """Rewards of identical responses, compared well before the drop, whose cause may have begun earlier."""
+        """Rewards of identical responses, compared well before the drop, because its cause may have begun earlier."""
         return repeated_responses(self.rollouts if self.fall is None else self.well_before)
 
     @cached_property
@@ -349,7 +349,7 @@ class Facts:
 
     @cached_property
     def changed_reference(self) -> ChangedResponses | None:
-        """Identical responses that the reference model scores differently from some step on, or None.
+        """Identical responses that the reference model starts to score differently at some step, or None.
 
         The step is near the drop, or earlier if the change is permanent.
         """
@@ -397,7 +397,7 @@ class Facts:
 
     @cached_property
     def new_reward(self) -> ChangedResponses | None:
-        """Responses that consistently get a different reward from some step on in a run without a drop; else None."""
+        """Responses that start to get a consistently different reward, in a run without a drop; None otherwise."""
         found = self.changed_rewards if self.fall is None else None
         if found is None or found.share < ft.MOST or found.num_responses < t.FEW_CHANGED:
             return None
@@ -456,7 +456,7 @@ class Facts:
 
     @cached_property
     def breaks(self) -> int:
-        """The first step of the drop, or an earlier step from which rewards or advantages were wrong."""
+        """The first step of the drop, or the step at which rewards or advantages went wrong if that is earlier."""
         if self.fall is None:
             return int(self.steps[0]) if len(self.steps) else 0
         broken = [self.moves.breaks("relation"), None if self.advantages_break is None else self.advantages_break[0]]
@@ -464,7 +464,7 @@ class Facts:
 
     @cached_property
     def scored_rows(self) -> ScoredRows | None:
-        """The trainer's logprobs matched with the engine's of other rows; None unless that explains the mismatch."""
+        """The trainer's logprobs matched with the engine's for other rows; None unless this explains the mismatch."""
         begins = _mismatch_begins(self)
         if begins is None:
             return None
@@ -511,7 +511,7 @@ class Facts:
 
     @cached_property
     def earlier_weights(self) -> EarlierWeights | None:
-        """The engine's logprobs matched with earlier trainer logprobs once the mismatch begins; None without one."""
+        """The engine's logprobs since the mismatch began, matched with earlier trainer logprobs; None without a mismatch."""
         begins = _mismatch_begins(self)
         return None if begins is None else read_earlier_weights(self.rollouts, int(self.steps[begins]))
 
@@ -588,7 +588,8 @@ def read_facts(
 
 
 def _mismatch_begins(facts: Facts) -> int | None:
-    """Return the index of the first step with a good part of the mismatch at the drop, or of its maximum."""
+    """Return the index of the first step at which the mismatch reaches a tenth of its size at the drop (or, if that is
+    larger, a hundredth of its maximum)."""
     values = facts.values("mean_abs_d")
     if facts.mismatch is None or not np.isfinite(values).any():
         return None

@@ -27,15 +27,15 @@ EVIDENCE: Mapping[str, str] = {
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
     "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
     "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
-    "entropy_parts_first": "from the first differing update on, entropy is higher than in the baseline run, as with an entropy bonus",
+    "entropy_parts_first": "since the first differing update, entropy is higher than in the baseline run, as with an entropy bonus",
     "loss_moves_down": "the loss drops below its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is subtracted from it",
     "loss_moves_up": "the loss rises above its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is added to it",
     "update_moves_first": "updates grow at step {step} although gradients do not, before the policy changes",
-    "masks_change": "from step {step} on, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after it",
+    "masks_change": "starting at step {step}, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after it",
     "gradient_moves_first": "the gradient norm grows at step {step}, before reward and policy change",
     "policy_moves_at_once": "the policy changes abruptly at step {step}, after a normal gradient",
-    "relation_breaks_alone": "from step {step} on, likelier answers no longer earn more, although rewards and policy are unchanged",
-    "mismatch_grows_by_updates": "from step {step} on, the mismatch grows several-fold over a few updates, as if the engine's weights fell behind",
+    "relation_breaks_alone": "starting at step {step}, likelier answers no longer earn more, although rewards and policy are unchanged",
+    "mismatch_grows_by_updates": "starting at step {step}, the mismatch grows several-fold over a few updates, as if the engine's weights fell behind",
     "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
     "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
     "gradient_grows": "the update of step {step} has {factor:.3g} times the baseline's gradient norm",
@@ -47,9 +47,9 @@ EVIDENCE: Mapping[str, str] = {
     "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than the baseline's",
     "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
     "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
-    "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), before the drop",
-    "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), with the drop",
-    "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold from step {step} on (95% CI {low}-{high}), after the drop began: it follows the drop",
+    "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
+    "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
+    "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began: it follows the drop",
     "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
     "engine_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the engine but only one from the trainer: the engine's computation is noisy",
     "trainer_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the trainer but only one from the engine: the trainer's scoring is noisy, as with dropout",
@@ -57,17 +57,17 @@ EVIDENCE: Mapping[str, str] = {
     "exact_until": "the engine was exact until step {step} (95% CI {low}-{high}); from then on mean |d| is {mean_abs_d:.2g} nats",
     "check_fails": "check finds: {finding_title}",
     "prompts_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}): a policy cannot change its prompts",
-    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, none is now, and {cut_share:.0%} end exactly there",
+    "responses_cut": "{longer_share:.0%} of the earlier responses were longer than {limit:g} tokens, now none is, and {cut_share:.0%} end exactly there",
     "endings_become_one": "{share:.0%} of the responses at step {step} end with token {token} (previously {before_share:.0%}) and are shorter than before: generation now stops at this token",
-    "endings_change": "from step {step} on, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they are cut off",
+    "endings_change": "starting at step {step}, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}): they are cut off",
     "endings_shift": "by step {step}, {share:.0%} of the responses end with tokens that rarely ended one before ({before_share:.0%}), and the share grows",
     "reference_jumps": "k3 to the reference jumps from {from_value:.3g} to {to_value:.3g} nats at step {step} (95% CI {low}-{high})",
-    "reference_changed": "from step {step} on, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
+    "reference_changed": "starting at step {step}, the reference model scores {share:.0%} of {num_responses:,} responses differently: the model was replaced",
     "advantages_by_distance": "since the drop, advantages within groups follow the distance to the reference (correlation {correlation:.2f}, {correlation_before:.2f} before): a KL term dominates them",
     "returns_to_reference": "the distance to the reference changes from {distance_before:.3g} to {distance_after:.3g} nats per token with the drop: the policy returns to its reference, as under a strong KL term",
     "moved_by_distance": "compared with the baseline, the update of step {step} changes logprobs in proportion to their distance from the reference (correlation {correlation:.2f}), as a KL term would",
     "advantages_inverted": "within groups, advantages decrease as rewards increase (correlation {correlation:.2f})",
-    "advantages_turn": "from step {step} on, advantages within groups decrease as rewards increase (correlation {correlation:.2f}, {correlation_before:.2f} before)",
+    "advantages_turn": "starting at step {step}, advantages within groups decrease as rewards increase (correlation {correlation:.2f}, {correlation_before:.2f} before)",
     "advantages_of_other_sign": "within groups, advantages do not follow rewards (correlation {correlation:.2f}) but have the expected size: some of them have the wrong sign",
     "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the drop, {before_share:.0%} before",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
@@ -81,8 +81,8 @@ EVIDENCE: Mapping[str, str] = {
     "earlier_weights_of_several_steps": "where engine and trainer differ, {num_equal:,} of the engine's logprobs for {num_openings:,} prefixes equal the trainer's from some earlier step ({by_chance:,} expected by chance)",
     "engine_moves_on": "the engine's logprobs of {num_openings:,} repeated prefixes change at each step: it gets new weights",
     "mismatch_steady": "the mismatch appears with the first updates and then stays constant, as with weights that lag a few updates behind",
-    "learning_rate_spike_before_fall": "the learning rate is {factor:.3g} times its median from step {step} on, before the drop begins",
-    "learning_rate_spike_at_fall": "the learning rate is {factor:.3g} times its median from step {step} on, where the drop begins",
+    "learning_rate_spike_before_fall": "starting at step {step}, before the drop begins, the learning rate is {factor:.3g} times its median",
+    "learning_rate_spike_at_fall": "starting at step {step}, where the drop begins, the learning rate is {factor:.3g} times its median",
     "update_size": "an update changes the weights by {update_to_weight:.2g} of their norm",
     "update_leaps": "the update of step {step} is {factor:.3g} times as large as earlier ones",
     "update_bursts": "by then, {num_updates} updates were more than {burst_factor:g} times as large as the median update, the largest {max_factor:.3g} times",
@@ -97,31 +97,31 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_sorted": "in {share:.0%} of the groups since the drop the rewards are sorted ({before_share:.0%} before)",
     "rewards_reversed": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with each step's rewards reversed, only {unequal_shifted_share:.0%} do",
     "rewards_reversed_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with each group's rewards reversed, only {unequal_shifted_share:.0%} do",
-    "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with all groups' first members before all second ones, only {unequal_shifted_share:.0%} do: rows and columns are swapped",
+    "rewards_members_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if the first members of all groups come before all second members, only {unequal_shifted_share:.0%} do: rows and columns are swapped",
     "rewards_groups_first": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are read group by group instead of member by member, only {unequal_shifted_share:.0%} do: rows and columns are swapped",
     "rewards_next_in_groups": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the reward of the neighbour in its group, only {unequal_shifted_share:.0%} do",
     "rewards_halves": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the two halves of each step swapped, only {unequal_shifted_share:.0%} do",
     "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the rewards of the next step, only {unequal_shifted_share:.0%} do: rewards are recorded one step late",
     "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with rewards shifted by {shift} rows within the step, only {unequal_shifted_share:.0%} do",
     "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
-    "rewards_move_rows": "from step {step} on, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): they are in the wrong rows",
+    "rewards_move_rows": "starting at step {step}, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): they are in the wrong rows",
     "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses get the reward they earned earlier under the prompt at offset {shift:+d} in the step ({chance_share:.0%} by chance): they are graded against the wrong prompt",
     "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
     "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are ordered by when responses of that length finish, only {unequal_shifted_share:.0%} do",
-    "logprobs_of_other_rows": "from step {step} on, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the wrong rows",
+    "logprobs_of_other_rows": "starting at step {step}, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the wrong rows",
     "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
     "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
     "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
     "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): an entropy bonus or a penalty in the reward dominates them",
     "length_pays": "within groups, longer responses earn more (correlation {correlation:.2f})",
-    "length_pays_since": "from step {step} on, the rewards of the same responses change with their length (correlation {correlation:.2f}, {num_responses:,} responses)",
+    "length_pays_since": "starting at step {step}, the rewards of the same responses change with their length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "likelier_earned_more": "where the drop begins, likelihood and reward have a correlation of {correlation:.2f} within groups ({correlation_before:.2f} before)",
     "length_costs": "within groups, longer responses earn less (correlation {correlation:.2f})",
-    "entropy_lower": "from the first update that differs, entropy is lower than the baseline's",
+    "entropy_lower": "since the first differing update, entropy is lower than in the baseline run",
     "moment_is_other": "Adam's second moment at step {step} is {factor:.3g} times the baseline's, which the gradient does not explain",
     "update_grows": "the update of step {step} is {factor:.3g} times as large as the baseline's",
     "control_fell": "the baseline run collapsed too",
@@ -180,11 +180,11 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages": "advantages follow rewards in the baseline (correlation {control:.2f}) but not in the run ({run:.2f})",
     "lag": "sequences were sampled {run:g} updates before they were scored in the run and {control:g} in the baseline",
     "mismatch": "mean |d| at the onset is {run:.2g} nats in the run and {control:.2g} in the baseline",
-    "learning_rate": "from step {step} on, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
+    "learning_rate": "starting at step {step}, the learning rate is {run:.3g} in the run and {control:.3g} in the baseline",
     "setting": "{setting} is {run} in the run and {control} in the baseline",
     "update_or_loss": "the update of step {step} gives different weights than the baseline's, from the same sequences, rewards and advantages: the "
     "optimizer or a loss term differs (record the gradient norm to tell which)",
-    "prompts": "from step {step} on, the prompts differ from the baseline's (at {num_steps} steps)",
+    "prompts": "starting at step {step}, the prompts differ from the baseline's (at {num_steps} steps)",
     "changed": "{series} changes near the drop in the run but not in the baseline",
     "update_or_loss_without_advantages": "the update of step {step} gives different weights than the baseline's, from the same sequences and rewards: the optimizer, a "
     "loss term or the advantages differ (neither advantages nor gradient norm were recorded)",
@@ -195,7 +195,7 @@ NOTES: Mapping[str, str] = {
     "no_outcome": "rewards or evaluations were recorded at fewer than {min_values} steps, so a collapse cannot be detected",
     "no_evaluation": "no evaluation was logged (a metric such as eval/reward): if the reward itself is wrong, it does not "
     "show a collapse",
-    "reward_changed": "from step {step} on the reward changed: {share:.0%} of {num_responses:,} responses sampled "
+    "reward_changed": "the reward changed at step {step}: {share:.0%} of {num_responses:,} responses sampled "
     "before and after consistently get a different one. Only an evaluation can show whether the run does worse",
     "no_shared_token": "passes {first_pass} and {second_pass} share no token, so the mismatch is unknown",
     "check_failed": "check failed: {error}",
@@ -242,7 +242,7 @@ def verdict_sentence(result: Attribution) -> str:
         return f"{calm}."
     fall = result.fall
     where = (
-        f"{fall.outcome} {fall.verb} from step {fall.step} on{interval_text(*fall.interval)}, {fall.before:.3g} to "
+        f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval_text(*fall.interval)}, {fall.before:.3g} to "
         f"{fall.after:.3g}"
     )
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
@@ -251,7 +251,9 @@ def verdict_sentence(result: Attribution) -> str:
 def later_clause(later: Fall | None) -> str:
     """Return a clause about a collapse after the selected steps; empty if there is none."""
     return (
-        "" if later is None else f"; after the selected steps, {later.outcome} {later.verb} from step {later.step} on"
+        ""
+        if later is None
+        else f"; after the selected steps, {later.outcome} {later.verb} starting at step {later.step}"
     )
 
 
@@ -272,7 +274,7 @@ def silent_clause(silent: SilentChange) -> str:
     """Return a clause: since which step the recorded reward no longer measures the policy, and the likely cause."""
     first = silent.suspects[0]
     return (
-        f"from step {silent.step} on (interval {silent.low}-{silent.high}) it no longer measures the trained policy; most likely "
+        f"starting at step {silent.step} (interval {silent.low}-{silent.high}) it no longer measures the trained policy; most likely "
         f"cause: {first.titled()}. Only an evaluation can show whether the run does worse"
     )
 
@@ -280,7 +282,9 @@ def silent_clause(silent: SilentChange) -> str:
 def supposed_clause(supposed: SilentChange) -> str:
     """Return a clause that names the likely cause, and its step, of a drop that only an evaluation would show."""
     first = supposed.suspects[0]
-    return f"If an evaluation does show one, the most likely cause is {first.titled()}, from step {supposed.step} on"
+    return (
+        f"If an evaluation does show one, the most likely cause is {first.titled()}, starting at step {supposed.step}"
+    )
 
 
 def _cause(result: Attribution) -> str:

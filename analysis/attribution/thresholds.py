@@ -6,18 +6,18 @@ Those shared with other commands are in facts/thresholds.py, those for a drop in
 from __future__ import annotations
 
 OTHER_ENDINGS = 0.2
-"""Minimum share of a step's responses that end with an unusual token before the maximum length, for responses to count as cut off."""
+"""Responses are cut off if at least this share of a step's responses ends early with an unusual token."""
 OF_NO_SCATTER = 10.0
-"""Minimum size of a change in an input, in standard deviations, for the change to count as deliberate."""
+"""A change in an input is deliberate if it has at least this size, in standard deviations."""
 BEGUN = 0.1
-"""Share of its size at the onset of the drop that the mismatch must reach at a step to count as begun there."""
+"""The mismatch has begun once it reaches this share of its size at the onset of the drop."""
 DISAGREES, AGREES = 0.3, 0.05
 """Share of prefixes repeated within a step that get two different logprobs. The trainer or the engine is non-deterministic, or scores other
 rows, if this share is at least DISAGREES after the onset of the mismatch and at most AGREES before it. Of 11 such collapses, eight were engine noise, one a lagging replica, two dropout in the trainer."""
 LAG_GROWS = 2.0
-"""Sampling has fallen behind at this multiple of the usual recorded lag; waiting for slow sequences causes less."""
+"""Sampling has fallen behind if its lag is at least this many times the usual one; slow sequences alone cause less."""
 LEARNED = 0.1
-"""Minimum share of the run, counted from its start, needed to show under which conditions it learned, such as its usual lag."""
+"""Minimum share of the run, from its start, that shows the conditions under which it learned, such as its usual lag."""
 WAS_THERE = 0.5
 """Reward noise is a possible cause only if the noise before the drop is at most this share of the noise after it; a run
 that learned despite the noise did not collapse from it."""
@@ -31,53 +31,52 @@ SORTED_BY_CHANCE = 0.5
 """Sorted groups are evidence only if their share before the drop, and by chance, is at most this; rows always recorded
 in sorted order show nothing."""
 ADVANTAGE_FOLLOWS = 0.3
-"""Advantages follow rewards within a step if their correlation is at least this, where every group has one member; a
-critic may remove most of the reward."""
+"""If every group has one member, advantages follow rewards if their correlation within a step is at least this; a critic
+may remove most of the reward."""
 ADVANTAGE_AGREES = 0.7
 """Rewards and advantages agree if their correlation within groups is at least this; baselines and scaling leave it at
 1, clipping above 0.8."""
 CHANGED = 0.05
-"""Share of responses whose reward may change although the verifier is the same."""
+"""Maximum share of responses whose reward may change under the same verifier."""
 FEW_CHANGED = 10
 """The verifier has changed only if at least this many responses get a different reward."""
 APART = 1.0
-"""Minimum difference between engine and trainer logprobs, in nats per token, for the sampled policy to be a different policy from the
-trained one."""
+"""The sampled policy is not the trained one if engine and trainer logprobs differ by more than this, in nats per token."""
 ABRUPT = 10.0
-"""Minimum factor by which the mismatch grows from one step to the next to count as abrupt; training alone causes less."""
+"""The mismatch grows abruptly if it grows at least by this factor in one step; training alone causes less."""
 MISMATCH_DIFFERS = 3.0
 """Two runs' mismatches differ if their ratio is at least this; with the same engine they reach 1.5 by chance."""
 MATERIAL_MISMATCH = 0.01
-"""Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy months-long runs."""
+"""Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
 MIXED = 0.5
 """Rewards have been mixed up if the share of rows with a different reward is at least this fraction of that expected
 after shuffling rewards within groups."""
 MANY_SHARED = 0.3
-"""Anything except the weights is compared only if both runs share at least this part of a step's prompts."""
+"""Anything except the weights is compared only if both runs share at least this fraction of a step's prompts."""
 FEWEST_SHARED = 4
-"""Weights are compared only if a step has at least this many sequences with prompts of both runs. Prompts can differ
+"""Weights are compared only if a step has at least this many sequences with prompts that occur in both runs. Prompts can differ
 because some trainers drop groups with equal rewards, and so choose prompts by rewards."""
 MOSTLY_CUT = 0.8
 """A length limit has cut responses if at least this share of those that differ does so only by ending early."""
 LENGTH_SHARE = 0.5
-"""A reward that depends on length differs for at least this share of a step's responses."""
+"""A reward depends on length only if at least this share of a step's responses gets a different one."""
 TERM_IN_ADVANTAGE = 0.75
-"""Minimum partial correlation between advantages and the distance from the reference, or the logprob, given the baseline run's advantages,
-for the difference to be a KL term or an entropy bonus in the reward."""
+"""The reward contains a KL term (or an entropy bonus) if the correlation of advantages with the distance from the reference
+(or with the logprob) exceeds this, controlling for the baseline run's advantages."""
 LENGTH_LITTLE, LENGTH_MOST = 0.35, 0.7
 """Share of the reward variance within a step that length explains. If it is below LENGTH_LITTLE before a drop and at least LENGTH_MOST after it,
 rewards have come to depend on length."""
 FROM_NOTHING = 0.25
-"""Maximum ratio of the mismatch at its first step to the mismatch some steps later, for it to be growing update by update."""
+"""The mismatch grows update by update if it starts below this fraction of its size some steps later."""
 WEIGHTS_DIFFER = 1e-5
-"""Minimum difference between two trainers' mean logprobs for a response, in nats, for them to hold different weights; fp32 kernels cause 1e-7."""
+"""Two trainers hold different weights if their mean logprobs for a response differ by more than this, in nats; fp32
+kernels cause 1e-7."""
 SAME_LOGPROB = 1e-4
 """Minimum tolerance, in nats, when comparing mean logprobs for the same tokens under the same weights. The tolerance is three times the earlier
 mismatch if that is larger."""
 REWARD_MOVED = 0.1
-"""The reward no longer measures the policy if reward differences between identical responses have more than this share
-of the rewards' standard deviation: it was at least 0.19 in 7 runs harmed by a length penalty, and 0.05 in one that was
-not harmed.
-"""
+"""The reward no longer measures the policy if the reward changes of identical responses have at least this fraction of the
+rewards' standard deviation. The fraction was at least 0.19 in 7 runs harmed by a length penalty, and 0.05 in an unharmed
+one."""
 SMALL_MISMATCH = 0.03
 """Mean |d|, in nats, up to which rounding that depends on the batch can give equal prefixes two different logprobs."""

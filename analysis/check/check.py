@@ -33,7 +33,7 @@ FEW_TOKENS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOwner:
-    """How many of the tokens inspected individually one finding explains."""
+    """How many of the individually inspected tokens one finding explains."""
 
     owner: str
     """Code of a finding; `rounding` for tokens that differ by no more than rounding; `nobody` for tokens that differ by
@@ -68,7 +68,7 @@ class CheckResult(Result):
     although the training is not.
     """
     notes: tuple[str, ...] = ()
-    """Codes of tests that the trace does not allow, and of remarks on its data: keys in text.NOTES."""
+    """Codes of tests that the trace does not support, and of remarks on its data: keys in text.NOTES."""
     attempts: tuple[AttemptInfo, ...] = ()
     """Training attempts; empty if there was only one."""
 
@@ -187,7 +187,7 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Return the owner of every compared token of the sample. Findings after `unexplained` are guesses about its tokens."""
+    """Return the owners of all compared tokens of the sample. Findings after `unexplained` are guesses and own none."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

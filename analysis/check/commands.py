@@ -63,22 +63,22 @@ def stats(data: PairData, by: str) -> Advice:
 
 
 def replay(data: PairData, options: str, name: str, step: int | None = None) -> Advice:
-    """Return commands that replay one step and compare the replay with pass b; if the trace has no weights, also the
-    command that supplies them."""
+    """Return commands that replay one step and compare the replay with pass b, and the command that supplies weights if the
+    trace has none."""
     step = int(data.sample.steps[0]) if step is None else step
     options = f"{options} --name {name}".strip()
     return _replay(data, step, options, "stats", f" --pair replay/{name}:{data.sample.b.name}")
 
 
 def whole_vocabulary_replay(data: PairData, other: str, step: int) -> Advice:
-    """Return commands that replay one step with vLLM, which scores without a grammar, and check `other` against the
-    replay; if the trace has no weights, also the command that supplies them."""
+    """Return commands that replay one step with vLLM, which scores without a grammar, and check `other` against the replay,
+    and the command that supplies weights if the trace has none."""
     return _replay(data, step, "--engine vllm --name whole", "check", f" --pair {shlex.quote(f'{other}:replay/whole')}")
 
 
 def arms(data: PairData, options: str) -> Advice:
-    """Return commands that replay one step under several arms and then diagnose the run; if the trace has no weights, also
-    the command that supplies them."""
+    """Return commands that replay one step under several arms and then diagnose the run, and the command that supplies
+    weights if the trace has none."""
     return _replay(data, int(data.sample.steps[-1]), options, "diagnose", f"{_pair(data)}{_steps(data)}")
 
 
@@ -99,8 +99,7 @@ _COLUMNS = {
 
 
 def by_column(data: PairData, column: str) -> Advice:
-    """Return a `tim-trace sql` command for the mismatch grouped by a column in `sequences`, or by a column in the `scores` of
-    one pass."""
+    """Return a `tim-trace sql` command for the mismatch grouped by a column of `sequences`, or of `scores` for one pass."""
     table, name, passed = "sequences", column, ""
     if column.startswith(("writer_", "contract_", "version_")):
         table, name = "scores", {"writer": "writer", "contract": "contract", "version": "policy_version"}[column[:-2]]
@@ -125,8 +124,8 @@ def weights_replay(data: PairData) -> Advice:
 
 
 def weights(data: PairData) -> Advice:
-    """Return a `tim-trace weights` command with one row per module; if the trace has no weights, also the command that
-    supplies them."""
+    """Return a `tim-trace weights` command with one row per module, and the command that supplies weights if the trace has
+    none."""
     if not data.has_weights:
         return Advice(supply(data), "supplies the weights")
     return Advice(f"tim-trace weights {_trace(data)} --by module")

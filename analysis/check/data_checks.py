@@ -1,5 +1,5 @@
-"""Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. With these faults, two passes may be comparable and
-the training still wrong.
+"""Check a run's data: rewards, advantages, groups, logged metrics and importance ratios. Two passes may
+be comparable even though these faults make the training wrong.
 
 Shapes: N rows, i.e. sequences, of the run or of one step; S steps.
 """
@@ -25,7 +25,7 @@ from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_l
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
     "rewards_constant": ("constant rewards", "every reward is {value:g}, so there is nothing to learn"),
-    "one_row_groups": ("group ids are unique per row", "there are {rows_per_prompt:.3g} rows per prompt on average, but every row has its own group"),
+    "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group"),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups hold rows of several prompts, up to {most} in one group"),
     "prompts_split": ("prompts are split over groups", "the rows of a prompt are split over {num_groups} groups per step, each with its own baseline"),
     "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
@@ -43,7 +43,7 @@ KINDS = {
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
-    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, where their logprobs let at most {expected:.0f} be expected: one seed for several rows, or rows that are used again"),
+    "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
     "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows of the full length {length} have finish reason '{reason}' but do not end with an end token, as all shorter ones do"),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the end of {num_rows:,} rows do not count in the loss"),
     "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
@@ -77,7 +77,7 @@ class DataFinding:
 
 def data_text(finding: DataFinding) -> str:
     """Return a finding as a sentence."""
-    since = "" if finding.since is None else f", from step {finding.since} on"
+    since = "" if finding.since is None else f", starting at step {finding.since}"
     return f"{KINDS[finding.code][1].format(**finding.numbers)} ({finding.share:.0%} affected{since})"
 
 
@@ -120,7 +120,7 @@ _BY_ROW = "SELECT step, group_id, seq_id, hash(prompt_ids, response_ids) AS resp
 _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
-"""Number of standard errors that chance does not reach, even once in a thousand steps."""
+"""Number of standard errors that chance does not reach even in a thousand steps."""
 BATCH = "a constant for the whole batch"
 _HALVES = "the mean of the row's half of the group"
 _OF_OWN = {
@@ -138,8 +138,8 @@ _LOGGED = (
     ("sequences", "num_response_tokens", _ERROR_OF_MEAN, ("completion_length", "completions/mean_length", "response_length/mean", "response_length", "rollout/response_lengths")),
     ("(FROM scores WHERE \"pass\" = 'train' AND iteration = 0 AND step IN ({steps}))", "list_avg(entropy)", "max(value) - min(value)", ("entropy", "actor/entropy", "train/entropy", "entropy/mean")),
 )  # fmt: skip
-"""Table, quantity, allowed error if the rows are a sample or weighted, and the names under which frameworks log the
-quantity's mean over a step.
+"""Table, column, allowed error if the rows are a sample or weighted, and the names under which frameworks log the mean
+of the column over a step.
 """
 _MEANS = """
 SELECT step, avg(value) AS mean, {error} AS error
@@ -184,7 +184,7 @@ class _Run:
 
 
 def _values(run: _Run) -> Iterator[DataFinding]:
-    """Detect NaN, constant rewards, and single advantages too large for any baseline."""
+    """Detect NaN, constant rewards, and single advantages that are too large for any baseline."""
     rows, at = run.rows, run.at
     for column in ("reward", "advantage"):
         if (lost := rows[f"lost_{column}"]).any():
@@ -242,8 +242,8 @@ def _numbered(label: np.ndarray, at: np.ndarray) -> np.ndarray:
 
 
 def _advantages(run: _Run) -> Iterator[DataFinding]:
-    """Find the rule that turns rewards into advantages at each step, and report the most frequent one that is not the group's
-    mean as baseline.
+    """Find the rule that turns rewards into advantages at each step, and report the most frequent rule other than
+    subtracting the group's mean.
     """
     known = np.isfinite(run.rows["reward"]) & np.isfinite(run.rows["advantage"])
     r, a, labels = (run.rows[name][known] for name in ("reward", "advantage", "group"))
@@ -306,7 +306,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 
 
 def _fault_if_changed(finding: DataFinding) -> DataFinding:
-    """Return a finding that may be intended if it holds for the whole run, as a fault if it begins during the run."""
+    """Turn a finding that may be intended into a fault if it begins during the run."""
     return replace(finding, is_notice=finding.is_notice and finding.since is None)
 
 
@@ -333,8 +333,9 @@ class AdvantageRule:
 
 
 def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray, *, explain: bool) -> AdvantageRule:
-    """Compare rewards, [N], and advantages, [N], of a step within groups, [N] ordered labels; `length` is that of the
-    responses, [N] tokens. Without `explain`, return only their correlation.
+    """Compare the rewards and advantages of a step, [N], within groups. Without `explain`, return only their correlation.
+
+    `label`: [N] group labels, in order; `length`: [N] number of response tokens.
     """
     g = label - label.min()
     n, x, y = count_of(g), r - mean_of(g, r), a - mean_of(g, a)
@@ -356,7 +357,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
     others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
     name = max(fits, key=fits.__getitem__, default="")
-    # A correct rule leaves less than 1 % of the variance unexplained (eps, rounding), far less than the group mean
+    # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
     # leaves.
     is_clear = bool(name) and fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
     if has_own and not (is_clear and name in _OF_OWN):
@@ -405,7 +406,7 @@ def _others(
 
 
 def _factor(r: np.ndarray, a: np.ndarray, x: np.ndarray, spread: np.ndarray, n: np.ndarray) -> float | None:
-    """Return the ratio between the advantages and the rewards minus the group mean; None if it is a usual one or not
+    """Return the ratio between the advantages and the rewards minus the group mean; None if it is usual or not
     constant.
     """
     few, size = max(int(n.min()), 2), float(np.nanmedian(spread))
@@ -542,9 +543,7 @@ GROUP BY ALL ORDER BY a.step
 
 
 def _ratios(run: _Run) -> Iterator[DataFinding]:
-    """Detect two passes with a ratio of 1 at every token although updates happened between them, or their dtypes
-    differ.
-    """
+    """Detect two passes whose ratio is 1 at every token, although there were updates between them or their dtypes differ."""
     execute = run.database.connection.execute
     uses = [str(value) for name, value in run.settings.items() if _REUSES.search(name)]
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
@@ -586,7 +585,7 @@ def _sampled_by(run: _Run) -> tuple[PassSample, PassSample] | None:
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
-    """Return [N] bool: True for the tokens that repeat the first token of a constant end of their row."""
+    """Return [N] bool: True for each token at the end of a row that only repeats the token before it."""
     last_other = sample.starts[:-1] - 1
     differs = sample.tokens != sample.tokens[np.maximum(sample.starts[1:] - 1, 0)][sample.seq]
     np.maximum.at(last_other, sample.seq[differs], np.flatnonzero(differs))
@@ -594,7 +593,7 @@ def _repeats_end(sample: Sample) -> np.ndarray:
 
 
 def _unsampled(run: _Run) -> Iterator[DataFinding]:
-    """Detect tokens in the loss that the engine did not sample: padding after the end token, and stretches from tools."""
+    """Detect tokens in the loss that the engine did not sample: padding after the end token, and tool output."""
     if (sides := _sampled_by(run)) is None:
         return
     sample, (engine, other) = run.sample, sides
@@ -627,7 +626,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
 
 
 def _samples(run: _Run) -> Iterator[DataFinding]:
-    """Detect responses that occur again more often than their probability allows, and sampled tokens outside the loss."""
+    """Detect responses that repeat more often than their probabilities allow, and sampled tokens outside the loss."""
     if (sides := _sampled_by(run)) is None:
         return
     sample, (engine, other) = run.sample, sides
@@ -662,7 +661,7 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
 
 
 def _finished(run: _Run) -> Iterator[DataFinding]:
-    """Detect rows that are said to have stopped by themselves but were cut at the length limit."""
+    """Detect rows whose finish reason says that they stopped by themselves although they were cut at the length limit."""
     sample = run.sample
     if sample is None or not sample.lengths.any():
         return

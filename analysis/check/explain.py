@@ -1,5 +1,5 @@
-"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that fits the remainder best, and
-finally by where the remainder is and what it depends on. Each token is assigned to rounding, to a cause, or to neither.
+"""Explain the mismatch: first by recorded facts, then repeatedly by the explanation that best fits the rest, and finally
+by where the rest is and what it depends on. Each token is assigned to rounding, to a cause, or to neither.
 """
 
 from __future__ import annotations
@@ -66,18 +66,18 @@ MIN_LOGPROBS = 30
 of the sum of squares.
 """
 MIN_GAIN_NATS = 12.0
-"""Minimum evidence for an explanation, nats, after subtracting the cost of its parameters: chance reaches it once in
-100,000 runs.
+"""Minimum evidence for an explanation, in nats, after subtracting the cost of its parameters; chance reaches it in one run
+in 100,000.
 """
 _MAX_ROUNDS = 5
 MAX_LEFT = 0.4
 """Maximum share of the mismatch that an explanation confined to one place may leave unexplained."""
 MIN_FIRST = 0.6
-"""Minimum probability of a kind for it to come before the part of the run to which the mismatch is confined."""
+"""A kind is listed before the part of the run that the mismatch is confined to if its probability is at least this."""
 MIN_LIKELY = 0.4
-"""Minimum probability of a kind for it to be reported beside the place of the tokens that are off."""
+"""A kind is reported in addition to the place of the tokens if its probability is at least this."""
 _MAX_PARTS = 3
-"""Maximum number of places for which explanations are tried on their tokens only."""
+"""Maximum number of places at whose tokens further explanations are tried."""
 _MAX_PLACES = 16
 """Maximum number of places compared by likelihood, starting with those that explain most of the variance of `level`."""
 
@@ -89,7 +89,7 @@ _VALUES = (
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
 """Explanations in which one side is a function of the other side's distribution."""
 _PLACES = (find_place, find_subset, find_placed)
-"""Explanations that only locate the tokens with a large d."""
+"""Explanations that only locate the tokens with large |d|."""
 
 
 def explain(data: PairData) -> list[Finding]:
@@ -111,7 +111,7 @@ _PLAIN = (TOO_FEW.code, EQUAL.code, ROUNDING.code)
 
 
 def _by_precision(data: PairData) -> list[PairData]:
-    """Return the data of the sequences whose contracts declare the same dtypes and quantisation, the largest part first."""
+    """Split the data into sequences whose contracts declare the same dtypes and quantisation, the largest part first."""
     names = list(zip(data.sample.a.contracts, data.sample.b.contracts, strict=True))
     precision = {each: [declared_precision(data.contracts.get(name or "", {})) for name in each] for each in set(names)}
     kinds = np.array([str(precision[each]) for each in names])[data.seq]
@@ -182,8 +182,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings. If they cover a part of the tokens, and of this part only some are off that are at one place, the first
-    finding also has that place.
+    """Return the findings, with a place added to the first one if they cover only part of the tokens and nearly all of
+    these that are off are at that place.
     """
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
@@ -199,8 +199,9 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings; the first also names the steps in which its tokens occur if so many steps lack them that this
-    cannot be chance. If every step from some step to the end has them, it names that step, otherwise up to five steps.
+    """Return the findings, with steps added to the first one if its tokens are missing from more steps than chance explains.
+
+    If its tokens occur only since some step, that step is added; otherwise their steps are, if there are at most five.
     """
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
@@ -217,14 +218,14 @@ def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[F
 
 
 def _added(found: Sequence[Finding], more: Sequence[Finding], behind: str | None) -> list[Finding]:
-    """Return the findings with more of them, each code and cause once."""
+    """Return the findings with more findings appended; each code and cause occurs once."""
     known = {(each.code, each.cause) for each in found}
     return [*found, *(_behind(each, behind) for each in more if (each.code, each.cause) not in known)]
 
 
 def _behind(finding: Finding, behind: str | None) -> Finding:
-    """Return a finding that is visible only after correcting for the finding `behind`. It has no confirming command,
-    because a command reads the uncorrected trace.
+    """Mark a finding as visible only after correcting for the finding `behind`. Its confirming command is removed, because
+    a command reads the uncorrected trace.
     """
     return finding if behind is None else replace(finding, next=NOTHING, numbers=finding.numbers | {"behind": behind})
 
@@ -236,9 +237,7 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return explanations of the values at each of the best places. Their gain is that of the place plus that of the
-    values.
-    """
+    """Return explanations of the values at each of the best places. The gain of each is that of the place plus its own."""
     found = []
     parts = [
         each
@@ -252,8 +251,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         by_position = "position" in str(place.finding.numbers.get("feature"))
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
-            # After a position, wrong values look like those of other tokens or of a smaller vocabulary, whatever the
-            # cause.
+            # Whatever the cause, wrong values after a position look like those of other tokens or of a smaller
+            # vocabulary.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
                 continue
             beside = None if same else place.finding
@@ -262,9 +261,7 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
 
 
 def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
-    """Return True if two explanations cover about the same tokens, and the second has enough evidence without a
-    place.
-    """
+    """Return True if two explanations cover about the same tokens and the second has enough evidence without a place."""
     shared, either = (one.tokens & other.tokens).sum(), (one.tokens | other.tokens).sum()
     return other.gain > MIN_GAIN_NATS and shared > 0.8 * either
 
@@ -296,9 +293,11 @@ def _parts(data: PairData) -> tuple[str, ...]:
 
 
 def _is_told(data: PairData, place: Where) -> bool:
-    """Return True if a place really locates the mismatch. Outside it there must be no more than rounding, and inside most
-    of the tokens that are off; inside there must be more than rounding, or much more than outside, or the place must be a
-    part of the run in which rounding has no reason to differ.
+    """Return True if a place really locates the mismatch.
+
+    Outside it there must be no more than rounding, and most of the tokens that are off must be inside. The mismatch
+    inside must exceed rounding or be much larger than outside. A writer, contract or setting only needs three times the
+    mismatch, because rounding does not depend on it.
     """
     allowed, off = allowed_noise(data), nobodys(data)
     if place.level_outside > allowed / 2 or (off & place.inside).sum() < off.sum() / 2:
@@ -318,11 +317,11 @@ def _places(data: PairData) -> list[Hypothesis]:
     return [*found, *find_broken(data)] if is_excessive(data) else found
 
 
-# --- inputs of the functions above ------------------------------------------------------------------------------------------
+# --- Judging and describing a mismatch
 
 
 def is_excessive(data: PairData) -> bool:
-    """Return True if what is left exceeds rounding, overall or at some tokens, or if it depends on something that
+    """Return True if the rest of the mismatch exceeds rounding, overall or at some tokens, or depends on something that
     rounding does not depend on.
     """
     return bool(data.num_kept) and (is_above(data) or bool(nobodys(data).any()) or is_fault(data))
@@ -338,8 +337,8 @@ def is_above(data: PairData) -> bool:
 
 
 def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
-    """Return the cause, with the place to which it is confined, if any. If the place is a part of the run, also return
-    it as a separate finding.
+    """Return the cause, with the place that it is confined to, if any. A place that is part of the run is also a separate
+    finding.
     """
     if best.finding.signal == "judged":
         return find_kinds(data, best.place)
@@ -382,14 +381,14 @@ def _left(data: PairData) -> list[Finding]:
 
 
 def _describing(data: PairData, off: np.ndarray) -> Where | None:
-    """Return the place that matches the tokens `off`, [K] bool, best, if it contains most of them and few others."""
+    """Return the place that best matches the tokens `off`, [K] bool, if it contains most of them and few others."""
     shares = [(float((place.inside & off).sum() / (place.inside | off).sum()), place) for place in places(data)]
     share, place = max(shares, key=lambda each: each[0], default=(0.0, None))
     return place if share > 0.5 else None
 
 
 def _state(data: PairData) -> list[Finding]:
-    """Return the kinds of a mismatch without a particular place, most probable first."""
+    """Return the kinds of a mismatch that is at no particular place, most probable first."""
     return [equal_weights(data)] if weights_agree(data) else find_earlier_growth(data) or find_kinds(data)
 
 
@@ -399,9 +398,7 @@ def _likely(data: PairData) -> list[Finding]:
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:
-    """Return the finding, marked as expected if the recording declares a setting that explains it and its size
-    agrees.
-    """
+    """Return the finding, marked as expected if a recorded setting explains it and its size."""
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)

@@ -1,6 +1,6 @@
-"""Features of a mismatch that no explanation predicts token by token: numbers from which `kinds` tells its kind.
+"""Features of a mismatch that no explanation predicts token by token, and the fitted model that derives its kind from them.
 
-Of 83 features tried, these 27 suffice: with them, the fitted model names as many faults of authors whose cases it has not seen.
+Of 83 features tried, these 27 suffice: with them, the model identifies as many faults by authors it was not fitted to.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -20,8 +20,8 @@ from .pair_data import PairData, allowed_noise, level, levels, logit_error, once
 from .where import later_turn, where_text
 
 MIN_REPEATS = 20
-"""Minimum number of repeated tokens, i.e. the same token after the same prefix in the same step, to judge whether a
-side is deterministic.
+"""Minimum number of repeated tokens for judging whether a side is deterministic. A token is repeated if the same token
+follows the same prefix in the same step.
 """
 _LAGS = (1, 2, 4)
 """Lags, in tokens, at which the autocorrelation of the mismatch is measured. They are short, so that a change inside a
@@ -30,9 +30,7 @@ sequence rarely falls between the two tokens compared."""
 
 @once
 def features(data: PairData) -> dict[str, float]:
-    """Return the features of the mismatch at the kept tokens, name -> value; each is bounded, and 0 if it cannot be
-    measured.
-    """
+    """Return the features of the mismatch at the kept tokens: name -> bounded value, 0 if it cannot be measured."""
     found = _size(data) | _sampling(data) | _tokens(data) | _positions(data) | _rows(data)
     return {name: float(np.nan_to_num(np.clip(value, -8.0, 8.0))) for name, value in found.items()}
 
@@ -50,8 +48,8 @@ def _size(data: PairData) -> dict[str, float]:
 
 
 def _sampling(data: PairData) -> dict[str, float]:
-    """If the tokens were sampled from a distribution close to both, the mean of d is -mean(d^2) / 2 and the mean of
-    exp(-d) is 1; errors of recorded values do neither.
+    """Return features of sampled tokens. If they come from a distribution close to both sides, d has mean -mean(d^2) / 2
+    and exp(-d) has mean 1; errors in recorded values satisfy neither.
     """
     d, num = data.d, data.num_kept
     error = float(d.std()) / np.sqrt(num)
@@ -107,7 +105,7 @@ def _log(ratio: float) -> float:
 
 
 def _certainty(score: float) -> float:
-    """Return a score in standard errors on a scale from -1 to 1, so that large runs are not judged by their size."""
+    """Map a score in standard errors to -1 to 1, so that the size of a run does not dominate."""
     return float(np.tanh(score / 6.0))
 
 
@@ -152,8 +150,7 @@ class ErrorStructure:
     persistence: float
     """Mean autocorrelation at lags of 1, 2 and 4 tokens. It is high if the mismatch changes inside sequences."""
     sequence_score: float
-    """Distance between the share of the variance that is between sequences and the share expected by chance, in
-    standard deviations."""
+    """How far the share of the variance between sequences exceeds the share expected by chance, in standard deviations."""
     persistence_within: float = 1.0
     """`persistence` after subtracting each sequence's mean. It is 0 if whole sequences are affected."""
 
@@ -189,9 +186,8 @@ def _persistence(level: np.ndarray, known: np.ndarray, seq: np.ndarray) -> float
 
 @once
 def token_effect(data: PairData) -> tuple[float, float]:
-    """Return the adjusted share of the variance of d / (1 - p) explained by token ids, and the distance of that share
-    from 0 in standard deviations under pure noise. Both are 0 if there are too few tokens. The largest 1 % of the
-    values are clipped.
+    """Return the adjusted share of the variance of d / (1 - p) that token ids explain, and its distance from 0, in standard
+    deviations under pure noise. Both are 0 if there are too few tokens. The largest 1% of the values are clipped.
     """
     known = np.isfinite(data.noise)
     signed = (data.d / np.maximum(data.rest, 1e-9))[known]
@@ -207,9 +203,8 @@ def token_effect(data: PairData) -> tuple[float, float]:
 
 
 def variance_between(values: np.ndarray, group: np.ndarray) -> tuple[float, float]:
-    """Return the adjusted share of the variance of `values`, [K], explained by `group`, [K], and the distance of that
-    share from 0 in standard deviations under pure noise. Both are 0 if there is a single group or only one value per
-    group."""
+    """Return the adjusted share of the variance of `values`, [K], that `group`, [K], explains, and its distance from 0, in
+    standard deviations under pure noise. Both are 0 if there is a single group or only one value per group."""
     _, place = np.unique(group, return_inverse=True)
     count = np.bincount(place).astype(float)
     num, groups = len(values), len(count)
@@ -251,7 +246,7 @@ def along_movement(data: PairData) -> float:
     return float(products.sum() / max(np.sqrt(np.sum(products**2)), 1e-30))
 
 
-# --- Parts of a run that show where a mismatch comes from -------------------------------------------------------------------
+# --- Parts of a run that show where a mismatch comes from
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +256,11 @@ class RepeatedTokens:
     num: int
     """Number of repeated tokens."""
     a: float
-    """Rms difference of pass a, as an error of the logit, nats."""
+    """Rms difference between the values of pass a, converted to a logit error, nats."""
     b: float
-    """Rms difference of pass b, as an error of the logit, nats."""
+    """Rms difference between the values of pass b, converted to a logit error, nats."""
     d: float
-    """Rms of d at these tokens, as an error of the logit, nats."""
+    """Rms of d at these tokens, converted to a logit error, nats."""
 
     @property
     def is_known(self) -> bool:
@@ -312,7 +307,7 @@ class MismatchGrowth:
     later: float
     """Largest median logit error of a later step, nats."""
     since: int | None
-    """First step after which the error is above the midpoint between `first` and `later`, in logarithms."""
+    """First step whose error is above the geometric mean of `first` and `later`."""
 
     @property
     def ratio(self) -> float:
@@ -335,9 +330,10 @@ def growth(data: PairData) -> MismatchGrowth:
 
 @once
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
-    """Return the share of sequences at the level of rounding, and the other sequences, if the sequences fall into two
-    kinds: the others must have at least five times the mismatch, and more than an eighth of what rounding allows.
-    Otherwise return 0 and no sequences.
+    """Return the share of sequences at the level of rounding, and the indices of the other sequences.
+
+    The others must have more than five times the mismatch, and at least an eighth of what rounding allows. Otherwise the
+    share is 0 and there are no others.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))
@@ -360,8 +356,8 @@ def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
 
 
 def sampled_score(data: PairData, side: str) -> float:
-    """Return the mean of logprob + entropy of a side in standard errors over sequences: near 0 if the tokens were sampled
-    from that side's distribution. 0 if the side has no entropies."""
+    """Return the mean of a side's logprob + entropy, in standard errors over sequences. It is near 0 if the tokens were
+    sampled from that side's distribution, and 0 if the side has no entropies."""
     entropy = getattr(data.sample, side).entropy
     if entropy is None:
         return 0.0
@@ -375,49 +371,49 @@ def sampled_score(data: PairData, side: str) -> float:
 
 
 def sampled_mean(data: PairData, side: str) -> float:
-    """Return the mean of logprob + entropy of a side, nats; NaN if it has no entropies."""
+    """Return the mean of a side's logprob + entropy, nats; NaN if it has no entropies."""
     entropy = getattr(data.sample, side).entropy
     return float("nan") if entropy is None else float(np.nanmean(getattr(data, side) + entropy[data.keep]))
 
 
 REASONS: dict[str, tuple[str, str]] = {
     "tail": (
-        "a few tokens are off by far more than the others (1 % of them by at least {times:.2g} times the median)",
-        "all tokens are off by about the same (1 % of them by at least {times:.2g} times the median)",
+        "a few tokens are off by far more than the others (1% of them by at least {times:.2g} times the median)",
+        "all tokens are off by about the same (1% of them by at least {times:.2g} times the median)",
     ),
     "near": ("{v:.0%} of the tokens are at the level of rounding", "only {v:.0%} of the tokens are at the level of rounding"),
     "correlation": ("the two sides' logprobs correlate at {v:.2f}", "the two sides' logprobs correlate at only {v:.2f}"),
     "token_score": ("it depends on the token id", "it does not depend on the token id"),
-    "bigram": ("{v:.0%} of its variance depends on the last two token ids", "it differs between places with the same two token ids"),
+    "bigram": ("{v:.0%} of its variance depends on the last two token ids", "it varies between tokens with the same last two token ids"),
     "later_fall_score": ("it fades along the response", "it does not fade along the response"),
     "position": ("{v:.0%} of the variance of its size depends on the position", "it does not depend on the position"),
     "later_turn": ("later turns are off more", "later turns are off no more than the first"),
     "row": ("{v:.0%} of the variance of its size is between rows", "all rows are off by about the same"),
-    "row_signed": ("rows are off in one direction each", "rows are off in both directions"),
+    "row_signed": ("each row is off in one direction", "rows are off in both directions"),
     "row_in_step": ("some steps are off by more than others", "all steps are off by about the same"),
     "first_step": ("it has its full size at the first step", "the first step is at the level of rounding"),
     "along": ("it follows the updates, as if {b} lagged behind {a}", "it follows the updates, as if {a} lagged behind {b}"),
-    "exact_rows": ("{v:.0%} of the rows are at the level of rounding and the others are not", "no row agrees"),
+    "exact_rows": ("{v:.0%} of the rows are at the level of rounding and the others are not", "no row is at the level of rounding"),
     "persistence": ("neighbouring tokens are off by similar sizes (correlation {v:.2f})", "neighbouring tokens are off by unrelated sizes"),
     "persistence_within": ("within rows, neighbouring tokens are off by similar sizes", "within rows, neighbouring tokens are off by unrelated sizes"),
-    "twins_both": ("{a} repeats its values less well than {b}", "{b} repeats its values less well than {a}"),
-    "unsteady": ("one side repeats its values after the same prefix, the other does not", "no side is known to be unsteady"),
+    "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),
+    "unsteady": ("one side reproduces its values after the same prefix, the other does not", "neither side is known to be non-deterministic"),
     "unsteady_rows": (
-        "in all rows, one side repeats its values after the same prefix and the other does not", "no side is known to be unsteady",
+        "in all rows, one side reproduces its values after the same prefix and the other does not", "neither side is known to be non-deterministic",
     ),
 }  # fmt: skip
 """Feature -> phrase if its value is above the mean of the fitted runs, and if it is below; v is the value."""
 
 
-# --- The kind of a mismatch that no explanation predicts token by token, with its probability.
+# --- The fitted model, and the sentence for its answer
 
 NO_FAULT = "rounding"
-"""Name of the kind that is no fault."""
+"""Name of the kind that is not a fault."""
 MAX_DISTANCE = 4.0
-"""Bound of a feature, in standard deviations of the fitted runs: beyond it, a run is like none of them."""
+"""Bound of a feature, in standard deviations of the fitted runs: beyond it, a run resembles none of them."""
 
 MAX_REASONS = 3
-"""Maximum number of features that a sentence names."""
+"""Maximum number of features that a sentence gives as reasons."""
 SIZE = "the logits differ by {level:.2g} nats rms, but rounding of {dtypes} gives at most {allowed:.2g}"
 _JUDGED = "{probability:.0%} probable; typical causes: HINT. The mismatch is {level:.2g} nats rms in logits, where rounding of {dtypes} gives at most {allowed:.2g}{since_text}{reason_text}{where_text}"
 
@@ -465,8 +461,8 @@ def probabilities(data: PairData) -> dict[str, float]:
 
 
 def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
-    """Return the features in REASONS that speak most for a kind against the others, at most MAX_REASONS, best first:
-    name, value, and True if the value is above the mean of the fitted runs.
+    """Return the features in REASONS that best distinguish a kind from the others, at most MAX_REASONS, best first. Each has
+    its name, its value, and True if the value is above the mean of the fitted runs.
     """
     fitted, measured = model(), features(data)
     at = fitted.kinds.index(kind)
@@ -485,7 +481,7 @@ def judged(hint: str) -> str:
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the words of `judged` and `SIZE` that are not numbers of the finding."""
+    """Return the parts of the sentences `judged` and `SIZE` that are not numbers of the finding."""
     said = []
     for at in range(MAX_REASONS):
         if (name := numbers.get(f"reason_{at}")) is not None:
@@ -500,7 +496,7 @@ def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
         "dtypes": " and ".join(numbers[f"dtype_{side}"] or "an unknown dtype" for side in "ab"),
         "reason_text": "".join(f"; {each}" for each in dict.fromkeys(said)),
         "where_text": where,
-        "since_text": "" if since is None else f", from step {since} on",
+        "since_text": "" if since is None else f", starting at step {since}",
     }
 
 

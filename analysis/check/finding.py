@@ -1,4 +1,6 @@
-"""Findings of a check, as codes and numbers, and the description that each fault gives of itself."""
+"""The findings of a check, the description that each fault gives of itself, and the explanations of a mismatch, judged by
+the likelihood of the residuals that they leave.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class Finding:
     share: float
     """Share of the compared tokens that is affected, 0 to 1."""
     weight: float = 1.0
-    """Share of the mismatch that the fault explains, 0 to 1. It is 1 if the fault was detected by comparing bits."""
+    """Share of the mismatch that the fault explains, 0 to 1; it is 1 for faults detected by comparing bits."""
     is_expected: bool = False
     """True if the recorded engines and dtypes explain the finding without a fault. It is reported, but the comparison
     stays valid."""
@@ -87,15 +89,15 @@ class Fault:
 
     code: str
     title: str
-    """Name of the fault, without a capital."""
+    """Name of the fault, in lower case."""
     broken: Broken | None
     """What must be fixed; None for a fault-free verdict."""
     evidence: Mapping[str, str]
-    """Signal, i.e. way to detect it -> template of the sentence, filled with the numbers of the finding."""
+    """Signal, i.e. how the fault was detected -> sentence template, filled with the numbers of the finding."""
     words: Mapping[str, Callable[[Mapping[str, Any]], Mapping[str, Any]]] = field(default_factory=dict)
     """Signal -> function that derives further words of the template from the numbers."""
     causes: Mapping[str, str] = field(default_factory=dict)
-    """Code of a reason that the recording may show, in `numbers["cause"]` -> its name, used as the title."""
+    """Code of a cause that the recording may show (`numbers["cause"]`) -> its name, used as the title."""
 
     def finding(
         self,
@@ -111,8 +113,7 @@ class Fault:
         share: float | None = None,
         numbers: Mapping[str, Number],
     ) -> Finding:
-        """Return a finding about the kept tokens marked in `affected`, [K] bool, or about all kept tokens if that is
-        None."""
+        """Return a finding about the kept tokens marked in `affected`, [K] bool; None means all kept tokens."""
         if signal not in self.evidence:
             raise KeyError(signal)
         if share is None:
@@ -142,7 +143,7 @@ class Fault:
         return self.evidence[finding.signal].format_map(numbers)
 
 
-# --- Explanations of the mismatch at some tokens, and how well they fit: the likelihood of the residuals that they leave,
+# --- Explanations of a mismatch, and how well they fit
 
 FALSE_SHARE = 1e-3
 """Expected false discovery rate among the tokens reported as off (Benjamini and Hochberg, 1995)."""
@@ -151,11 +152,11 @@ DEGREES = 3.0
 large models are no heavier.
 """
 MAX_FLIP_NATS = 3.0
-"""Largest logit error, nats, attributed to a different expert if the model is not known to be a mixture of experts; where
-`spread` is larger, it is the limit.
+"""Largest logit error, nats, attributed to a different expert if the model is not known to be a mixture of experts. If
+`spread` is larger, it is the limit instead.
 """
 MIN_OFF_TOKENS = 5
-"""Minimum number of tokens off to report; with fewer, only those off by more than `max_flip` are reported."""
+"""Tokens are reported as off if there are at least this many; otherwise only those off by more than `max_flip` are."""
 LEAST_SHARE = 6.0
 """The noise assumed for a run is at least 1 / LEAST_SHARE of what its dtypes allow: if nearly all tokens are
 bit-identical, the measured noise is almost 0.
@@ -222,16 +223,12 @@ def unexplained(data: PairData) -> Fit:
 
 
 def gain(data: PairData, residual: np.ndarray, cost: float) -> float:
-    """Return the log likelihood of the residuals, [K], minus that of d and the cost of describing the explanation,
-    nats.
-    """
+    """Return the gain in log likelihood, nats, of the residuals, [K], over d, minus the cost of the explanation."""
     return _fit(data, residual).log_likelihood - unexplained(data).log_likelihood - cost
 
 
 def explained(data: PairData, inside: np.ndarray) -> float:
-    """Return the share of the variance of `level` explained by splitting the tokens into inside, [K] bool, and
-    outside.
-    """
+    """Return the share of the variance of `level` explained by whether a token is inside, [K] bool."""
     num = int(inside.sum())
     if not 0 < num < len(inside):
         return 0.0
@@ -241,7 +238,7 @@ def explained(data: PairData, inside: np.ndarray) -> float:
 
 
 def max_flip(data: PairData) -> float:
-    """Return the largest logit error, nats, that a different expert explains in a model that may have none."""
+    """Return the largest logit error, nats, that a different expert can explain if the model may have no experts."""
     return max(MAX_FLIP_NATS, spread(data))
 
 
@@ -276,7 +273,7 @@ def _beyond(size: np.ndarray) -> np.ndarray:
 
 
 CLAIM_NATS = 8.0
-"""Cost, nats, of naming any cause: by chance, one run in 3,000 gets one."""
+"""Cost of naming any cause, in nats: by chance, one run in 3,000 gets one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,21 +288,22 @@ class Hypothesis:
     left: float | None = None
     """Share of the mismatch at its tokens that its prediction leaves unexplained; None if it does not predict sizes."""
     rank: int = 0
-    """1 for an explanation with many parameters: another with at least half of its gain is preferred."""
+    """1 for an explanation with many parameters: one with fewer and at least half of its gain is preferred."""
     right: np.ndarray | None = None
-    """[N] d after moving values to the right tokens or converting their unit; None if the explanation does neither."""
+    """[N] d after the fault is corrected, e.g. by moving values or converting units; None if it cannot be corrected."""
     place: Where | None = None
     """The place of the tokens, if the explanation is confined to it."""
     beside: Finding | None = None
-    """Finding for the place of the tokens, if the explanation covers only the values at one place."""
+    """Finding for the place of the tokens, if the explanation is about the values at one place only."""
 
 
 def predicting(
     data: PairData, finding: Finding, residual: np.ndarray, cost: float, tokens: np.ndarray | None = None, *, is_right: bool = False
 ) -> Hypothesis:  # fmt: skip
-    """Return an explanation that predicts d up to a residual, [K] nats, at the tokens, [K] bool, or at all if that is None, and does
-    not change d elsewhere. `cost` is the cost of its parameters, nats. `is_right` is True if the residual is what d would be without
-    the fault, so that it can be judged again.
+    """Return an explanation that predicts d up to a residual, [K] nats, at `tokens`, [K] bool (all if None).
+
+    `cost` is the cost of its parameters, nats. `is_right`: True if the residual is what d would be without the fault, so
+    that it can be judged again.
     """
     tokens = np.ones(data.num_kept, bool) if tokens is None else tokens
     left = np.where(tokens & np.isfinite(residual), residual, data.d)
@@ -321,8 +319,8 @@ def predicting(
 
 
 def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) -> Hypothesis:
-    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Under rounding, each sign
-    occurs half of the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats.
+    """Return an explanation that predicts the sign of d, [K] -1, 0 or 1, but not its size. Rounding gives each sign half of
+    the time, so a share p of correct signs among n tokens gains n (log 2 - H(p)) nats.
     """
     asked = (np.abs(data.d) > 2 * value_rounding(data)) & (sign != 0)
     num = int(asked.sum())
@@ -335,8 +333,8 @@ def of_signs(data: PairData, finding: Finding, sign: np.ndarray, cost: float) ->
 def located(
     data: PairData, finding: Finding, tokens: np.ndarray, cost: float, place: Where | None = None
 ) -> Hypothesis:
-    """Return an explanation that predicts at which tokens, [K] bool, d is off, but not by how much. Its gain is that of
-    fitting a separate level of mismatch there.
+    """Return an explanation that predicts which tokens, [K] bool, are off, but not by how much. Its gain comes from fitting
+    a separate level of mismatch there.
     """
     parts = [part for part in (tokens, ~tokens) if (scored(data) & part).any()]
     apart = sum(_fit(data, data.d, part).log_likelihood for part in parts) - unexplained(data).log_likelihood

@@ -1,4 +1,5 @@
-"""Input of the detectors: sampled tokens that no finding explains yet, contracts, and sums over the run.
+"""Input of the detectors: sampled tokens that no finding explains yet, contracts, sums over the run, the precision of both
+passes, and the size of the rounding that it allows.
 
 Shapes: N sampled tokens in S sequences, K kept tokens, i.e. tokens not explained by an earlier finding.
 """
@@ -22,8 +23,8 @@ from .sample import PairSums, Sample
 Value = TypeVar("Value")
 
 MIN_REST = 0.02
-"""Minimum 1 - p for a token to be informative, with p its probability: below it, a change in the logits hardly affects
-the logprob."""
+"""Minimum 1 - p for a token of probability p to be informative: below it, a change in the logits hardly affects the
+logprob."""
 LEAST_REST = 1e-3
 """Minimum 1 - p assumed when converting d into a change in a token's logit."""
 TOKEN_SHRINKAGE = 10.0
@@ -64,19 +65,18 @@ class PairData:
         return replace(self, keep=self.keep & ~explained)
 
     def within(self, inside: np.ndarray) -> PairData:
-        """Return the data of the kept tokens marked in `inside`, [K] bool, alone."""
+        """Return the data restricted to the kept tokens marked in `inside`, [K] bool."""
         return self.without(self.marked(~inside))
 
     def marked(self, tokens: np.ndarray) -> np.ndarray:
-        """Return [N] bool for a mark of the kept tokens, [K] bool."""
+        """Convert a mark of kept tokens, [K] bool, to one of sampled tokens, [N] bool."""
         marks = np.zeros(len(self.keep), bool)
         marks[np.flatnonzero(self.keep)[tokens]] = True
         return marks
 
     def corrected(self, tokens: np.ndarray, right: np.ndarray) -> PairData:
-        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens for which
-        `right` is NaN are left out, and so are other tokens whose d is as large as it was at `tokens`: they are
-        misplaced, too.
+        """Return the data with pass b changed so that d is `right`, [N] nats, at `tokens`, [N] bool. Tokens are left
+        out if `right` is NaN there, or if their d is as large as it was at `tokens`: they are misplaced, too.
         """
         values = np.where(tokens, self.sample.a.logprobs - right, self.sample.b.logprobs)
         was = float(np.median(np.abs(self.sample.d[tokens & self.keep])))
@@ -118,8 +118,8 @@ class PairData:
 
     @cached_property
     def entropy(self) -> np.ndarray | None:
-        """[K] entropy of the distribution that each token was sampled from, nats, taken from pass a if recorded there,
-        else from pass b; None if neither recorded it."""
+        """[K] entropy of the distribution that each token was sampled from, nats: from pass a if it has entropies, else from
+        pass b; None if neither has."""
         for side in (self.sample.a, self.sample.b):
             if side.entropy is not None and np.isfinite(side.entropy[self.keep]).all():
                 return np.asarray(side.entropy[self.keep])
@@ -127,8 +127,8 @@ class PairData:
 
     @cached_property
     def rest(self) -> np.ndarray:
-        """[K] 1 - p, with p the larger of the two passes' probabilities: the factor by which changing a token's logit
-        changes its logprob (arXiv 2512.23087)."""
+        """[K] 1 - p, where p is the larger of the two passes' probabilities: the change of a token's logprob per change of its
+        logit (arXiv 2512.23087)."""
         return np.asarray(-np.expm1(np.minimum(np.maximum(self.a, self.b), 0.0)))
 
     @cached_property
@@ -150,15 +150,15 @@ class PairData:
 
     @cached_property
     def level(self) -> np.ndarray:
-        """[K] logarithm of `noise`, which is first raised to at least 2 % of its median, so that tokens with d near 0
+        """[K] logarithm of `noise`, which is first raised to at least 2% of its median, so that tokens with d near 0
         do not dominate."""
         floor = 0.02 * np.nanmedian(self.noise) if np.isfinite(self.noise).any() else 0.0
         return np.log(self.noise + max(float(floor), 1e-9))
 
     @cached_property
     def level_beyond_tokens(self) -> np.ndarray:
-        """[K] `level` minus the (shrunken) mean level for the same token id. What remains depends on the position or on
-        the part of the data, not on the token."""
+        """[K] `level` minus the (shrunken) mean level of the same token id. The rest depends on where the token is, not on
+        which token it is."""
         there = np.isfinite(self.level)
         _, place = np.unique(self.sample.tokens[self.keep][there], return_inverse=True)
         centred = self.level[there] - self.level[there].mean() if there.any() else self.level[there]
@@ -187,8 +187,8 @@ class PairData:
         return {"a": self.sample.a.name, "b": self.sample.b.name}
 
     def contract(self, side: str) -> Contract:
-        """Return the most frequent contract of the kept sequences in pass `a` or `b`, of several the first; empty if none is
-        recorded."""
+        """Return the most frequent contract of the kept sequences in pass `a` or `b`, the first if there is a tie; empty if
+        none is recorded."""
         names = getattr(self.sample, side).contracts
         counts = Counter(names[row] for row in np.unique(self.seq) if names[row])
         return self.contracts.get(max(counts, key=lambda name: counts[name]), {}) if counts else {}
@@ -223,7 +223,7 @@ def named(contract: Contract, *names: str) -> dict[str, Any]:
     return found
 
 
-# --- The effect of rounding on a logprob: the dtypes of both passes, and the scale of d that they allow per token.
+# --- Precision of the passes, and the rounding that it allows
 
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "tf32": 2.0**-12, "float32": 2.0**-13, "float64": 2.0**-13}
 """dtype -> relative error of one rounding. TensorFloat-32 has as many mantissa bits as float16. An engine and a trainer
@@ -232,13 +232,13 @@ in float32 differ by more than float32 rounding, because their kernels round the
 """
 NOISE_FACTOR = 20.0
 """Usual maximum of the rms error of a logit, in units of the roundoff times `spread`: large logits have large errors. In units of
-the standard deviation of the log-odds alone, 0.3 to 10 on an H100 (models of up to 130 million parameters, six attention
+the standard deviation of the log-odds alone, it is 0.3 to 10 on an H100 (models of up to 130 million parameters, six attention
 kernels and batch shapes), 11 for SmolLM2-135M in vLLM, and up to 16 for very sharp policies."""
 HALF_ULP = {"float8_e5m2": 3, "float8": 4, "bfloat16": 8, "float16": 11}
 """dtype -> number of significant bits; float8 is e4m3."""
 MAX_EXCESS = 2.5
-"""Largest rms error of a logit that can still be rounding, in multiples of `allowed_noise`. Up to it, `kinds` decides. Of 576
-healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies, 99 % stay below
+"""Largest rms error of a logit that can still be rounding, in multiples of `allowed_noise`. At or below it, `kinds` decides. Of 576
+healthy runs of tiny models by an author who had not read `check`, many with very sharp random policies, 99% stay below
 it and the largest reaches 3.5."""
 MIN_SPREAD = 1.0
 """Minimum `spread` of the log-odds, nats."""
@@ -268,7 +268,7 @@ class Precision:
 
     @property
     def coarsest(self) -> str | None:
-        """Coarsest dtype declared or inferred; None if unknown. Logits in float32 alone do not show it, because the
+        """Coarsest dtype, declared or inferred; None if unknown. Logits in float32 alone do not determine it, because the
         layers before the head may be coarser."""
         seen = [self.declared] if self.declared else []
         seen += ["tf32"] if self.has_tf32 and self.declared == "float32" else []
@@ -314,9 +314,11 @@ def dtype_of(contract: Contract) -> str | None:
 
 
 def value_precision(logprobs: np.ndarray) -> str | None:
-    """Return the precision that logprobs, [K], were rounded to: a dtype in HALF_ULP or `float32`, a number of `decimals`, or
-    `steps of` a size; None if too few are informative. If 95 % of the values fit a float and a grid, it is the float unless the
-    grid has less than half as many values.
+    """Return the precision that logprobs, [K], were rounded to: a dtype in HALF_ULP, `float32`, a number of `decimals`, or
+    `steps of` some size; None if too few are informative.
+
+    If 95% of the values fit both a float and a grid, the float is returned unless the grid has less than half as many
+    values.
     """
     size = np.abs(logprobs[np.isfinite(logprobs) & (logprobs > -60)]).astype(np.float32)
     telling = size[size > 1e-3]
@@ -349,7 +351,7 @@ def _steps(repeated: np.ndarray) -> list[tuple[str, float]]:
 @once
 def allowed_noise(data: PairData) -> float:
     """Return the largest rms error of a logit that rounding explains, nats."""
-    # An unknown dtype could be bfloat16: logits in float16 do not show what the layers before the head were computed in.
+    # An unknown dtype could be bfloat16: logits in float16 do not reveal the dtype of the layers before the head.
     known = [(side.declared or "bfloat16", side.coarsest or "bfloat16") for side in precisions(data)]
     dtypes = [dtype if dtype in UNIT_ROUNDOFF else "bfloat16" for pair in known for dtype in pair]
     return NOISE_FACTOR * max(UNIT_ROUNDOFF[str(dtype)] for dtype in dtypes) * spread(data)
@@ -357,8 +359,8 @@ def allowed_noise(data: PairData) -> float:
 
 @once
 def spread(data: PairData) -> float:
-    """Return how far the log-odds of the sampled tokens vary, nats: their standard deviation and, if most tokens are
-    probable, their mean, in quadrature; at least MIN_SPREAD.
+    """Return the spread of the log-odds of the sampled tokens, nats, at least MIN_SPREAD: their standard deviation and, if
+    most tokens are probable, their mean, added in quadrature.
     """
     compared = data.sample.compared
     if not compared.any():

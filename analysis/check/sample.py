@@ -1,4 +1,4 @@
-"""What a check reads from a trace: sums over all tokens of a pair of passes, and a sample of tokens to inspect individually.
+"""The data that a check reads from a trace: sums over all tokens of two passes, and a sample of tokens to inspect one by one.
 
 Shapes: N sampled tokens in S sequences, concatenated.
 """
@@ -32,13 +32,13 @@ MAX_READ_TOKENS = 2_000_000
 """Approximate maximum number of tokens read from disk. Only whole steps are read, so the actual number may be
 larger."""
 MAX_SAMPLED_TOKENS = 100_000
-"""Maximum number of tokens inspected individually. A fault in 0.1 % of the tokens still affects 100 of these."""
+"""Maximum number of tokens inspected individually. A fault in 0.1% of the tokens still affects 100 of these."""
 UNSAMPLED_NATS = -3.0
-"""logprob + entropy, nats, below which a token counts as unlikely. With a flat-tailed model, 5 % of sampled tokens are
-below it."""
+"""logprob + entropy, nats, below which a token counts as unlikely. Of the tokens sampled from a flat-tailed
+model, 5% are below it."""
 MIN_UNSAMPLED_RUN = 4
-"""Minimum number of consecutive unlikely tokens that suggests they were not sampled. In healthy runs, fewer than 2 % of the
-sequences contain as many."""
+"""Consecutive unlikely tokens were probably not sampled if there are at least this many. In healthy runs, fewer than 2% of
+the sequences contain as many."""
 _SUMS = (*COUNTS, *OF_DIFFERENCES)
 
 
@@ -195,7 +195,7 @@ class Sample:
 
     @cached_property
     def bigrams(self) -> np.ndarray:
-        """[N] int64: equal where a token and the one before it are."""
+        """[N] int64: one value for each pair of a token and the token before it."""
         return np.asarray((self.previous + 1) * (int(self.tokens.max(initial=0)) + 1) + self.tokens)
 
     @cached_property
@@ -243,7 +243,7 @@ class Sample:
 
 
 def run_lengths(flags: np.ndarray, seq: np.ndarray) -> np.ndarray:
-    """Return the length [N] of the run of equal flags, within its sequence, that each token is in."""
+    """Return [N] the length of the run of equal flags, within one sequence, that each token belongs to."""
     run = np.cumsum(np.r_[True, (np.diff(flags) != 0) | (np.diff(seq) != 0)]) - 1
     return np.asarray(np.bincount(run)[run])
 

@@ -88,7 +88,7 @@ def _finding_text(number: int, finding: Finding, width: int | None) -> str:
 
 
 def _data_text(finding: DataFinding) -> str:
-    since = "" if finding.since is None else f", from step {finding.since} on"
+    since = "" if finding.since is None else f", starting at step {finding.since}"
     following = f"; next: {finding.next}" if finding.next else ""
     return f"{finding.title}{since}: {data_text(finding)}{following}"
 

@@ -39,7 +39,7 @@ class Where:
     """One description of the tokens that are off."""
 
     feature: str
-    """Name of the feature: a key in text.FEATURES."""
+    """Name of the feature: a key in FEATURES."""
     kind: Kind
     """`from` or `before` a value, `one_of` some values, or `is` for a yes-or-no feature."""
     values: tuple[Any, ...]
@@ -57,7 +57,7 @@ class Where:
 
     @property
     def values_text(self) -> str:
-        """The values, the first five of them, as text."""
+        """The first five values, as text."""
         shown = [f"{each:g}" if isinstance(each, float) else str(each)[:16] for each in self.values[:5]]
         return ", ".join(shown) + (", ..." if len(self.values) > 5 else "")
 
@@ -93,7 +93,7 @@ FEATURES = {
     "shorter_prompt_of_step": "a prompt shorter than the longest in the step",
     "shorter_total_of_step": "a row shorter than the longest in the step",
 }
-"""Name of a feature -> phrase; those with a number in their name are in `where_text`."""
+"""Name of a feature -> phrase; features with a number in their name are in `where_text`."""
 
 
 def where_text(numbers: Mapping[str, Any]) -> str:
@@ -199,7 +199,7 @@ def _best(
         before, part = np.cumsum(counts)[:-1], np.cumsum(sums)[:-1]
         worth = gains(before, part) - np.log(len(known))
         worth[np.minimum(before, num - before) < MIN_PART_UNITS] = -np.inf
-        if name.startswith("token"):  # the tokens of one id have similar levels, so the ids must tell the same
+        if name.startswith("token"):  # tokens with one id have similar levels, so the split must also hold between ids
             means, size = sums / counts, np.arange(1, len(known))
             of_ids = gains(size, np.cumsum(means - means.mean())[:-1], means) - np.log(len(known))
             worth[(of_ids < MIN_GAIN_NATS) | (np.minimum(size, len(known) - size) < MIN_PART_UNITS)] = -np.inf
@@ -291,7 +291,7 @@ def token_columns(data: PairData) -> dict[str, np.ndarray]:
 
 
 def _period(data: PairData) -> int | None:
-    """Return the distance between consecutive tokens off in a row, if it is nearly always the same; None otherwise."""
+    """Return the distance between successive tokens that are off in a row, if it is nearly always the same; else None."""
     size = logit_error(data)
     off = np.flatnonzero(size > 20 * np.median(size))
     if not MIN_PERIODIC <= len(off) < data.num_kept / 2:

@@ -48,8 +48,8 @@ SELECT count(*) AS num, sum((logprob_a - logprob_b) ** 2) AS gap, sum((logprob_c
 FROM triangle({a}, {b}, {c}) JOIN sequences AS s USING (run, step, seq_id)
 GROUP BY run, step, seq_id ORDER BY run, step, seq_id
 """
-"""Query for each sequence's number of tokens, sums of squared differences of pass a and of replay c from pass b, and
-group."""
+"""Query for the group and number of tokens of each sequence, and the sums of squared differences of pass a and of replay c
+from pass b."""
 
 
 _ENGINE_ALONE = {"engine", "mode"}
@@ -82,7 +82,7 @@ def _contracts(database: Database) -> list[tuple[str, Contract]]:
 
 
 def _changes(name: str, contracts: list[tuple[str, Contract]]) -> str | None:
-    """Return the options that a replay was run with; None if they are missing or ambiguous."""
+    """Return the options of a replay; None if they are missing or ambiguous."""
     arms = {
         arm_text(contract["arm"]) for of, contract in contracts if of == name and isinstance(contract.get("arm"), dict)
     }
@@ -102,8 +102,8 @@ def _own_engines(contracts: list[tuple[str, Contract]], engine_pass: str) -> set
 
 
 def removed_interval(gap_N: Array, left_N: Array, unit_N: np.ndarray) -> Interval | NoInterval:
-    """Return the 95 % interval, over groups, of the removed share 1 - left / gap, from sums per sequence; its upper end is
-    at most 1."""
+    """Return the 95% interval, over groups, of the removed share 1 - left / gap, from sums per sequence. Its upper end is at
+    most 1."""
     found = bootstrap(
         {"removed": lambda t: 1 - t["left"] / t["gap"]}, {"gap": gap_N, "left": left_N}, unit_N, _CONFIDENCE
     )["removed"]
@@ -186,8 +186,8 @@ def diagnose(
 
 
 def _jumps(database: Database, pair: Pair) -> tuple[RecordedChange, ...]:
-    """Return the jumps of the mismatch too abrupt for training alone, largest first; `follows` is the setting or contract
-    field that changed with the jump, if any."""
+    """Return the jumps of the mismatch that are too abrupt for training alone, largest first. `follows` names the setting or
+    contract field that changed with the jump, if any."""
     recorded = read_recorded(known_run(database, pair)[0], pair)
     given = [change for change in recorded if change.kind in (SETTING, CONTRACT)]
     found = [
@@ -255,8 +255,8 @@ def _not_finite(data: PairData, attribution: Attribution) -> tuple[Advice, ...]:
 def _next(
     data: PairData, checked: CheckResult, replays: tuple[ReplayEffect, ...], located: Location | None = None
 ) -> tuple[Advice, ...]:
-    """Return the commands that find which side causes the mismatch and where in the model it arises, if replays and
-    `locate` have not answered this yet."""
+    """Return the commands that find the side and the part of the model that cause the mismatch, unless replays and `locate`
+    have already answered this."""
     if checked.findings[0].code == "equal":
         return ()
     where = _where(data, replays) if located is None and (checked.is_valid or replays) else ()

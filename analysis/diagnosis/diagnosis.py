@@ -63,7 +63,7 @@ class SizeComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayEffect:
-    """Share of the mismatch that disappears if a replay replaces pass a."""
+    """How much of the mismatch disappears if a replay replaces pass a."""
 
     arm: str
     pair: tuple[str, str]
@@ -75,7 +75,7 @@ class ReplayEffect:
     removed: float
     """Share of the mean squared d removed by the replay; negative if the replay increases the mean squared d."""
     low: float | None
-    """Lower end of the 95 % interval of `removed`, over groups; `high` is the upper end. Both are None without one."""
+    """Lower end of the 95% interval of `removed`, over groups; `high` is the upper end. Both are None without one."""
     high: float | None
     no_interval: str | None
     """Reason why there is no interval; None if there is one."""
@@ -102,7 +102,7 @@ class BrokenSide:
     side: str
     """`recording`, `engine`, `trainer`, `computation`, `versions` or `data`; see check.finding.Broken."""
     since: int | None
-    """First step at which it is broken; None if no command finds that it starts within the run."""
+    """First step at which it is broken; None if no command finds a start within the run."""
     by: tuple[str, ...]
     """The commands that found it: `check`, `attribute` or both."""
     other: str | None = None
@@ -147,7 +147,7 @@ class Diagnosis(Result):
 
     @property
     def broken(self) -> BrokenSide | None:
-        """What must be fixed, and since which step; None for nothing."""
+        """What must be fixed, and since which step; None if nothing is broken."""
         checked, suspect = self.checked, self.attribution.suspects[0] if self.attribution.cause else None
         seen, caused = checked.broken, suspect.broken if suspect else None
         faults = data_faults(checked)
@@ -174,11 +174,11 @@ class Diagnosis(Result):
 
 
 _OF_LOGPROBS = ("ratio_is_one", "padding_counts", "unsampled_count")
-"""Codes of data findings that compare logprobs, and may therefore result from a fault of the comparison."""
+"""Codes of data findings that compare logprobs and may therefore be due to a fault in the comparison."""
 
 
 def data_faults(checked: CheckResult) -> tuple[DataFinding, ...]:
-    """Return the faults in the run's data, without findings that a healthy run may have."""
+    """Return the faults in the run's data, except findings that a healthy run may have."""
     return tuple(
         each for each in checked.data if not each.is_notice and (checked.is_valid or each.code not in _OF_LOGPROBS)
     )

@@ -83,7 +83,7 @@ def story_of_run(attribution: Attribution, checked: CheckResult | None, jumps: S
 def _data_faults(checked: CheckResult | None) -> list[str]:
     """Return the names of the faults in the run's data, each with its first step."""
     return [
-        each.title if each.since is None else f"{each.title}, from step {each.since} on"
+        each.title if each.since is None else f"{each.title}, starting at step {each.since}"
         for each in (() if checked is None else data_faults(checked))
     ]
 
@@ -107,7 +107,7 @@ def _cause(attribution: Attribution, checked: CheckResult | None) -> str:
 
 
 def as_cause(suspect: Suspect, checked: CheckResult | None) -> Suspect:
-    """Return a suspected cause as the headline names it: the detail of a mismatch that grows at a step is omitted, because
+    """Return a suspected cause as named in the headline. The detail of a mismatch that grows at a step is omitted, because
     the headline already states the step."""
     has_step = suspect.detail == "subset" and checked is not None and checked.findings[0].since is not None
     return replace(suspect, detail="") if has_step else suspect
@@ -213,7 +213,7 @@ def alerts_text(found: Diagnosis, most: int | None = None) -> str:
 
 
 def normal_text(found: Diagnosis) -> str:
-    """Return a sentence on whether the size of the mismatch is normal; after a jump without a recorded reason, it is not."""
+    """Return a sentence that states whether the size of the mismatch is normal; after an unexplained jump it is not."""
     jump, valid = found.unexplained_jump, found.checked.is_valid
     if jump is None:
         return size_text(found.size, is_valid=valid, explanation=found.checked.findings[0].title)
@@ -221,10 +221,10 @@ def normal_text(found: Diagnosis) -> str:
 
 
 def broken_text(found: Diagnosis) -> str:
-    """State what must be fixed, since which step, and which command found it; empty for nothing."""
+    """State what must be fixed, since which step, and which command found it; empty if nothing is broken."""
     if (broken := found.broken) is None:
         return ""
-    since = " from the first step on" if broken.since is None else f" since step {broken.since}"
+    since = " since the first step" if broken.since is None else f" since step {broken.since}"
     other = ""
     if broken.other is not None:
         other = (
@@ -236,8 +236,9 @@ def broken_text(found: Diagnosis) -> str:
 
 
 def size_text(size: SizeComparison, *, is_valid: bool, explanation: str = "rounding") -> str:
-    """Return a sentence on whether the size of the mismatch is normal or, if the comparison is not valid, on its size alone.
-    `explanation` is the finding of the check in a valid comparison."""
+    """Return a sentence that states whether the size of the mismatch is normal; if the comparison is not valid, only its size.
+
+    `explanation`: the finding of the check in a valid comparison."""
     sentence = _size_sentence(size)
     if not is_valid:
         return f"{sentence}. Fix the comparison first; until then this number means nothing."
@@ -305,7 +306,7 @@ def _alarms(found: Diagnosis) -> Rows:
 
 def _replays(found: Diagnosis) -> Rows:
     return Rows(
-        ("replay", "tokens", "gap_rms", "left_rms", "removed", "95 %", "result"),
+        ("replay", "tokens", "gap_rms", "left_rms", "removed", "95%", "result"),
         [
             (r.arm, r.num_tokens, r.gap_rms, r.left_rms, f"{r.removed:.1%}", _interval(r), effect_text(r))
             for r in found.replays

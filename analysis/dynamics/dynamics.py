@@ -46,8 +46,8 @@ def dynamics(
 
     Changes have 95% intervals; if the intervals of two changes overlap, their order is undecided. The result also has
     the growth rate of k3, and the questions that the trace cannot answer. The onset of a collapse is the one that
-    `attribute` finds. `steps` (3:80, :100, 2:200:2) limits the question to part of the run; other steps still help
-    to find its changes, as in `attribute`.
+    `attribute` finds. `steps` (3:80, :100, 2:200:2) limits the answer to part of the run; other steps
+    are still used to find its changes, as in `attribute`.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -183,7 +183,7 @@ class Growth:
     """Slope of ln k3, per step."""
     low: float
     high: float
-    """Upper end of the 95% interval of the slope, which starts at `low`; allows for autocorrelation
+    """Upper end of the 95% interval of the slope, which starts at `low`. It accounts for autocorrelation
     (docs/evidence/intervals.md)."""
     growth: float
     """Relative growth per step: exp(slope) - 1."""

@@ -19,9 +19,9 @@ SUMMARY: Mapping[str, str] = {
     "line.",
     "moved_first": "{onset} changed first{followers}.",
     "first_undecided": "The data do not show which of these changed first: {onsets}.",
-    "fall": "{outcome} {verb} from step {step} on{interval}, {before:.3g} to {after:.3g}; find the cause with tim-trace "
+    "fall": "{outcome} {verb} starting at step {step}{interval}, {before:.3g} to {after:.3g}; find the cause with tim-trace "
     "attribute.",
-    "later": "After the selected steps, {outcome} {verb} from step {step} on.",
+    "later": "After the selected steps, {outcome} {verb} starting at step {step}.",
     "planned_change": "The {name} (a setting, not a measurement) changes at step {steps}.",
     "k3_doubles": "In the last third of the run k3 doubles every {steps:.3g} steps.",
     "k3_halves": "In the last third of the run k3 halves every {steps:.3g} steps.",
@@ -74,7 +74,7 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
 
 
 def onset_text(onset: FirstChange) -> str:
-    """Describe an onset: a jump takes one step; a ramp's `after` is the value at its end."""
+    """Describe an onset. A jump takes one step; for a ramp, `after` is the value at its end."""
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = "ramps" if change.kind == RAMP else "jumps"

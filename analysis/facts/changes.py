@@ -39,8 +39,8 @@ class ChangePoint:
     """First step after the change; for the drop of an outcome, its onset as reported by attribute."""
     low: int
     high: int
-    """Last step of the 95 % confidence interval, which starts at `low`; where several steps lie between two values, it
-    starts right after the earlier one.
+    """Last step of the 95% confidence interval, which starts at `low`. If steps are missing between two values, the
+    interval starts right after the earlier value.
     """
     before: float
     """Fitted value just before the change, in the unit of the series."""
@@ -150,11 +150,11 @@ class FirstChange:
     undecided: tuple[str, ...]
     """Other series with an overlapping interval: which of them changed first is undecided."""
     may_be_first: bool
-    """False if another series certainly changed earlier."""
+    """False if another series is certain to have changed earlier."""
 
 
 def onsets_of(changes: Mapping[str, Sequence[ChangePoint]], kinds: Mapping[str, str]) -> tuple[FirstChange, ...]:
-    """Return the first change of at least LEAST_SD of each series, in order; series without one are left out."""
+    """Return each series' first change of at least LEAST_SD, in order; series without one are left out."""
     first = {
         name: next((change for change in of_series if abs(change.size_in_sd) >= LEAST_SD), None)
         for name, of_series in changes.items()
@@ -183,7 +183,7 @@ _METRICS = "SELECT step, name, value FROM metrics WHERE value IS NOT NULL AND na
 _REWARDS = "SELECT reward FROM sequences WHERE isfinite(reward)"
 
 MIN_VALUES = 3
-"""Minimum number of values for a drop of an outcome to be searched."""
+"""Minimum number of values for an outcome to be searched for a drop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint,
 
 
 def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[ChangePoint, ...]:
-    """Return the changes after moving the descent nearest to the drop to its onset, so that the two agree."""
+    """Return the changes, with the decrease nearest to the drop moved to the onset of the drop, so that the two agree."""
     if fall is None:
         return changes
     first, last = fall.interval
@@ -244,7 +244,7 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 
 @cached
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
-    """Return the steps that may be used to answer a question about a database's steps, and any drop that begins later.
+    """Return the steps that may be used to answer a question about the selected steps, and any drop that begins later.
 
     These are the whole run if its drop begins by the last selected step, else the run up to that step, so that a drop
     counts even if the run recovers later. The selected steps alone would lack the level before them.
@@ -288,7 +288,7 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Return the evaluation's drop with the reward's onset if narrower; if it did not drop, the reward's drop.
+    """Return the evaluation's drop, with the reward's onset if that is narrower; without such a drop, the reward's.
 
     If only the reward drops, the sampled responses got worse but the policy did not."""
     if fall is not None:
@@ -297,14 +297,14 @@ def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
 
 
 _BASE = 15
-"""Number of earlier steps that a step is compared with."""
+"""Number of earlier steps with which a step is compared."""
 _FEWEST = 4
 _NEXT = 3
 """Number of steps checked after a change; at least two of them must be at the new level."""
 _LOGARITHMS = {"entropy": 0.05, "mean_abs_d": 0.3, "grad_norm": 0.05, "update_to_weight": 0.05, "length": 0.01}
 """Series compared on a log scale -> minimum scatter assumed, as a natural logarithm."""
 POLICY = ("sampled", "trained", "entropy", "length")
-"""Quantities that change only if the policy changes."""
+"""Series that change only if the policy changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +337,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
-    """The quantities of a run around its drop, and the steps at which they leave their earlier level."""
+    """Quantities measured around the drop of a run, and the steps at which they leave their earlier level."""
 
     columns: Mapping[str, Quantity]
     """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`, `loss`; `sampled` and `trained`: mean logprob of the
@@ -370,7 +370,7 @@ class Moves:
         return any(self.size(name, at) for name in names for at in range(step - int(t.AHEAD) - 1, step + 1))
 
     def breaks(self, name: str) -> int | None:
-        """Return the first step, at the drop or before it, from which a correlation is lost for good, or None."""
+        """Return the first step, at the drop or before it, at which a correlation is lost for good, or None."""
         column = self.columns.get(name)
         if column is None:
             return None

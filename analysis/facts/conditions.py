@@ -20,9 +20,9 @@ PROMPTS, SAMPLING, ADVANTAGES, REFERENCE, SETTING, LOGGED, MASK = (
 )  # fmt: skip
 
 _MOST_PROMPTS = 20_000
-"""Maximum number of sequences whose prompts are read, spread over the run."""
+"""Maximum number of sequences whose prompts are read; they are spread over the run."""
 _MOST_SWITCHES = 5
-"""Maximum number of changes of a logged number that counts as a setting rather than a measurement."""
+"""A logged number that changes at most this often counts as a setting rather than a measurement."""
 _HELD = 4
 """Minimum number of equal values in a row for a logged number to count as constant."""
 
@@ -184,7 +184,7 @@ def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
 
 
 def _never_before(steps: np.ndarray, counts: np.ndarray) -> Column:
-    """Return the share of each step's tokens that never occur in the first quarter of the run; NaN within it."""
+    """Return the share of each step's tokens that do not occur in the first quarter of the run; NaN within that quarter."""
     begins = max(len(steps) // 4, 3)
     is_new = counts[:begins].sum(axis=0) == 0
     share = counts[:, is_new].sum(axis=1) / counts.sum(axis=1)
@@ -244,13 +244,13 @@ def held_parts(values: np.ndarray) -> list[tuple[int, int]]:
 
 
 def begins_held(values: np.ndarray) -> bool:
-    """Return True if a setting is constant at first and changes later, as with a ramp or a runaway controller."""
+    """Return True if a setting is constant at first and changes later, as a ramp or a runaway controller does."""
     parts = held_parts(values)
     return bool(parts) and parts[0][0] == 0 and len(parts) <= _MOST_SWITCHES + 1
 
 
 def _is_learning_rate(name: str) -> bool:
-    """Return True if a setting is a learning rate, which schedules change all the time."""
+    """Return True if a setting is a learning rate, which schedules change at every step."""
     words = re.split(r"[/.]", name.lower())
     return words[-1] in {alias.rsplit("/", 1)[-1] for alias in NAMES["learning_rate"]}
 

@@ -196,15 +196,15 @@ class RunMismatch:
     """The mismatch of a run at several stages of training: mean |d|, in nats."""
 
     size: float
-    """Mean |d| at the onset of the drop: the median over the tenth of the run before it, or, if larger, the largest
-    median of three successive steps around it.
+    """Mean |d| at the onset of the drop: the median over the tenth of the run before the onset, or the largest median of
+    three successive steps around it, whichever is larger.
     """
     first: float
     """Mean |d| at the first step, which is before any update if the run was recorded from its start."""
     settled: float
-    """Median mean |d| between a tenth and half of the run."""
+    """Median of the steps' mean |d| between a tenth and half of the run."""
     late: float
-    """Median mean |d| over the last quarter of the run."""
+    """Median of the steps' mean |d| over the last quarter of the run."""
 
     @property
     def begins(self) -> str:
@@ -255,8 +255,8 @@ def _largest(steps: np.ndarray, values: np.ndarray, first: int, last: int) -> fl
 
 
 def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
-    """Return [n] bool: True in the tenth of the run before a drop (at least three steps), or in the whole run without a
-    drop.
+    """Return [n] bool: True in the tenth of the run before a drop (at least three steps); without a drop, in the whole
+    run.
     """
     if fall is None:
         return np.ones(len(steps), bool)
@@ -275,15 +275,13 @@ _SAME_BITS = 1e-7
 _SAME_LOGPROB = 1e-5
 """Maximum difference, in nats, between the logprobs of an exact engine and its trainer with the same weights."""
 _NEAR = 1e-4
-"""Maximum difference, in nats, between matching logprobs if only one step is compared, where chance matches are
-rare.
-"""
+"""Maximum difference, in nats, between matching logprobs if a single step is compared: chance matches are rare then."""
 _ASIDE = 3.0
-"""Offset, in units of the matching tolerance, at which logprobs are matched to count matches by chance."""
+"""Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
 _MOST_HELD = 5_000_000
-"""Maximum number of comparisons with earlier logprobs; above it, every k-th prefix is used."""
+"""Maximum number of comparisons with earlier logprobs; if there are more, only every k-th prefix is used."""
 _FEWEST_OF_VERSION = 20
-"""Minimum number of prefixes for a comparison with the trainer at one step, or at one distance in steps."""
+"""Minimum number of prefixes for a comparison with the trainer at one step, or at one fixed distance in steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,12 +301,12 @@ class StillEngine:
 
     @property
     def explains(self) -> bool:
-        """True if the engine kept its weights while the trainer's changed."""
+        """True if the engine kept its weights while the trainer's weights changed."""
         return self.still >= t.STILL and self.of_trainer <= t.STILL_BY_CHANCE
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes from step `first` on; None if too few repeat."""
+    """Compare the logprobs of repeated prefixes starting at step `first`; None if too few repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -334,7 +332,7 @@ class EarlierWeights:
     is_distance: bool
     """True if `version` is a distance in steps, False if it is a step."""
     agreement: float
-    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's there."""
+    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's at that step."""
     num_agreeing: int
     """Number of prefixes sampled at `version`."""
 
@@ -359,7 +357,7 @@ class EarlierWeights:
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's of earlier steps.
+    """Look up the engine's logprobs of prefixes, starting at step `first`, among the trainer's from earlier steps.
 
     Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if
     none of them was sampled before.

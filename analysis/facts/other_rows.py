@@ -26,7 +26,7 @@ class ScoredRows:
     step: int
     num_other: int
     share: float
-    """Share of sequences with the engine's mean logprob of any other row of the step, or of one fixed offset."""
+    """Share of sequences whose mean logprob equals the engine's of some other row, or of the row at one fixed offset."""
     by_chance: float
     """Share of sequences that match by chance: with rows of the previous step, or the median over other offsets."""
 
@@ -43,7 +43,7 @@ class ScoredRows:
 
 
 def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | None:
-    """Compare the trainer's mean logprobs from `step` on with the engine's of other rows; None if fewer than 30 differ.
+    """Compare the trainer's mean logprobs since `step` with the engine's of other rows; None if fewer than 30 differ.
 
     `least`: smallest difference between two mean logprobs, in nats, that counts.
     """
@@ -87,9 +87,9 @@ class ReorderedRewards:
     num_other: int
     """Number of repeated responses whose reward changed."""
     num_lacking: int
-    """Number of earlier rewards that no row of the step has; a lower bound."""
+    """Number of earlier rewards that are missing from their step; a lower bound."""
     lacking_by_chance: float
-    """Number of earlier rewards that would be missing if changed rewards were random draws from all later ones."""
+    """Number that would be missing if the changed rewards were random draws from all later rewards."""
 
     @property
     def is_permuted(self) -> bool:
@@ -101,7 +101,7 @@ class ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRewards:
-    """Comparison of the rewards before a step with those after it, ignoring rows."""
+    """Comparison of the rewards before and after a step, regardless of their rows."""
 
     step: int
     mean_before: float
@@ -115,15 +115,16 @@ class KeptRewards:
 
     @property
     def are_same(self) -> bool:
-        """True if rewards have the same distribution, so that changed rewards are those of other rows."""
+        """True if the distribution of rewards is unchanged, so that changed rewards belong to other rows."""
         return self.apart <= t.SAME_REWARDS and (
             abs(self.in_sd) <= t.SAME_REWARDS_SD or abs(self.mean - self.mean_before) <= t.SAME_REWARDS * self.spread
         )
 
 
 def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
-    """Compare the rewards of up to eight steps before a step with those of up to eight steps from it on; None if either
-    has fewer than three steps.
+    """Compare the rewards of up to eight steps before `step` with those of up to eight steps that start at it.
+
+    None if there are fewer than three steps on either side.
     """
     before, since = (
         rollouts.until(step - 1).since(step - _KEPT_STEPS),
@@ -148,7 +149,7 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
 
 
 def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
-    """Compare the rewards of each step from `step` on, ignoring rows, with the earlier rewards of its responses."""
+    """Compare the rewards of each step since `step`, regardless of rows, with the earlier rewards of its responses."""
     least = least_reward(rollouts)
     known = _earned_before(rollouts, step)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
@@ -184,7 +185,7 @@ class OtherPromptsRewards:
 
 
 def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewards | None:
-    """Compare rewards from `step` on with those that the same responses earned earlier under neighbouring prompts.
+    """Compare rewards since `step` with those that the same responses earned earlier under neighbouring prompts.
 
     None if no neighbour has 30 such responses.
     """
@@ -237,7 +238,7 @@ def _earned_before(rollouts: Rollouts, step: int) -> np.ndarray:
 
 
 def _lacking(wanted: np.ndarray, given: np.ndarray, least: float) -> int:
-    """Return the number of wanted values without a given value that matches; each given value can match only once."""
+    """Return how many wanted values match none of the given ones; each given value can match only once."""
     given = np.sort(given)
     place, lacking = 0, 0
     for value in np.sort(wanted):

@@ -78,7 +78,7 @@ _ADVANTAGES = "unnest(coalesce(s.advantages::DOUBLE[], list_resize([]::DOUBLE[],
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Which optional score columns a run recorded; they decide the source of each series for all steps."""
+    """The optional score columns that a run recorded; they determine the source of each series for all steps."""
 
     entropy: frozenset[str] = frozenset()
     """Passes with token entropies."""
@@ -123,7 +123,7 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Column]:
-    """Read the numbers of updates from sampling to loss, and from pass b to pass a; `given` as in read_entropy."""
+    """Read the number of updates from sampling to loss, and from pass b to pass a; `given` is as in read_entropy."""
     given = given or read_given(database, run)
     loss = "current" if "current" in given.version else "train"
     # Without its own policy version, an engine's score has that of the sequence.
@@ -285,7 +285,7 @@ def read_logged(database: Database, run: str) -> list[Column]:
 
 
 def _chosen(database: Database, run: str) -> dict[str, str]:
-    """Return series -> metric name in this run; of several names with the same last word, the alphabetically first is
+    """Return series -> metric name in this run. If several names have the same last word, the alphabetically first is
     used.
     """
     logged = [

@@ -53,10 +53,10 @@ SELECT "pass", step, min(contract) FROM scores GROUP BY ALL HAVING count(DISTINC
 GIVEN = (PROMPTS, SAMPLING, ADVANTAGES, SETTING, CONTRACT)
 """Kinds of changes in inputs, which no policy can cause."""
 FOLLOWS = (OPTIMIZER, ENTROPY, LENGTH, WEIGHTS, POLICY, LOGGED)
-"""Kinds of changes that follow the policy, and so may be consequences of an earlier change in an input."""
+"""Kinds of changes that follow from the policy, and so may be consequences of an earlier change in an input."""
 
 CLEAR_SD = 4.0
-"""From this size up, in standard deviations, a change in an input is certain and can have consequences."""
+"""A change in an input of at least this size, in standard deviations, is certain and can have consequences."""
 
 BEFORE, WITH, AFTER = "before", "with", "after"
 
@@ -72,9 +72,7 @@ class RecordedChange:
     step: int
     low: int
     high: int
-    """Last step of the 95 % confidence interval, which starts at `low`; both equal the step if the change was
-    deliberate.
-    """
+    """Last step of the 95% confidence interval, which starts at `low`; both equal `step` if the change was deliberate."""
     before: float | str
     after: float | str
     size_in_sd: float | None
@@ -152,7 +150,7 @@ def _of_series(series: Series, change: ChangePoint) -> RecordedChange:
 
 
 def _set(series: Series) -> list[RecordedChange]:
-    """Return the changes of a setting; the interval of a gradual one (ramp, controller) is its first to last step."""
+    """Return the changes of a setting; a gradual change (ramp, controller) has an interval from its first to last step."""
     values, steps = series.values, series.steps
     parts = held_parts(values)
     if parts and parts[-1][1] < len(values) - 1:

@@ -1,5 +1,5 @@
-"""Correlate rewards, advantages, lengths and logprobs, and find the step from which identical responses get other
-values.
+"""Correlate rewards, advantages, lengths and logprobs, and find the step at which the values of identical responses
+change.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .rollouts import (
 )
 
 _BY_CHANCE = 1.32
-"""Correlation that unrelated values exceed in 10 % of cases, in standard errors of 1 / sqrt(n - 1)."""
+"""Correlation that unrelated values exceed in 10% of cases, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses of one length, and of such lengths, to relate rewards to length."""
+"""Minimum number of responses for a length to count, of differing rewards, and of lengths for a fit with a turning point."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""The same minimums within a single step."""
+"""Within a single step: minimum number of responses for a length to count, and of such lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Relation:
     num_groups: int
     """Number of groups in which both quantities vary."""
     negative: float
-    """Share of groups whose correlation is below the 10 % chance bound: -0.5 for eight members."""
+    """Share of groups whose correlation is so negative that chance reaches it in 10% of cases: -0.5 for eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
@@ -68,7 +68,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two columns minus their group means, where both are known, and [N] bool that marks these sequences."""
+    """Return two columns minus their group means, for sequences that have both, and [N] bool that marks these."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)
@@ -76,7 +76,7 @@ def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray,
 
 
 def relation_by_step(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the n steps in which both columns vary within groups, and their correlation within groups at each."""
+    """Return the n steps in which both columns vary within groups, and the within-group correlation at each."""
     x, y, known = _in_groups(rollouts, first, second)
     steps, of_step = np.unique(rollouts.step[known], return_inverse=True)
     xy, xx, yy = (np.bincount(of_step, product, len(steps)) for product in (x * y, x**2, y**2))
@@ -107,11 +107,11 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of the variance of reward differences between identical responses that length explains, and the
+    """Return the share of reward differences between identical responses that length explains (as variance), and the
     sign of the relation.
 
-    It is the largest of three: by length; by length minus its group mean; and, if they vary enough, by length among
-    responses with equal rewards. The fitted function is monotone or has one turning point. The share is 0 if fewer than
+    The share is the largest of three: by length; by length minus its group mean; and, if they vary enough, by length
+    among responses with equal rewards. The fitted function is monotone or has one turning point. The share is 0 if fewer than
     two lengths have five responses, or if no reward differs.
     """
     at_a, at_b = shared_responses(run, control)
@@ -164,8 +164,8 @@ def _from_monotone(means: np.ndarray, counts: np.ndarray, *, increasing: bool) -
 def pays_length_otherwise(run: Rollouts, control: Rollouts) -> float:
     """Return the correlation between reward and length if `run` rewards length and `control` does not, else 0.
 
-    It comes from reward differences of identical responses, or from within groups if almost all rewards differ and
-    lengths change in the rewarded direction.
+    It is measured on reward differences of identical responses. If almost all rewards differ and lengths change in the
+    rewarded direction, it is measured within groups.
     """
     at_a, at_b = shared_responses(run, control)
     difference, differs = reward_differences(run.reward[at_a], control.reward[at_b], control.reward)
@@ -209,7 +209,7 @@ def explained_by_length_by_step(rollouts: Rollouts) -> tuple[np.ndarray, np.ndar
 
 
 _INTERVAL = 1.92
-"""Log-likelihood below the maximum at the ends of a 95 % confidence interval."""
+"""Decrease of the log-likelihood from its maximum to the ends of a 95% confidence interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,9 +228,9 @@ class ChangedResponses:
     agreement: float = 0.0
     """Correlation of the values before the step with those after it; 0 if either are constant."""
     low: int = 0
-    """First step of the 95 % confidence interval of the change."""
+    """First step of the 95% confidence interval of the change."""
     high: int = 0
-    """Last step of the 95 % confidence interval of the change."""
+    """Last step of the 95% confidence interval of the change."""
 
     @property
     def is_rescaled(self) -> bool:
@@ -243,7 +243,7 @@ class ChangedResponses:
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
 
     def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
-        """Return the sequences after the change and those before it, without the interval of its step."""
+        """Return the sequences after the change and those before it; those within its interval are left out."""
         return rollouts.since(self.high), rollouts.until(self.low - 1)
 
 
@@ -290,7 +290,7 @@ def changed_responses(
 
 
 def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
-    """Return the most likely step of a change, and its 95 % confidence interval, from M pairs of values.
+    """Return the most likely step of a change, and its 95% confidence interval, from M pairs of values.
 
     Pairs that span the change differ more often than others. `differs`: [M] bool, True if the values of a pair differ;
     `low` and `high`: [M] its earlier and its later step.

@@ -60,15 +60,13 @@ FARTHEST = 16
 OPENING = 3
 """Number of response tokens in an opening: the prompt with these tokens is the prefix compared between responses."""
 _ALONE = 0.5
-"""Share of sequences that are alone in their group above which each step counts as one group."""
+"""If more than this share of sequences are alone in their group, each step counts as one group."""
 FEWEST_COMPARED = 30
 """Minimum number of sequences or groups for a comparison to give a result."""
 FEWEST_SPANNING = 10
 """Minimum number of responses sampled both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""-logprob, in nats, below which the policy is certain of a prefix, whose logprob then cannot show a change of
-weights.
-"""
+"""The policy is certain of a prefix if its -logprob, in nats, is below this; it then cannot show a change of weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +235,7 @@ def least_reward(rollouts: Rollouts) -> float:
 
 
 def successive(key: np.ndarray, step: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M] indices of the earlier and the later sequence of each pair of consecutive ones with equal keys."""
+    """For each of M pairs of consecutive sequences with equal keys, return the indices of the earlier and the later one."""
     order = np.lexsort((step, key))
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
     return order[:-1][again], order[1:][again]
@@ -259,7 +257,7 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return [M] indices, into each run, of the first occurrence of each prompt and response that both sampled."""
+    """Return, for each run, the [M] indices of the first occurrence of each prompt and response that both sampled."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 
@@ -283,11 +281,11 @@ def other_endings(rollouts: Rollouts, before: Rollouts) -> tuple[np.ndarray, np.
 
 
 _LEAST_SORTED = 3
-"""Minimum size of a group for a test whether its rewards are sorted."""
+"""Minimum size of a group for testing whether its rewards are sorted."""
 _EQUAL = 1e-4
-"""Difference, in nats, up to which two logprobs of one prefix are equal; rounding depends on the batch shape."""
+"""Two logprobs of one prefix are equal if they differ by at most this, in nats; rounding depends on the batch shape."""
 _FEWEST_IN_STEP = 20
-"""Minimum number of pairs of identical responses within a step to compute their share of unequal values."""
+"""Minimum number of pairs of identical responses within a step for computing the share with unequal values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,8 +302,8 @@ class RepeatedResponses:
     mean_difference: float
     """Mean absolute difference over the pairs with different rewards."""
     order: str = ""
-    """Row order in ORDERS that leaves the fewest pairs with different rewards; empty if a shift, or no change, leaves
-    fewer.
+    """Row order in ORDERS that leaves the fewest pairs with different rewards; empty if a shift or the recorded order
+    leaves fewer.
     """
 
     @property
@@ -346,8 +344,8 @@ ascending or descending response length, in the step or in each group; the rewar
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
-    """Return the index [N] of the row whose reward each row takes in the named order; its own index if groups differ in
-    size.
+    """Return [N] indices: the row whose reward each row takes in the named order. If groups differ in size, rows keep
+    their own.
     """
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]

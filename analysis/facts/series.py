@@ -83,7 +83,7 @@ class Series:
 
     @property
     def not_finite_since(self) -> int | None:
-        """First step from which on every recorded value is NaN or infinite; None if the last value is finite."""
+        """Step since which every recorded value is NaN or infinite; None if the last value is finite."""
         is_number = self.known & ~np.isin(self.steps, self.not_finite)
         since = self.not_finite[self.not_finite > self.steps[is_number].max(initial=-1)]
         return int(since[0]) if len(since) else None
@@ -167,23 +167,24 @@ def columns_of(
 FALL_SHARE = 0.09
 """Minimum share of the earlier level that a drop must lose; healthy runs lose and regain a twentieth."""
 FALL_STAYS = 0.6
-"""A drop lasts, unlike a dip, if at least this share of windows is below the midpoint from the first one below on."""
+"""A drop lasts, unlike a dip, if at least this share of windows is below the midpoint, counted from the first such
+window."""
 FALL_HOLDS = 0.9
-"""A drop judged by the noise before it lasts if at least this share of the windows stays low."""
+"""A drop that is judged by the noise before it lasts if at least this share of the windows stays low."""
 FALL_BEYOND = 6.0
-"""Minimum size, in standard errors beyond the bias of choosing the best window, of a drop judged by the noise before it. This rule gives no false alarm in 207 healthy runs
+"""Minimum size of a drop judged by the noise before it, in standard errors beyond the bias of choosing the best window. This rule gives no false alarm in 207 healthy runs
 of eight benchmark suites. On stationary series with autocorrelation up to 0.8 it raises the false-alarm rate from 0.06 to 0.08 (100 values)
 and from 0.00 to 0.03 (200 values); with autocorrelation 0.95, from 0.20 to 0.31 (200 values)."""
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""Share of the outcome's total loss; a change after this share was lost comes too late to be the cause."""
+"""A change is too late to be the cause once the outcome has lost this share of its total loss."""
 
 COLLAPSE, SLOW_DECLINE = "collapse", "slow_decline"
 
 _UNSEEN_CORRELATION = 2.0
-"""Factor on the scatter if there are too few values to estimate the autocorrelation; 2 is right for an autocorrelation
-of 0.6.
+"""Factor applied to the scatter if there are too few values to estimate the autocorrelation; 2 corresponds to an
+autocorrelation of 0.6.
 """
 
 _EVALUATION = re.compile(r"(^|[/_-])(eval|val|validation|test|heldout|held_out)([/_-]|$)", re.IGNORECASE)
@@ -197,7 +198,7 @@ _NO_OUTCOME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A measure of how well a run does, over its steps."""
+    """A measure of how well a run does, by step."""
 
     name: str
     """Name of the metric, or `reward` for the recorded sequences."""
@@ -208,7 +209,7 @@ class Outcome:
     is_evaluation: bool
     """True if it was measured on held-out data, so that a wrong reward cannot change it."""
     floor: float = 0.0
-    """Value if no answer is right: 0, or less if rewards are negative."""
+    """Value if no answer is correct: 0, or less if rewards are negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,14 +225,12 @@ class Fall:
     """Onset: the last step before the values leave their earlier level for good."""
     low: int
     high: int
-    """Last of the onsets, from `low` on, that fit about as well as the best one with fixed levels before and after. The
-    range is narrower than a confidence interval."""
+    """Last onset, `low` being the first, that fits about as well as the best one if the levels before and after are fixed.
+    This range is narrower than a confidence interval."""
     interval: tuple[int, int]
-    """95 % confidence interval of the onset, with fitted levels and autocorrelation; see docs/evidence/intervals.md."""
+    """95% confidence interval of the onset, with fitted levels and autocorrelation; see docs/evidence/intervals.md."""
     fallen: int
-    """First step by which the outcome has lost the share FALLEN of its total loss; later changes cannot be the
-    cause.
-    """
+    """First step at which the outcome has lost FALLEN of its total loss; later changes cannot be the cause."""
     before: float
     """Level of the outcome before the drop."""
     after: float
@@ -239,7 +238,7 @@ class Fall:
     size_in_sd: float
     """before - after, in standard errors of the difference."""
     floor: float = 0.0
-    """Value of the outcome if no answer is right."""
+    """Value of the outcome if no answer is correct."""
 
     @property
     def verb(self) -> str:
@@ -267,10 +266,10 @@ def is_evaluation(name: str) -> bool:
 def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
     """Return the drop of an outcome, or None if noise can explain it.
 
-    The earlier level is the best window of a tenth of the run (at least 3 values), the later level the last window. The
-    drop must exceed FALL_SHARE of the earlier level. Also, the drop, or the decrease along a straight line fitted from
-    the best window on, must exceed FALL_SD standard errors (see `level_deviation`) beyond the bias of choosing the best
-    window.
+    The earlier level is the best window of a tenth of the run (at least 3 values), the later level is the last window.
+    The drop must exceed FALL_SHARE of the earlier level. In addition, the drop or the decrease along a straight line
+    fitted to the values since the best window must exceed FALL_SD standard errors (see `level_deviation`) beyond the
+    bias of choosing the best window.
 
     `beside` is the same outcome of a baseline run with the same seeds. A run that ends that far below its baseline,
     beyond the noise of their difference, has dropped as well.
@@ -319,7 +318,7 @@ def find_fall(outcome: Outcome, beside: Outcome | None = None) -> Fall | None:
 
 
 def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: int, least: float) -> bool:
-    """Return True if the last fifth of the run is below the best window by more than the earlier noise, and stays low.
+    """Return True if the last fifth of the run stays below the best window by more than the earlier noise.
 
     Only the noise before the drop counts, because swings and recoveries after it add autocorrelation.
     """
@@ -374,7 +373,7 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """Return True if the windows recover for long, above the midpoint or the FALLEN level: a temporary dip."""
+    """Return True for a temporary dip: the windows later stay above the midpoint or the FALLEN level for long."""
     for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
         if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 AHEAD = 3.0
-"""Number of steps before the onset interval of a drop in which its cause is searched."""
+"""Number of steps before the onset interval of a drop that are searched for its cause."""
 AT_ONCE = 0.35
-"""A mismatch is there from the start if its first step has this share of the settled size; one update causes less."""
+"""A mismatch exists from the start if it has at least this share of its settled size at the first step; one update causes
+less."""
 GROWTH = 1.6
-"""The mismatch grows if it is at least this many times its settled size in the last quarter of the run."""
+"""The mismatch grows if, in the last quarter of the run, it is at least this many times its settled size."""
 
 EARLIER_AGREES = 0.5
-"""The engine had earlier weights if at least this share of prefixes has the engine logprob that the trainer gave at one
-earlier step, or at one fixed distance in steps. The share was at most 0.14 in 57 collapses caused by the mismatch."""
+"""The engine had earlier weights if, for at least this share of prefixes, its logprob equals the trainer's from one
+earlier step (or from a fixed number of steps earlier). The share was at most 0.14 in 57 collapses caused by the mismatch."""
 EARLIER_FEWEST = 8
 """The engine had weights of several earlier steps only if at least this many prefixes match one of them."""
 EARLIER_OVER_CHANCE = 5.0
-"""The engine had weights of several earlier steps only if this many times more prefixes match than expected by
-chance; at most 2.3 in collapses caused by the mismatch."""
+"""The engine had weights of several earlier steps only if at least this many times more prefixes match than chance
+explains; the factor is at most 2.3 in collapses caused by the mismatch."""
 NONE_LEFT = 0.1
-"""Where many rows match by chance, an explanation may leave at most this share of the others unexplained."""
+"""If many rows match by chance, an explanation may leave at most this share of the other rows unexplained."""
 STILL = 0.5
-"""The engine kept its weights if at least this share of the prefixes repeated within a few steps gets bitwise identical
-logprobs from it; with new weights every other step, half do."""
+"""The engine kept its weights if it gives at least this share of the prefixes repeated within a few steps bitwise
+identical logprobs; with new weights every other step, half get them."""
 STILL_BY_CHANCE = 0.1
-"""The trainer's weights change if at most this share of repeated prefixes gets bitwise identical logprobs from the
-trainer.
-"""
+"""The trainer's weights changed if it gives at most this share of repeated prefixes bitwise identical logprobs."""
 
 
 MATERIAL_REWARD = 0.05
-"""Two rewards of a response differ from this size up, in standard deviations of all rewards; KL terms in the reward
-cause smaller differences."""
+"""Two rewards of a response differ if they are at least this far apart, in standard deviations of all rewards; KL terms
+in the reward cause smaller differences."""
 UNEQUAL_SHIFTED = 0.35
 """Rewards were in the wrong rows if undoing a row shift leaves at most this share of the repeated responses that had
 different rewards."""
@@ -42,20 +41,21 @@ SAME_REWARDS_SD = 2.5
 MOST = 0.5
 """In a run without a drop, a value has changed if at least this share of repeated responses gets a different one."""
 REFERENCE_MOVES = 0.05
-"""The reference model has changed if its mean logprob of a response differs by this many nats; bf16 kernels: 0.01."""
+"""The reference model has changed if its mean logprob of a response changes by more than this, in nats; bf16 kernels
+cause 0.01."""
 SAME_ORDER = 0.95
-"""Only the scale of rewards has changed if those of identical responses correlate this much across the step."""
+"""Only the scale of rewards has changed if the old and new rewards of identical responses correlate more than this."""
 GRADED_ELSEWHERE = 0.9
 """Responses were graded against another prompt if at least this share of them has the reward earned earlier under
 it."""
 GRADED_BY_CHANCE = 0.6
 """Rewards that match another prompt's are evidence only if at most this share is expected to match by chance."""
 LACKING = 10.0
-"""A reordering can be tested only if this many earlier rewards would be missing from their steps by chance."""
+"""A reordering can be tested only if chance would leave at least this many earlier rewards missing from their steps."""
 LACKING_OF_PERMUTED = 0.1
-"""Rewards were reordered if few are missing: at most this share of those expected by chance; timeouts cause a few."""
+"""Rewards were reordered if few are missing: at most this share of the number expected by chance. Timeouts cause a few."""
 LENGTH_PAYS = 0.5
-"""The reward depends on length above this correlation within groups; it is at most 0.5 in correct tasks."""
+"""The reward depends on length if the two correlate more than this within groups; in correct tasks they do not."""
 LENGTH_EXPLAINS = 0.8
 """Length explains reward differences if it correlates with them more than this."""
 LENGTH_IS_ALL = 0.98
@@ -64,9 +64,9 @@ LENGTH_EXPLAINS_WITHIN = 0.85
 """Within steps, or for a bonus that grows steadily, length explains reward differences if it correlates with them more
 than this."""
 ALMOST_ALL = 0.9
-"""Minimum share of responses whose reward changes when a reward begins to depend on length."""
+"""If a reward starts to depend on length, it changes for at least this share of the responses."""
 MOVES_SD = 6.0
-"""A quantity changes at a step if it moves by at least this many standard deviations of the earlier steps."""
+"""A series changes at a step if it moves by at least this many standard deviations of the earlier steps."""
 MOVES_ON = 0.6
 """A change lasts if at least this share of it persists in two of the next three steps."""
 BREAKS_SD = 4.0
@@ -76,7 +76,8 @@ BREAKABLE = 0.2
 BREAK_LOSES = 0.5
 """A correlation is lost only if it decreases permanently by at least this share."""
 MATERIAL_REST = 0.1
-"""Responses with equal rewards are tested apart if they have this share of the variance of reward differences."""
+"""Responses with equal rewards are tested separately if they have at least this share of the variance of reward
+differences."""
 OTHER_ROWS = 0.4
-"""Rows are reordered if at least this share of the differing logprobs matches another row. Not all can match, because
-logprobs of a row with another length are cut or padded."""
+"""Rows are reordered if at least this share of the differing logprobs match another row. Not all can match, because
+logprobs moved to a row of another length are cut or padded."""

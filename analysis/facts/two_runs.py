@@ -55,7 +55,7 @@ def paired(a: Any, b: Any) -> Pairs:
 def _matched(
     step_N: np.ndarray, key_N: np.ndarray, step_M: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of rows with equal step and key: the k-th such row of one run with the k-th of the other."""
+    """Return indices of rows with equal step and key: the k-th such row in one run is paired with the k-th in the other."""
     keys, key = np.unique(np.concatenate([key_N, key_M]), return_inverse=True)
     _, number = np.unique(np.concatenate([step_N, step_M]), return_inverse=True)
     kind = number * len(keys) + key
@@ -142,7 +142,7 @@ def read_prefixes(a: Database, b: Database, steps: range, passes: Sequence[str],
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedTokens:
-    """What paired responses of one step show about their shared tokens."""
+    """Comparison of the tokens that paired responses of one step share."""
 
     apart: dict[str, float]
     """Pass -> mean absolute difference between the runs' logprobs, nats; only passes recorded in both runs."""

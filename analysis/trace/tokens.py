@@ -1,4 +1,4 @@
-"""Read tokens: sequences joined with their scores under some passes, as batches of rows or as flat arrays."""
+"""Read tokens: sequences joined with scores, as batches of rows or flat arrays, here or by the actors of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def fitting(steps: Iterable[int], tokens: Mapping[int, int], max_tokens: int) ->
     return chosen
 
 
-# --- Units of the reading of all tokens, which this process or the actors of a Ray cluster read
+# --- Units of work, for this process or the actors of a Ray cluster
 
 Unit = TypeVar("Unit")
 Made = TypeVar("Made")

@@ -329,7 +329,7 @@ def test_a_fall_is_told_with_its_interval(tmp_path):
     found = attribute(record(tmp_path / "run", Story(reward=drops(60, 0.7, 0.1))))
     first, last = found.fall.interval
     assert first <= 60 <= last + 1
-    assert f"from step {found.fall.step} on (95% CI {first}-{last})" in verdict_sentence(found)
+    assert f"starting at step {found.fall.step} (95% CI {first}-{last})" in verdict_sentence(found)
 
 
 @pytest.mark.slow
@@ -339,7 +339,7 @@ def test_dynamics_and_attribute_report_one_onset_of_a_fall(tmp_path):
     assert moved.fall == fall
     onset = next(onset.change for onset in moved.onsets if onset.name == "reward")
     assert (onset.step, onset.low, onset.high) == (fall.step, *fall.interval)
-    assert any(f"collapses from step {fall.step} on" in sentence for sentence in summary_sentences(moved))
+    assert any(f"collapses starting at step {fall.step}" in sentence for sentence in summary_sentences(moved))
     assert dynamics(run, steps="1:90").fall == attribute(run, steps="1:90").fall is not None
     assert dynamics(run, steps="1:50").fall is attribute(run, steps="1:50").fall is None
 

@@ -276,7 +276,7 @@ PRIOR = Evidence(code="prior", points=2.5)
 
 
 def test_the_verdict_in_words():
-    where = "reward collapses from step 60 on (95% CI 57-63), 0.8 to 0.3. "
+    where = "reward collapses starting at step 60 (95% CI 57-63), 0.8 to 0.3. "
     told = attribution(suspect("reward", 0.9), suspect("mismatch", 0.01))
     assert verdict_sentence(told) == where + (
         "Most likely cause: a noisy or wrong reward (90%, observation of one run). The mismatch is ruled out."
@@ -302,7 +302,7 @@ def test_the_verdict_in_words():
     for evidence in ((seen, PRIOR), (PRIOR, seen)):
         counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
         assert verdict_sentence(counted) == where + (
-            "Cause unknown. None of those tested explains it (98%): from step 40 on, the loss mask differs in 100% of 70 "
+            "Cause unknown. None of those tested explains it (98%): starting at step 40, the loss mask differs in 100% of 70 "
             "responses sampled both before and after it. Basis: observation of one run."
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")

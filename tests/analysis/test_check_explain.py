@@ -492,7 +492,7 @@ def test_values_of_one_step_say_the_step(tmp_path):
 
     first = first_of(Recording(rollout=rollout, contracts=BOTH_FP32), tmp_path / "trace")
     assert (first.code, first.numbers["in_steps"]) == ("shift", "2")
-    assert evidence_text(first).endswith("all of it in step 2")
+    assert evidence_text(first).endswith("all of it occurs in step 2")
 
 
 # --- Contracts, limits of ids, and mismatches that begin later ---------------------------------------------------------------

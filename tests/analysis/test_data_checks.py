@@ -430,4 +430,4 @@ def test_titles_and_sentences_have_all_their_numbers(tmp_path):
         (found,) = findings(write(tmp_path / kind, **FAULTS[kind][2]))
         assert found.code in KINDS
         assert found.title
-        assert data_text(found).endswith("affected)" if found.since is None else f"from step {found.since} on)")
+        assert data_text(found).endswith("affected)" if found.since is None else f"starting at step {found.since})")

@@ -396,7 +396,7 @@ def test_what_differs_first_would_be_the_cause_of_a_fall_that_nobody_sees(tmp_pa
     found = attribute(record(tmp_path / "run", permutes_advantages), control=control)
     assert (found.fall, found.cause) == (None, None)
     assert (found.supposed_cause.step, found.supposed_cause.suspects[0].code) == (CHANGED, "pairing")
-    assert f"from step {CHANGED} on" in verdict_sentence(found)
+    assert f"starting at step {CHANGED}" in verdict_sentence(found)
     assert attribute(control, control=control).supposed is None
 
 

@@ -508,7 +508,7 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_read
 
 @pytest.fixture(scope="module")
 def late(tmp_path_factory):
-    """40 steps of 12 sequences; from step 37 on |d| is 0.5 instead of about 0.01, and the gradient norm is logged."""
+    """40 steps of 12 sequences; starting at step 37, |d| is 0.5 instead of about 0.01, and the gradient norm is logged."""
     path, draw = tmp_path_factory.mktemp("gate") / "run", np.random.default_rng(8)
     with Recorder(path) as recorder:
         for step in range(1, 41):

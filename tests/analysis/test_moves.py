@@ -121,7 +121,7 @@ def test_steps_that_were_not_recorded_do_not_move():
 
 
 def lost_at(since, *, before=0.8, least=0.05, at=30, last=LAST):
-    """The step at which a correlation that was `before` is lost, of those that follow from step 30 on."""
+    """The step at which a correlation that was `before` is lost, of those that follow, starting at step 30."""
     values = np.full(60, before)
     values[at - 1 : at - 1 + len(since)] = since
     return moves_of(last=last, relation=Quantity(STEPS, values, least)).breaks("relation")
@@ -975,7 +975,7 @@ def test_a_supposed_cause_is_more_probable_than_all_others(probability, code, is
 def test_a_supposed_cause_is_told_with_its_step_and_probability():
     found = attribution(0.73)
     title = found.supposed.suspects[0].title
-    expected = f"the most likely cause is {title} (73%), from step 30 on."
+    expected = f"the most likely cause is {title} (73%), starting at step 30."
     assert verdict_sentence(found).endswith(expected)
     assert title in attribution_text(found)
     assert attribution_json(found)["supposed"]["step"] == 30

@@ -499,7 +499,7 @@ def test_a_control_lists_prompts_and_what_was_changed_near_the_fall(tmp_path):
     assert found.kind == "observation"
     assert differing(found) == {"data", "reference"}
     assert (
-        f"from step {AT} on, the prompts differ from the baseline's (at {STEPS - AT + 1} steps)"
+        f"starting at step {AT}, the prompts differ from the baseline's (at {STEPS - AT + 1} steps)"
         in difference_sentences(found)
     )
 

@@ -218,13 +218,13 @@ def record_prompts(path, prompts_of):
 
 
 def marked(step, draw):
-    """Prompts of a marker and three tokens; from step 40 on a growing share has another marker."""
+    """Prompts of a marker and three tokens; starting at step 40, a growing share has another marker."""
     share = max(step - 39, 0) / 10
     return np.c_[np.where(draw.random(32) < share, 5, 4), draw.integers(10, 14, (32, 3))]
 
 
 def paired(step, draw):
-    """Prompts of two tokens twice, in an order that is another one from step 40 on: no token and no place is new."""
+    """Prompts of two tokens twice, in a different order starting at step 40: no token and no place is new."""
     a, b = draw.integers(10, 14, (2, 32))
     b = np.where(a == b, 10 + (b - 9) % 4, b)
     return np.c_[a, b, a, b] if step >= 40 else np.c_[a, b, b, a]

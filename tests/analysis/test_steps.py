@@ -24,7 +24,7 @@ CHOSEN = {"5:": range(5, LAST + 1), "5:11": range(5, 12), "4:12:2": range(4, 13,
 
 
 def write(path: Path, steps=range(1, LAST + 1)) -> str:
-    """A run whose engine is another one from step 5 on, whose mismatch grows and whose evaluation falls."""
+    """A run whose engine differs starting at step 5, whose mismatch grows and whose evaluation falls."""
     with Recorder(path) as recorder:
         recorder.add_loss(Loss(clip_low=0.1, clip_high=0.3))
         if 1 in steps:
@@ -175,7 +175,7 @@ def test_a_collapse_after_the_selected_steps_is_named_and_not_the_answer(broken)
     fall = attribute(broken).fall
     found, diagnosed = attribute(broken, steps="1:20"), diagnose(broken, steps="1:20")
     assert (found.fall, found.later, diagnosed.attribution.later) == (None, fall, fall)
-    said = f"fter the selected steps, reward collapses from step {fall.step} on"
+    said = f"fter the selected steps, reward collapses starting at step {fall.step}"
     assert said in str(found)
     assert said in str(diagnosed)
     assert said in str(dynamics(broken, steps="1:20"))
@@ -213,7 +213,7 @@ def test_a_rule_that_needs_the_level_before_knows_the_steps_before_the_selected_
 
 def test_the_first_screen_of_a_diagnosis_names_faults_of_the_data(broken):
     text = diagnosis_text(diagnose(broken, steps="30:39"))
-    assert f"the baseline is not the group's mean, from step {BROKEN} on" in text
+    assert f"the baseline is not the group's mean, starting at step {BROKEN}" in text
     calm = diagnosis_text(diagnose(broken, steps="1:20"))
     assert "baseline" not in calm
 

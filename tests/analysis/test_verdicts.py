@@ -39,10 +39,10 @@ def from_step(first, rollout):
 
 
 OTHERS = {
-    "other weights from step 10 on": Recording(
+    "other weights starting at step 10": Recording(
         rollout=from_step(10, lambda step, number: step.scored(moved(step.logits, 3, 0.4))), steps=16, options=SMALL
     ),
-    "another precision from step 10 on": Recording(
+    "another precision starting at step 10": Recording(
         rollout=lambda step, number: (in_float32 if number < 10 else in_bfloat16)(step, number), steps=16, options=SMALL
     ),
     "grows": Recording(
@@ -154,7 +154,7 @@ def test_a_contradiction_is_seen(tmp_path, spoilt):
 
 @pytest.mark.filterwarnings("ignore:no advantages recorded")
 def test_a_jump_for_no_recorded_reason_is_not_called_normal(tmp_path):
-    trace = write("another precision from step 10 on", tmp_path / "trace")
+    trace = write("another precision starting at step 10", tmp_path / "trace")
     found = diagnose(trace)
     rms = [row["rms_d"] for row in stats(trace, by="step").dicts()]
     assert min(rms[9:]) > 1000 * max(rms[:9])
@@ -277,7 +277,7 @@ def test_data_are_broken_since_the_step_that_check_finds(calm):
     )
     found = caused(calm, suspect("advantages", ("advantages_one_sided", {"step": 9})), data=(BASELINE,))
     assert found.broken == BrokenSide(side="data", since=5, by=("check", "attribute"))
-    assert "but the baseline is not the group's mean, from step 5 on" in story(
+    assert "but the baseline is not the group's mean, starting at step 5" in story(
         replace(calm, checked=replace(calm.checked, data=(BASELINE,)))
     )
 

@@ -1,4 +1,4 @@
-"""Facts about a run beside its baseline run: where the two first diverge, and what differs at that step or over the run."""
+"""Facts about a run compared with its baseline run: where the two first diverge, and what differs there or later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _SAME = 1e-5
 _SHOWS = 1e-4
 """Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
 _LASTS = (2, 8)
-"""Updates until the engine has the weights trained at a step, and the last step compared from then on."""
+"""Steps after a difference in scoring, first to last, in which the mismatch must last; by the first, the engine has the
+new weights."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -53,7 +54,7 @@ def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[F
 
 
 def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield how the first differing update differs: its gradient, its size, Adam's moment, the loss and the weights it gives."""
+    """Yield how the first differing update differs: in gradient, size, Adam's moments, loss and resulting weights."""
     if parted is None or parted.code != UPDATE:
         return
     step, apart = parted.step, float(parted.values.get("apart", 0.0))
@@ -96,7 +97,7 @@ def update(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[
 
 
 def policy(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield where the policy goes after the first differing update: towards or away from the reference, and its entropy."""
+    """Yield how the policy changes after the first differing update: its distance to the reference, and its entropy."""
     if parted is None or parted.code != UPDATE:
         return
     step = parted.step

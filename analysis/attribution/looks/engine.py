@@ -13,7 +13,7 @@ from ..run_facts import Facts
 from .timing import AFTER, FIRST, declared_lag, is_declared_fresh, is_grown_beside_lag, largest_rise, order
 
 _USUAL = 0.02
-"""Mean |d|, in nats, at which a mismatch weighs half; bf16 engines show 0.002 to 0.01 in healthy runs."""
+"""Mean |d|, in nats, at which a mismatch has a weight of one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
 _FEWEST = 2
 """Minimum number of steps with an entropy on each side of a drop."""
 _OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
@@ -62,14 +62,14 @@ def rise(facts: Facts) -> Iterator[Fact]:
 
 
 def carried(facts: Facts) -> float:
-    """Return the share of the mismatch that the tokens of check's first finding account for, at most 1; 1 if it has no size."""
+    """Return the share of the mismatch, at most 1, that check's first finding accounts for; 1 if either has no size."""
     finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
     mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)
 
 
 def check(facts: Facts) -> Iterator[Fact]:
-    """Yield what `check` finds, as far as the mismatch matters at the drop."""
+    """Yield the first fault that `check` finds, weighted by how much the mismatch matters at the drop."""
     if facts.checked is None:
         return
     finding = facts.checked.findings[0]
@@ -99,7 +99,7 @@ def noise(facts: Facts) -> Iterator[Fact]:
 
 
 def age(facts: Facts) -> Iterator[Fact]:
-    """Yield the age of the engine's weights as equal prefixes show it."""
+    """Yield what repeated prefixes show about the age of the engine's weights."""
     still, earlier = facts.still_engine, facts.earlier_weights
     if still is not None:
         code = "engine_stands_still" if still.explains else "engine_moves_on"
@@ -136,7 +136,7 @@ def lag(facts: Facts) -> Iterator[Fact]:
 
 
 def unsampled(facts: Facts) -> Iterator[Fact]:
-    """Yield by how much sampled tokens are less likely than the entropy allows, since the drop.
+    """Yield how much less likely the tokens sampled since the drop are than the entropy implies.
 
     For tokens sampled from the returned logprobs, -logprob equals the entropy on average.
     """

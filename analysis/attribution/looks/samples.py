@@ -23,7 +23,7 @@ _ORDERS = {
     "shortest_first": "rewards_by_finish", "longest_first": "rewards_by_finish", "shortest_first_in_groups": "rewards_by_finish",
     "last_step": "rewards_of_last_step", "reversed": "rewards_reversed", "reversed_in_groups": "rewards_reversed_in_groups",
 }  # fmt: skip
-"""Row order from repeats.ORDERS -> code of the fact."""
+"""Row order, one of rollouts.ORDERS -> code of the fact."""
 _FEWEST_STEPS = 5
 """Minimum number of steps before a drop for the usual size of advantages to be known."""
 
@@ -232,11 +232,11 @@ def length(facts: Facts) -> Iterator[Fact]:
 
 
 _MATERIAL = {"share_new_prompts": 0.2, "prompt_pattern_shift": 0.1, "prompt_form_shift": 0.02, "prompt_shift": 0.02}
-"""Series -> change that weighs half, whatever its scatter was."""
+"""Series -> size of a change that has a weight of one half, regardless of scatter."""
 
 
 def prompts(facts: Facts) -> Iterator[Fact]:
-    """Yield the clearest change of the prompts near the drop, and whether several of their measures change at its step."""
+    """Yield the clearest change of the prompts near the drop, and whether several prompt series change at that step."""
     best: tuple[float, Fact] | None = None
     changes = [change for change in (*facts.near, *facts.earlier) if change.kind == PROMPTS]
     for change in changes:
@@ -295,8 +295,9 @@ def _cut_at(facts: Facts, first: int, since: int, last: int, width: int) -> Iter
 
 
 def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
-    """Return the share of responses shorter than a limit whose lengths are as before. A limit leaves them; a policy that
-    has come to give responses of one length does not."""
+    """Return how well the lengths below a limit agree with the earlier ones, 0 to 1.
+
+    A limit does not change them; a policy that comes to prefer one length does."""
     of_before, of_after = (
         np.bincount(lengths[lengths < limit].astype(int), minlength=int(limit)) / len(lengths)
         for lengths in (before, after)
@@ -306,7 +307,7 @@ def _kept_below(limit: float, before: np.ndarray, after: np.ndarray) -> float:
 
 
 def endings(facts: Facts) -> Iterator[Fact]:
-    """Yield responses that begin to end, early, with tokens that rarely ended one."""
+    """Yield responses that start to end early, with tokens that rarely ended a response before."""
     assert facts.fall is not None
     begins = facts.fall.interval[0] - int(ft.AHEAD)
     before = facts.rollouts.until(begins - 1)
@@ -327,7 +328,7 @@ def endings(facts: Facts) -> Iterator[Fact]:
 
 
 def one_ending(facts: Facts) -> Iterator[Fact]:
-    """Yield the step from which most responses end, early, with one token that ended few before."""
+    """Yield the step at which most responses start to end early, with one token that ended few before."""
     assert facts.fall is not None
     begins = facts.fall.interval[0] - int(ft.AHEAD)
     last = facts.rollouts.until(begins - 1).since(begins - 10)
@@ -349,7 +350,7 @@ def _one_ending_at(facts: Facts, step: int, before: Rollouts) -> Fact:
 
 
 def _group_of(facts: Facts, step: int) -> str:
-    """Return `policy` if the gradient changed before a step, so that the policy may end its responses otherwise."""
+    """Return `policy` if the gradient changed before a step, because the policy may then end its responses differently."""
     gradient = facts.moves.step("grad_norm")
     return "policy" if gradient is not None and gradient < step else ""
 

@@ -17,7 +17,7 @@ FIRST, WITH, AFTER = "first", "with", "after"
 def order(facts: Facts, change: ChangePoint) -> str:
     """Return whether a change came before the drop, with it, or after it.
 
-    The answer is before or after only if the intervals are disjoint, and after only once a good part of the outcome was lost.
+    `before` and `after` require disjoint intervals; `after` also requires that a good part of the outcome was lost by then.
     """
     fall = facts.fall
     if fall is None:

@@ -22,7 +22,7 @@ _CUSTOMARY: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 """Setting -> its usual range."""
 _FEWEST = 8
-"""Minimum number of steps to correlate the loss with a quantity."""
+"""Minimum number of steps for correlating the loss with another series."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
@@ -112,7 +112,7 @@ def updates(facts: Facts) -> Iterator[Fact]:
 
 
 def first(facts: Facts) -> Iterator[Fact]:
-    """Yield what moves before any other quantity: gradient, updates, the policy at once, the loss."""
+    """Yield what changes before anything else: the gradient, the updates, the policy (abruptly) or the loss."""
     found = facts.moves
     step, sampled = found.step("grad_norm"), found.step("sampled")
     group = "reference" if np.isfinite(facts.rollouts.reference).any() else ""
@@ -175,7 +175,7 @@ def terms(facts: Facts) -> Iterator[Fact]:
 
 
 def entropy(facts: Facts) -> Iterator[Fact]:
-    """Yield how entropy goes: at the onset, and from just before it to the end, and whether it stays there."""
+    """Yield how entropy changes at the onset and from just before it to the end, and whether the change lasts."""
     assert facts.fall is not None
     known = np.isfinite(facts.values("entropy"))
     steps, values = facts.steps[known], facts.values("entropy")[known]

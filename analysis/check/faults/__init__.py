@@ -36,8 +36,8 @@ error."""
 HEALTHY = {fault.code: fault.title for fault in ALL if not fault.broken}
 """Code of a fault-free verdict -> name of the verdict."""
 WEIGHT_CAUSES = dict(WEIGHTS.causes)
-"""Code of the reason why weights differ -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
-recording shows the reason."""
+"""Code of the cause of differing weights -> name. A `weights_differ` finding has the code in `numbers["cause"]` if the
+recording shows the cause."""
 TITLES = FAULTS | HEALTHY | WEIGHT_CAUSES
 
 _BY_SIGNAL = {(fault.code, signal): fault for fault in reversed(ALL) for signal in fault.evidence}
@@ -49,10 +49,10 @@ def evidence_text(finding: Finding) -> str:
     if "rival" in finding.numbers:
         text += f"; {finding.numbers['rival_probability']:.0%} for: {KIND_TITLES[str(finding.numbers['rival'])]}"
     if "since_step" in finding.numbers:
-        text += f"; all of it from step {finding.numbers['since_step']} on; both passes agree before"
+        text += f"; all of it occurs at step {finding.numbers['since_step']} or later; before that, the passes agree"
     if "in_steps" in finding.numbers:
         steps = str(finding.numbers["in_steps"])
-        text += f"; all of it in step{'s' if ',' in steps else ''} {steps}"
+        text += f"; all of it occurs in step{'s' if ',' in steps else ''} {steps}"
     if "part_sequences" in finding.numbers:
         where = {name: finding.numbers.get(f"part_{name}") for name in ("feature", "kind", "values")}
         which = f", {where_text(where)}" if where["feature"] else ""

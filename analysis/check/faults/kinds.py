@@ -1,4 +1,4 @@
-"""Mismatches that no explanation predicts token by token: what differs is judged by what the mismatch depends on."""
+"""Mismatches that no explanation predicts token by token: their kind or their place; and the verdicts without a fault."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from .weights import WEIGHTS, measured
 MIN_SECOND = 0.2
 """Minimum probability of the second most probable kind for it to be reported as well."""
 MAX_ROUNDING = 0.1
-"""Probability of rounding below which a mismatch no larger than rounding counts as a fault. With each author left out of the fit
-in turn, none of 1,304 healthy runs is below it, and 3 of 92 pairs of executions on an H100; of 495 by an author whose random
-policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a time.
+"""A mismatch no larger than rounding is a fault if its probability of being rounding is below this. With each author left out
+of the fit in turn, none of 1,304 healthy runs and 3 of 92 pairs of executions on an H100 are below it. Of 495 runs by an author
+whose random policies are far sharper, 64 are, or 14 if a quarter of that author's kinds is left out at a time.
 """
 CLEAR_LAG = 2.5
 """Minimum |along_movement|, in standard errors, to report which side's weights are behind."""
 TAIL_RATIO = 10.0
-"""Logit error above which a token is in the tail, in multiples of the median: rounding alone reaches six to eight."""
+"""A token is in the tail if its logit error is more than this many times the median; rounding alone reaches six to eight."""
 
 COMPUTATION = Fault(
     code="computation_differs",
@@ -127,13 +127,13 @@ _RECORDED = {
     "pad_left": ("neighbours", "padding"), "forward_row": ("neighbours", "packing"), "later_turn": ("turns", "turns"),
     "prompt_seen_before": ("prompt", "prompt"),
 }  # fmt: skip
-"""Recorded feature that distinguishes the tokens -> the kind, and the cause, that it shows."""
+"""Recorded feature that distinguishes the tokens -> the kind and the cause that it implies."""
 _CONTEXT = ("position", "total_position", "not_first_of", "shorter", "prompt_length", *_RECORDED)
 """Features of places that only locate a mismatch."""
 
 
 def find_placed(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
-    """Return an explanation for each place that says only in which context the mismatch is."""
+    """Return an explanation for each place that only describes the context of the mismatch."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
@@ -144,8 +144,8 @@ def find_placed(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
 
 
 def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
-    """Return the most probable kind of the mismatch, and the next one if it is nearly as probable. `place` is where the
-    mismatch is, if it is confined to it.
+    """Return the most probable kind of the mismatch, and the next one if it is probable enough.
+    The mismatch is confined to `place`, if given.
     """
     recorded = None if place is None or _begins_later(data, place) else _recorded(data, place)
     if recorded is not None:
@@ -162,8 +162,9 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
 
 
 def _begins_later(data: PairData, place: Where) -> bool:
-    """Return True if the first step has tokens at a place and elsewhere and the mismatch is not larger at the place yet, as with
-    weights that are left behind; another context is there from the first step on."""
+    """Return True if the first step has tokens at a place and elsewhere, and the mismatch is not yet larger at the place.
+
+    Stale weights begin like this; a different context has its effect in the first step already."""
     steps = data.sample.steps[data.seq]
     first = steps == steps.min()
     inside, outside = first & place.inside, first & ~place.inside
@@ -174,14 +175,14 @@ def _begins_later(data: PairData, place: Where) -> bool:
 
 
 def among_faults(found: Mapping[str, float]) -> dict[str, float]:
-    """Return the probabilities of the kinds that are reported, given that it is one of them, in the same order."""
+    """Return the probabilities of the reported kinds, rescaled to sum to 1, in the same order."""
     known = {kind: value for kind, value in found.items() if kind in KINDS}
     total = max(sum(known.values()), 1e-12)
     return {kind: value / total for kind, value in known.items()}
 
 
 def _recorded(data: PairData, place: Where) -> tuple[str, str] | None:
-    """Return the kind and the cause that a place shows because its feature is recorded."""
+    """Return the kind and the cause that a place implies by its recorded feature; None if it implies none."""
     is_packed = bool(np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any())
     feature = "forward_row" if place.feature.startswith("not_first_of") and is_packed else place.feature
     return next((shown for name, shown in _RECORDED.items() if feature.startswith(name)), None)
@@ -238,16 +239,17 @@ def equal_weights(data: PairData) -> Finding:
 
 
 def is_fault(data: PairData) -> bool:
-    """Return True if the mismatch depends on more than rounding does. The model is fitted to whole runs, so that a part of
-    one is not judged.
+    """Return True if the mismatch depends on things that rounding does not depend on.
+
+    The model is fitted to whole runs, so part of a run is never judged.
     """
     is_whole = data.num_kept > 0.9 * data.sample.compared.sum()
     return is_whole and data.rms() > 0.0 and probabilities(data)[NO_FAULT] < MAX_ROUNDING
 
 
 def find_router_flips(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect, in a mixture of experts, that most tokens agree within rounding while a few differ by far more in either
-    direction. `off`, [K] bool, are the tokens that rounding does not explain.
+    """Detect that, in a mixture of experts, most tokens agree within rounding while a few differ by far more, in either
+    direction. `off`: [K] bool, the tokens that rounding does not explain.
     """
     mixture = is_mixture(data)
     noise = np.abs(data.d) / data.scale
@@ -281,7 +283,7 @@ def _rounds_routers(data: PairData) -> bool:
     return None in known or any(dtype in HALF_ULP for dtype in known)
 
 
-# --- Tokens that are off without a known cause: at one place, in one part of the run, or anywhere; and verdicts without a fault.
+# --- Tokens at one place, or in part of a run
 
 _TOKENS = (
     "first_token", "last_token", "from_end", "position", "total_position", "token_id", "token_before", "starts_turn",
@@ -389,19 +391,19 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _is_id_range(place: Where) -> bool:
-    """Return True if a place is all token ids from or below one id."""
+    """Return True if a place consists of all token ids at or above some id, or of all below it."""
     return place.feature in ("token_id", "token_before") and place.kind != "one_of"
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the first step of the sequences `rows` if these are all sequences from that step on; None otherwise."""
+    """Return the first step of the sequences `rows` if these are all sequences since that step; None otherwise."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())
     return first if first > steps.min() and np.all(marked[steps >= first]) and not marked[steps < first].any() else None
 
 
-# --- What is left ------------------------------------------------------------------------------------------------------------
+# --- Unexplained tokens, and verdicts without a fault
 
 ROUNDING = Fault(
     code="rounding",
@@ -448,7 +450,7 @@ UNEXPLAINED = Fault(
     broken="computation",
     evidence={
         "off": "{num_tokens:,} of {of_tokens:,} tokens are off by {size:.3g} nats on average, at most {largest:.3g}, more than "
-        "rounding of {dtypes} can give, and no known cause explains them: {where}{sign_text}"
+        "rounding of {dtypes} can cause, and no known cause explains them: {where}{sign_text}"
     },
     words={
         "off": lambda n: {
@@ -469,7 +471,7 @@ def too_few(data: PairData, least: int) -> Finding:
 
 
 def unexplained_tokens(data: PairData, off: np.ndarray, place: Where | None) -> Finding:
-    """Return the finding that nothing explains the tokens `off`, [K] bool, with their place if they share one."""
+    """Return the finding for the unexplained tokens `off`, [K] bool, with their place if they share one."""
     size = np.abs(data.d[off])
     worst = int(np.flatnonzero(off)[np.argmax(size)])
     row = int(data.seq[worst])

@@ -1,4 +1,5 @@
-"""Find values at the wrong tokens. A placement maps each token to the token that has its value, and is judged by what then remains.
+"""Find values at the wrong tokens. A placement maps each token to the token that has its value; it is judged by the
+mismatch that remains.
 
 Shapes: S sequences (rows), R of them, T tokens in the longest sequence, K kept tokens, W windows of WIDTH consecutive tokens.
 """
@@ -18,23 +19,23 @@ from ..finding import Fault, Hypothesis, Number, located, predicting
 from ..pair_data import PairData, allowed_noise, once
 
 CAP_NATS = 3.0
-"""Maximum cost of a token when rows are compared, nats: a token that one side considers impossible weighs no more than this."""
+"""Maximum cost of a token when rows are compared, nats, even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
-"""Minimum mean |d| of a row, nats, for it to be compared with other places."""
+"""Minimum mean |d|, nats, for a row to be compared with other rows or positions."""
 REALIGNED_SHARE = 0.35
 """Maximum share of a difference that may remain after a row is shifted or reversed: a wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts tried, in tokens; a positive shift means that the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost, nats, of each change of the lag within a row: that of about two unrelated tokens, so that noise alone causes none."""
+"""Cost, nats, of each change of the lag within a row. It equals about two unrelated tokens, so noise alone causes no change."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
-"""Maximum share of a difference that may remain when a row is compared with another: a chance match leaves a third."""
+"""Maximum share of a difference that may remain after pairing a row with another: a chance match leaves a third."""
 MAX_PAIRED_ROWS = 64
-"""Maximum number of rows per step for which another row is searched."""
+"""Maximum number of rows per step that are compared with other rows."""
 CHANCE_TRIALS = 4
 WIDTH = 6
-"""Number of consecutive tokens compared at once: fewer match by chance, more miss short blocks."""
+"""Number of consecutive tokens compared at once. Fewer would match by chance; more would miss short blocks."""
 MAX_WINDOWS = 4_000
 """Maximum number of misplaced windows searched."""
 
@@ -105,14 +106,14 @@ def _placed(
     data: PairData, fault: Fault, signal: str, source: np.ndarray, tokens: np.ndarray, *, cost: float, next: Advice,
     numbers: Mapping[str, Number], weight: float = 1.0, of_a: bool = False,
 ) -> Hypothesis:  # fmt: skip
-    """Return the hypothesis that pass b holds the values of `tokens` at the tokens `source`, [K] index or -1; pass a if `of_a`."""
+    """Return the hypothesis that pass b (pass a if `of_a`) holds the values of `tokens` at the tokens `source`, [K] index or -1."""
     residual = _at(data.a, source) - data.b if of_a else data.a - _at(data.b, source)
     finding = fault.finding(data, signal, tokens, weight=weight, next=next, numbers=numbers)
     return predicting(data, finding, residual, cost, tokens, is_right=True)
 
 
 def _shifted(data: PairData) -> Hypothesis | None:
-    """Shift nearly all mismatched rows by up to three tokens."""
+    """Detect that nearly all mismatched rows are shifted by up to three tokens."""
     index = _index(data)
     off = np.flatnonzero(np.nan_to_num(row_means(_cost(data, index))) > MIN_OFF_NATS)
     # Rows that already agree would hide a shift that affects only part of the rows.
@@ -144,7 +145,7 @@ def _shifted(data: PairData) -> Hypothesis | None:
 
 
 def _reversed(data: PairData) -> Hypothesis | None:
-    """Read each row from its end."""
+    """Detect that rows are reversed."""
     first, last = (np.searchsorted(data.seq, data.seq, side) for side in ("left", "right"))
     source = np.where(last - first > 3, first + last - 1 - np.arange(data.num_kept), -1)
     tokens = source >= 0
@@ -156,14 +157,14 @@ def _reversed(data: PairData) -> Hypothesis | None:
 
 
 def _rows_paired(data: PairData) -> Hypothesis | None:
-    """Give rows the values of other rows of the same step or a neighbouring one."""
+    """Detect rows that have the values of other rows from the same or a neighbouring step."""
     a, b = (_at(values, _index(data)) for values in (data.a, data.b))
     own, steps = row_means(_cost(data, _index(data))), data.sample.steps
     rows_of = [np.flatnonzero((steps == step) & np.isfinite(own)) for step in np.unique(steps)]
     tried = [rows[own[rows] > MIN_OFF_NATS][:MAX_PAIRED_ROWS] for rows in rows_of]
 
     def partners(mixed: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """Return [S] index of the other row whose values in pass b, `mixed` first, match a row's pass a; -1 if none does."""
+        """Return [S] the index of another row whose pass b, transformed by `mixed`, matches a row's pass a; -1 if none does."""
         partner = np.full(len(own), -1)
         for step, rows in enumerate(rows_of):
             candidates = np.concatenate([rows, *rows_of[max(step - 1, 0) : step], *rows_of[step + 1 : step + 2]])
@@ -197,7 +198,7 @@ def _rows_paired(data: PairData) -> Hypothesis | None:
 
 
 def _shifted_after_onset(data: PairData) -> Hypothesis | None:
-    """Shift rows from a position on that differs by row: the text was retokenised, or turns were joined, at that position."""
+    """Detect rows that are shifted after a position that differs by row, where text was retokenised or turns were joined."""
     index = _index(data)
     costs = np.nan_to_num(row_means(_cost(data, index)))
     suspects = np.argsort(-costs, kind="stable")[:MAX_ALIGNED_ROWS]
@@ -250,7 +251,7 @@ def _aligned(data: PairData, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _elsewhere(data: PairData) -> Hypothesis | None:
-    """Move runs of values of pass b to the tokens, anywhere in the sample, whose values in pass a they match."""
+    """Detect runs of values in pass b that match the values of other tokens, anywhere in the sample, in pass a."""
     if data.num_kept < 100 or data.rms() < 0.05 or (source := _matches(data)) is None:
         return None
     away = np.where(source >= 0, source - np.arange(data.num_kept), 0)
@@ -323,7 +324,7 @@ def _matches(data: PairData) -> np.ndarray | None:
 
 
 def find_broken(data: PairData) -> list[Hypothesis]:
-    """Detect rows in which the passes scored other text from a token on that one of them considers impossible."""
+    """Detect rows in which the passes scored different text after a token that one of them considers impossible."""
     index = _index(data)
     cost, lower = _cost(data, index), _at(np.minimum(data.a, data.b), index)
     off = np.nan_to_num(row_means(cost)) > MIN_OFF_NATS

@@ -22,15 +22,14 @@ them."""
 MAX_CONSTANTS = 20
 """Maximum number of values tested as placeholders, most frequent first."""
 MIN_CONSTANT_TOKENS = 3
-"""Minimum number of tokens, and of different token ids, with a value for it to be tested: a placeholder does not depend on
-the token."""
+"""A value is tested if at least this many tokens, and this many different token ids, have it: a placeholder does not
+depend on the token."""
 IMPOSSIBLE_LOGPROB = -80.0
-"""Logprob, nats, below which a value is a placeholder, such as -100 or -9999: no sampled token has a probability of 1e-35."""
+"""Values below this logprob, nats, are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
 _SHARED_FACTOR = 10
-"""Minimum number of contexts in which both passes have the same value, relative to nearby values, for it to be a placeholder."""
+"""A value is a placeholder if both passes share it in at least this many times as many contexts as nearby values."""
 _REPEATED_FACTOR = 3
-"""Minimum number of contexts in which one pass has a value that the other does not, relative to nearby values, for the value to be a
-placeholder."""
+"""A value is a placeholder if one pass alone has it in at least this many times as many contexts as nearby values."""
 _WINDOW_NATS = 0.05
 """Maximum distance, nats, between a constant and the nearby values that show how often a value repeats by chance."""
 MIN_COPIED_TOKENS = 4
@@ -177,7 +176,7 @@ def _missing(
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:
-    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Needs recorded entropies.
+    """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Requires recorded entropies.
 
     For sampled tokens, logprob + entropy is 0 on average. After an improbable token the entropy rises, so improbable
     tokens rarely follow one another.
@@ -223,8 +222,9 @@ def find_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value: float, where: np.ndarray) -> bool:
-    """Return True if a value that one pass has at the tokens in `where`, [N] bool, is not the logprob of these tokens: the
-    other pass is as far from it there as elsewhere, or all below it, as under a floor.
+    """Return True if a value that one pass has at the tokens `where`, [N] bool, is not their logprob.
+
+    The other pass is then as far from the value there as elsewhere, or below it everywhere, as under a floor.
     """
     rest = data.keep & ~where
     off = other.logprobs[where] - value
@@ -296,7 +296,7 @@ def find_shared_constants(data: PairData) -> list[Hypothesis]:
 
 
 def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
-    """Return the number of tokens, at least 1, that share a value like this one, at the tokens `where`, without a fault."""
+    """Return how many of the tokens `where` would share a value like this one without a fault, at least 1."""
     if value == 0.0:
         # Certain tokens have an entropy of 0. A recorded filter makes tokens certain, and the entropy may be that of all
         # tokens.
@@ -314,7 +314,7 @@ def _by_chance(data: PairData, value: float, where: np.ndarray) -> float:
 
 
 def _repeats(logprobs: np.ndarray, tokens: np.ndarray, value: float, width: float) -> float:
-    """Return how often values within `width` nats of a value occur at the tokens, [N] bool: the 0.9 quantile, at least 1."""
+    """Return the 0.9 quantile, at least 1, of how often each value within `width` nats of `value` occurs at the tokens, [N] bool."""
     _, counts = np.unique(logprobs[tokens & (np.abs(logprobs - value) < width)], return_counts=True)
     return float(np.quantile(counts, 0.9)) if len(counts) else 1.0
 
@@ -348,10 +348,9 @@ def _spreads(data: PairData, values: np.ndarray) -> np.ndarray:
 
 
 def find_equal(data: PairData) -> list[Finding]:
-    """Detect that all compared tokens are bitwise equal in both passes, or that whole sequences are although the passes were
-    computed in different dtypes.
+    """Detect that all compared tokens are bitwise equal in both passes, or that whole sequences are although the dtypes differ.
 
-    With one dtype, both passes can compute the same bits for some sequences, such as those without padding.
+    With the same dtype, both passes can compute the same bits for some sequences, such as those without padding.
     """
     if not data.num_kept:
         return []

@@ -1,8 +1,8 @@
-"""Logits that one side changes before it normalises them: a temperature, a filter that leaves tokens out, a penalty or a bias.
+"""Logits that one side changes before normalising them: a temperature, a filter that leaves tokens out, a penalty or a bias.
 
 In one context, a change c of a token's logit changes its logprob by c minus a constant that all tokens share. The functions
-below differ in c: proportional to the logit (temperature), 0 for every sampled token (filters, padding), or of one size for
-some tokens (penalties, biases).
+below differ in c: it is proportional to the logit (temperature), 0 for every sampled token (filters, padding), or a fixed
+size for some tokens (penalties, biases).
 
 Shapes: K kept tokens in S sequences.
 """
@@ -104,7 +104,7 @@ PENALTY = Fault(
     causes={"sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded"},
 )  # fmt: skip
 
-# --- A factor ---------------------------------------------------------------------------------------------------------------
+# --- A factor on the logits
 
 MIN_R2 = 0.6
 """Minimum share of the mismatch that one factor on the logits must explain, whichever side is taken as the reference.
@@ -176,7 +176,7 @@ def _scales(data: PairData) -> list[ScaleFit]:
 def _scale(
     off: np.ndarray, own: np.ndarray, other: np.ndarray, there: np.ndarray, side: str, degree: int, weight: np.ndarray
 ) -> ScaleFit | None:
-    """Fit off = (s - 1) own, and off = (1 - 1 / s) other, with a constant and, for degree 2, a square. `weight` is d / off."""
+    """Fit off = (s - 1) own and off = (1 - 1 / s) other, each with a constant and, for degree 2, a square. `weight` is d / off."""
     if there.sum() < 30:
         return None
     off, own, other = (np.where(there, values, np.nan) for values in (off, own, other))
@@ -209,8 +209,9 @@ def _scale(
 
 
 def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
-    """Return logits_b / logits_a from differences between tokens of one context, in which the normaliser cancels, its error,
-    and its logarithm, or NaN if the differences are not proportional; None if there are too few."""
+    """Return logits_b / logits_a, its error, and its logarithm (NaN if differences are not proportional); None if too few.
+
+    They come from differences between tokens of one context, in which the normaliser cancels."""
     first, second = context_pairs(data)
     one, two = data.a[first] - data.a[second], data.b[first] - data.b[second]
     known = (np.maximum(np.abs(one), np.abs(two)) > 0.3) & (np.abs(one) < 15)
@@ -281,7 +282,7 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
     )
 
 
-# --- Tokens left out --------------------------------------------------------------------------------------------------------
+# --- Tokens left out
 
 MIN_ONE_SIDED = 0.6
 """Minimum |mean d| / mean |d| for a mismatch to count as one-sided: the ratio is 1 if all d have one sign, 0 if they cancel
@@ -341,7 +342,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    """Return True if the recording names a filter whose top-p, if it has one, agrees with the mass kept."""
+    """Return True if the recording names a filter that is consistent with the mass kept, by its top-p if it has one."""
     if not recorded_filter(data) or data.names[raised] == "train":
         return False
     least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
@@ -414,16 +415,17 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
     return found
 
 
-# --- Some tokens shifted ----------------------------------------------------------------------------------------------------
+# --- Some logits shifted
 
 MIN_SIGNS = 0.9
 """Minimum share of the tokens off whose d has the sign that a penalty would cause; by chance, half do."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:
-    """Detect that d has one sign at some tokens and the other sign elsewhere: at tokens that occurred before in the row
-    (repetition penalties) or in the response (frequency and presence penalties), or at a few token ids. Without that, detect
-    that the logits of some tokens are shifted by one size.
+    """Detect that d has one sign at some tokens and the opposite sign at all others.
+
+    The tokens occurred before in the row (repetition penalties) or in the response (frequency and presence penalties), or
+    have one of a few ids. If no such tokens are found, detect that the logits of some tokens are shifted by a fixed size.
     """
     if data.num_kept < 200:
         return []
@@ -476,7 +478,7 @@ def _groups(data: PairData) -> Iterator[_Group]:
 
 
 def _one_shift(data: PairData) -> list[Hypothesis]:
-    """Detect that d differs between two tokens of one context by 0 or by one size, whatever the context."""
+    """Detect that d differs between tokens of one context either by 0 or by a size that is the same in all contexts."""
     first, second = context_pairs(data)
     differ = np.abs(data.d[first] - data.d[second])
     error = allowed_noise(data) * np.maximum(data.scale[first], data.scale[second])
@@ -497,7 +499,7 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """Detect that the tokens were sampled from neither recorded distribution although both passes agree."""
+    """Detect that the passes agree but the tokens were sampled from another distribution."""
     recorded = recorded_penalty(data)
     scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
     if not scores or data.num_kept < 400:

@@ -1,5 +1,5 @@
-"""Values that are not the logprobs of the sampled tokens: in another unit, at a lower precision, of another quantity, or of
-other tokens.
+"""Values that are not the logprobs of the sampled tokens: they have another unit or a lower precision, are another
+quantity, or belong to other tokens.
 
 Shapes: K kept tokens in S sequences.
 """
@@ -43,11 +43,11 @@ _NAMES = {
     "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
-"""Maximum share of the typical |d|, and of the variation of d and of the logprobs, that conversion from a unit, or by a fitted
-function, may leave: the values of one side are then a function of those of the other side."""
+"""One side's values are a function of the other side's if conversion leaves at most this share of the typical |d| and of the
+variation of d and of the logprobs: for a known unit, and for a fitted function."""
 
 MIN_MONOTONE = 0.98
-"""Minimum rank correlation of a function without a name."""
+"""Minimum rank correlation for a function that is no known unit."""
 
 NOT_LOGPROBS = Fault(
     code="not_logprobs",
@@ -119,8 +119,8 @@ UNRELATED = Fault(
     },
 )
 MIN_CORRELATION = 0.3
-"""Correlation between the logprobs of two passes below which they belong to different tokens or models. With rounding,
-different weights or a different temperature it stays above 0.8; for unrelated values it is 0."""
+"""Two passes belong to different tokens or models if their logprobs correlate less than this. With rounding, different
+weights or a different temperature, the correlation stays above 0.8; for unrelated values it is 0."""
 
 
 def find_positive(data: PairData) -> list[Hypothesis]:
@@ -142,7 +142,7 @@ def find_positive(data: PairData) -> list[Hypothesis]:
     return found
 
 
-# --- One side is a function of the other ------------------------------------------------------------------------------------
+# --- One side is a function of the other
 
 
 def find_unit(data: PairData) -> list[Hypothesis]:
@@ -159,7 +159,7 @@ def find_unit(data: PairData) -> list[Hypothesis]:
 
 
 def _functions(data: PairData, side: str) -> list[Hypothesis]:
-    """Return the functions of the other side's logprobs that give the values of a side; those without a name last."""
+    """Return the functions that map the other side's logprobs to the values of a side, known units first."""
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
@@ -227,8 +227,9 @@ def _log(values: np.ndarray) -> np.ndarray:
 
 
 def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Fit values = offset + factor * p so that the error of p is relative, without the worst tenth of the tokens. Return the
-    fit, and the fit rounded to integers if it is within 1 % of them."""
+    """Fit values = offset + factor * p with relative errors of p, ignoring the worst tenth of the tokens.
+
+    Return the fit, and the fit rounded to integers (NaN if it is not within 0.01 of them)."""
     weight = 1 / np.maximum(p, 1e-4)
     design, target = np.stack([weight, p * weight], axis=1), values * weight
     keep = np.ones(len(p), bool)
@@ -242,8 +243,9 @@ def _line(values: np.ndarray, p: np.ndarray) -> tuple[tuple[float, float], tuple
 
 
 def _curve(data: PairData, values: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return what each value of a side corresponds to in the other side's logprobs, [K], interpolated between the nearest
-    values that belong to another pair of token and previous token; NaN if the relation is not monotone."""
+    """Map each value of a side to the other side's logprobs, [K]; NaN if the relation is not monotone.
+
+    Values are interpolated between the nearest ones that belong to a different pair of token and previous token."""
     _, first, inverse = np.unique(data.sample.bigrams[data.keep], return_index=True, return_inverse=True)
     order = first[np.argsort(values[first], kind="stable")]
     x, y = values[order], other[order]
@@ -279,8 +281,7 @@ def _typical(d: np.ndarray) -> float:
 
 
 MIN_SHARE = 0.5
-"""Minimum share of the mismatch that rounding of the recorded values must explain if it is unknown how they were
-computed. A pass computed entirely in 16 bits naturally has 16-bit logprobs.
+"""Minimum share of the mismatch that rounding of the recorded values must explain if their computation is unknown. A pass computed entirely in 16 bits naturally has 16-bit logprobs.
 """
 
 
@@ -307,7 +308,7 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
     return found
 
 
-# --- Another quantity, or other tokens --------------------------------------------------------------------------------------
+# --- Another quantity, or other tokens
 
 
 def find_other_quantity(data: PairData) -> list[Hypothesis]:
@@ -385,7 +386,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
         side, sampled, broken = lower if is_improbable else "b", "from_neither", "computation"
     elif is_improbable:
         side, sampled = lower, "improbable"
-        # The engine sampled the tokens, so that they are improbable to a trainer if either is broken.
+        # The engine sampled the tokens, so they are improbable under the trainer if either side is broken.
         broken = "engine" if data.names[lower] == ROLLOUT else "computation"
     elif name is not None:
         side, sampled, broken = "b" if name == "a" else "a", "from_other", "recording"
@@ -400,8 +401,8 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
 
 
 def _within_ids(data: PairData) -> float | None:
-    """Return the rank correlation between the passes within token ids; None if too few ids repeat, or if the values of an id
-    vary no more than rounding.
+    """Return the rank correlation between the passes within token ids; None if too few ids repeat, or if their values vary
+    no more than rounding.
     """
     _, place, counts = np.unique(data.sample.tokens[data.keep], return_inverse=True, return_counts=True)
     often = counts[place] >= 4
@@ -418,8 +419,8 @@ def _within_ids(data: PairData) -> float | None:
 
 
 def find_scattered(data: PairData, off: np.ndarray) -> list[Finding]:
-    """Detect that the tokens `off`, [K] bool, hold values of other tokens: uncorrelated with the other pass, above it as often
-    as below, and spread like all values."""
+    """Detect that the tokens `off`, [K] bool, hold values of other tokens: these are uncorrelated with the other pass, above it
+    as often as below, and spread like all values."""
     if off.sum() < 20 or min(np.std(data.a[off]), np.std(data.b[off])) < 0.1:
         return []
     within = pearson(data.a[off], data.b[off])

@@ -1,6 +1,4 @@
-"""Weights that differ between trainer and engine, according to the recording or because the mismatch grows with the
-updates.
-"""
+"""Weights that differ between trainer and engine, according to the recording or to a mismatch that grows with the updates."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from ..finding import Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
-"""Ratio between the mismatch in the selected steps and at the run's first step that shows weights that were left behind."""
+"""Weights were left behind if the mismatch in the selected steps is at least this many times that at the first step."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 """Names of the contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -50,8 +48,8 @@ WEIGHTS = Fault(
     broken="engine",
     evidence={
         "engine_weights": "{what_text}; this holds for {num_tensors:,} of {of_tensors:,} tensors at version "
-        "{trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, from "
-        "{first_version} on (by the digest of every tensor)",
+        "{trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, starting at "
+        "version {first_version} (by the digest of every tensor)",
         "policy_versions": "{side} scored {num_sequences:,} of {of_sequences:,} sequences with weights {updates_behind} "
         "optimizer updates behind the other side's, according to the recorded policy versions",
         "contract": "the contract of {side} has {setting} {value}",
@@ -122,7 +120,7 @@ def declared_precision(contract: Contract) -> tuple[str, ...]:
 
 
 def find_adapter(data: PairData) -> list[Finding]:
-    """Detect an adapter on one side only, by the contracts."""
+    """Detect that only one side has an adapter, according to the contracts."""
     adapters = [name for side, name in data.names.items() if declared(data.contract(side), "model", "adapters")]
     if len(adapters) != 1:
         return []
