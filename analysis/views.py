@@ -16,7 +16,6 @@ from .trace.macros import LISTING, Catalogue, MacroFile
 from .trace.source import Source, Traces
 
 _CHANGES = "CREATE OR REPLACE VIEW changes AS SELECT * FROM recorded_changes"
-_FACTS = "CREATE OR REPLACE VIEW facts AS SELECT * FROM attributed_facts"
 _LOCATED = """
     CREATE OR REPLACE VIEW operators AS SELECT * FROM located_operators;
     CREATE OR REPLACE VIEW patches AS SELECT * FROM located_patches;
@@ -29,7 +28,6 @@ def catalogue() -> Catalogue[Database]:
         [
             *core_files(), correction.MACROS, function.MACROS, routing.MACROS,
             MacroFile(name="changes", sql=_CHANGES, register=_register_changes),
-            MacroFile(name="facts", sql=_FACTS, register=_register_facts, is_listed=False),
             MacroFile(name="located", sql=_LOCATED, register=_register_located),
             *registry.macro_files(),
         ]
@@ -76,12 +74,6 @@ def _register_changes(database: Database) -> None:
     from .facts.recorded import changes_table
 
     database.connection.register("recorded_changes", changes_table(database))
-
-
-def _register_facts(database: Database) -> None:
-    from .attribution.attribute import facts_table
-
-    database.connection.register("attributed_facts", facts_table(database))
 
 
 def _register_located(database: Database) -> None:

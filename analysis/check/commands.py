@@ -49,12 +49,7 @@ def row(data: PairData, number: int) -> Advice:
 
 def query(data: PairData, name: str) -> Advice:
     """Return a `tim-trace query` command for both passes."""
-    return query_of(data.trace, f"{name}{_pair(data)}")
-
-
-def query_of(trace: str, name: str) -> Advice:
-    """Return a `tim-trace query` command for a trace; options may follow the name."""
-    return Advice(f"tim-trace query {name} {shlex.quote(trace)}")
+    return Advice(f"tim-trace query {name} {_trace(data)}{_pair(data)}")
 
 
 def stats(data: PairData, by: str) -> Advice:

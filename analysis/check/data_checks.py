@@ -259,10 +259,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
 
     def found(code: str, steps: Iterable[int], numbers: Numbers, *, notice: bool = False) -> DataFinding:
         judged = at[np.isin(at, [*rules])]
-        made = run.finding(code, np.isin(judged, [*steps]), judged, _BY_GROUP, numbers, notice=notice)
-        if not is_grouped or run.database.step_condition():
-            return made
-        return replace(made, next=commands.query_of(run.database.given[0], "group-baseline"))
+        return run.finding(code, np.isin(judged, [*steps]), judged, _BY_GROUP, numbers, notice=notice)
 
     constant = [step for step, rule in rules.items() if rule.name == "constant"]
     if sum(rules[step].freedom for step in constant) >= 4 and not run.is_per_token:

@@ -442,4 +442,4 @@ def test_a_fitted_temperature_has_an_error_and_a_command_that_the_trace_can_run(
         run = Recording(train=lambda step, number, t=planted: step.scored(step.logits / t), entropy=False)
         first = check(run.write(tmp_path / str(planted))).findings[0]
         assert first.numbers["least"] < 1 / planted < first.numbers["largest"]
-        assert first.next.command.startswith("tim-trace sql")
+        assert first.next.command.startswith("tim-trace query context-odds")

@@ -60,7 +60,9 @@ def both(request, whole, tmp_path_factory):
 def told(result, trace, steps="all"):
     """A result without the name of its trace, and as if it had been asked of all steps."""
     text = repr(result).replace(f" --steps {steps}", "")
-    text = re.sub(r"\(FROM sequences WHERE step BETWEEN \d+ AND \d+\)", "sequences", text)  # in the SQL of a next step
+    chosen = r" WHERE step BETWEEN \d+ AND \d+( AND step IN \([\d, ]+\))?\)"  # in the SQL of a next step
+    text = re.sub(rf"\(FROM sequences{chosen}", "sequences", text)
+    text = re.sub(rf"\(FROM (pair\([^)]+\)){chosen}", r"\1", text)
     for name in ("steps", "steps_asked"):
         text = text.replace(f"{name}={steps!r}", f"{name}='all'")
     return text.replace(trace, "RUN")
