@@ -20,7 +20,8 @@ from tim_trace.analysis.views import connect
 from tim_trace.schemas.documents import MAX_DEPTH, read_object
 from tim_trace.schemas.errors import DamagedTrace, DamageWarning, StorageError, WeightsMissing
 from tim_trace.tracer.dense import TopK, read_dense
-from tim_trace.tracer.journal import JournalStream, journal_of, read_journal
+from tim_trace.tracer.journal import JournalStream, read_journal
+from tim_trace.tracer.liveness import journal_of
 from tim_trace.tracer.recorder import Recorder
 from tim_trace.tracer.seal import adopt
 from tim_trace.tracer.snapshot import take_snapshot
