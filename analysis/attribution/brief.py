@@ -86,7 +86,7 @@ def attribution_brief(result: Attribution, story: str = "") -> str:
         parts += ["\n".join([f"If the run did get worse, at step {change.step}:", *_evidence(one)]) for one in named]
     if suspects:
         parts.append(_alike(suspects))
-    parts.append(_questions(result, suspects))
+    parts += [_rows(result), _questions(result, suspects)]
     if notes := note_sentences(result):
         parts.append("\n".join(f"Note: {note}" for note in notes))
     return "\n\n".join(parts)
@@ -115,6 +115,21 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
     alike = [one.title for one in rest if one.probability >= _OPEN and first.probability <= _ALIKE * one.probability]
     apart = f"Undecided: {', '.join([first.title, *alike])}." if alike else "No other suspect comes near the first."
     return f"Probabilities: {listed}. {apart}"
+
+
+def _rows(result: Attribution) -> str:
+    """Return a command that shows rows of the step at which the run first differs from its baseline, or of the steps before and
+    after the onset."""
+    steps = [int(each.values["step"]) for each in result.difference_codes if "step" in each.values]
+    change = result.silent or result.supposed
+    onset = result.fall.step if result.fall else change.step if change else result.num_steps
+    first = min(steps, default=onset)
+    traces = " ".join(shlex.quote(each) for each in (result.trace, result.control) if each)
+    where = f"step = {first}" if result.control else f"step IN ({first - 1}, {first})"
+    return (
+        f'Look at rows first:\n  tim-trace sql {traces} "SELECT run, step, prompt_ids, response_ids, reward, advantage FROM sequences '
+        f'WHERE {where} ORDER BY prompt_ids, run, step LIMIT 16"'
+    )
 
 
 def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -517,6 +518,8 @@ def test_a_brief_names_the_cause_the_facts_and_a_query_for_each_open_question(tr
     assert "a change of the prompts" in text
     assert "prompt_length changes from 4 to 12 at step 50" in text
     assert "SELECT step, avg(num_prompt_tokens)" in text
+    (command,) = [line for line in text.splitlines() if "ORDER BY prompt_ids" in line]
+    assert len(tim_trace(*shlex.split(command)[1:], "--json").json()) == 16
     assert tim_trace("diagnose", trace, "--brief").stdout.splitlines()[2:] == text.splitlines()[2:]
 
 
