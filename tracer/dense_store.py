@@ -143,7 +143,7 @@ class _Array:
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Read rows from the array. Raises DamagedTrace if it does not have them."""
+        """Read rows from the array. Raises DamagedTrace if the array does not have these rows."""
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
@@ -183,7 +183,7 @@ class _Chunks(NamedTuple):
     def check(self, content: bytes, *, is_whole: bool) -> None:
         """Raise ValueError if a file or chunk claims an impossible uncompressed size.
 
-        blosc allocates the size in a chunk's header; a shard's index has the offsets of its chunks.
+        blosc allocates as much memory as a chunk's header claims. The offsets of a shard's chunks are in its index.
         """
         starts = [0]
         if is_whole and self.num_in_shard is not None:

@@ -79,9 +79,9 @@ class OperatorError:
     token: int
     """Token with the largest error, counted from 0 over prompt and response of the sequence `seq_id`."""
     inherited: float | None
-    """RMS difference between the two executions' inputs, relative to a's; None without a common input."""
+    """RMS difference between the two executions' inputs, relative to a's RMS; None without a common input."""
     difference: float | None
-    """RMS difference between the two executions' outputs, relative to a's; None without a common output."""
+    """RMS difference between the two executions' outputs, relative to a's RMS; None without a common output."""
     in_double: float | None
     """Largest relative error at any token when the operator's code runs in float64; None if this was not tried."""
 
@@ -275,7 +275,7 @@ def read_result(store: Store, result: str) -> KeptResult:
 
 
 def _is_possible(found: Located) -> bool:
-    """Return True if operators and patches are those of a or b, and refer to the result's sequences."""
+    """Return True if operators and patches belong to execution a or b, and refer to the result's sequences."""
     names = {each.seq_id for each in found.sequences}
     sides = {each.side for each in found.operators} | {each.taker for each in found.patches}
     return (

@@ -142,7 +142,7 @@ class ParquetFooter:
         """Size of a checksummed block, bytes. Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
-            raise ValueError(f"of blocks of {size:,} bytes")
+            raise ValueError(f"unsupported block size: {size:,} bytes")
         return size
 
     def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:

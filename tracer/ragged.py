@@ -87,7 +87,7 @@ class Padding:
         """Read a mask [B, T], nonzero at tokens; `what` names it in errors. Raises InvalidRecord for other values."""
         given = _cells(mask, what)
         if given.ndim != 2:
-            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], like its batch")
+            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], the shape of its batch")
         flat = _narrow(given.reshape(-1), np.dtype(bool), what, np.full(*given.shape))
         cells: np.ndarray = flat.reshape(given.shape)
         lengths = cells.sum(axis=1, dtype=np.int64)
@@ -210,7 +210,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a list as an array in its own dtype, and [T] bool marking its recorded values; None if all are."""
+    """Return a list as an array in its own dtype, and [T] bool marking recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None

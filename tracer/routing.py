@@ -200,7 +200,9 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
             f"{num_tokens}, every prompt token and then every response token of each row"
         )
     if weights is not None and tuple(weights.shape) != ids.shape:
-        raise InvalidRecord(f"{what}: expert_weights have shape {tuple(weights.shape)}, but expert_ids {ids.shape}")
+        raise InvalidRecord(
+            f"{what}: expert_weights have shape {tuple(weights.shape)}, but expert_ids have shape {ids.shape}"
+        )
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:

@@ -233,7 +233,7 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """Return the MD5 of files directly in a folder, if listed, as S3 and compatible storage do for small files."""
+        """Return the MD5 of files directly in a folder; S3 and compatible storage list it for small files."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
@@ -349,7 +349,7 @@ class Store:
                 yield entry.name, size, is_folder
 
     def manifest(self) -> Manifest:
-        """Read trace.json. Raises an error if the folder is not a trace, or one that this release cannot read."""
+        """Read trace.json. Raises an error if the folder is not a trace, or if this release cannot read it."""
         where = self.shown(MANIFEST)
         try:
             content = self.read_json(MANIFEST)
@@ -378,9 +378,9 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state, and return one sentence per unreadable state as well.
+        """Read every writer's state; also return one sentence for each unreadable state.
 
-        `manifest` is the trace's, if already read; `known_state` is `Index.state`, for unchanged states.
+        `manifest` is the trace's manifest, if already read; `known_state` is `Index.state`, used for unchanged states.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
@@ -479,7 +479,7 @@ class Store:
         if state.run_id not in (None, manifest.run_id):
             raise DamagedTrace(
                 f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore "
-                f"the wrong one of the two files from a copy"
+                "whichever of the two files is wrong from a copy"
             )
 
 

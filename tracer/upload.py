@@ -112,7 +112,7 @@ class Upload:
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all other files in a folder at the URL, left there by killed processes."""
+        """Remove all files but `names` from a folder at the URL; killed processes left them there."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")

@@ -1,4 +1,4 @@
-"""Names in TRL's releases that recording depends on, the data lost without each, and which trainers are recorded.
+"""Names in TRL's releases that recording depends on, the data lost if one is missing, and the recorded trainers.
 
 Code that reads a trainer looks names up here. If TRL renames an attribute, only that attribute's values are lost, and a
 note says so. A trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass TRL's
@@ -136,7 +136,7 @@ def is_asynchronous(trainer_class: type) -> bool:
 
 
 def unrecorded(trainer_class: type) -> str | None:
-    """Return the reason why trainers of a class are not recorded; None if they are."""
+    """Return the reason why trainers of a class are not recorded; None if they are recorded."""
     if is_asynchronous(trainer_class):
         return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]

@@ -237,7 +237,7 @@ class Selection:
     steps: frozenset[int] | None = None
     """Steps to import; None if all steps are imported."""
     sample: float = 1.0
-    """Share of sequences to import. Every import selects the same sequences, by a hash."""
+    """Share of sequences to import. Every import selects the same sequences, by a hash of their names."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
         """Return [B] bool: True for selected sequences, given the steps and names of B sequences."""

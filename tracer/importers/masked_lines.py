@@ -1,6 +1,6 @@
 """Import formats of prime-rl and NeMo-RL: JSON Lines of token ids with a loss mask that begins at the response.
 
-A line of prime-rl is a packed row and may contain several sequences; in NeMo-RL's, every value is a one-element list.
+A line of prime-rl is a packed row and may contain several sequences. A line of NeMo-RL has only one-element lists.
 
 Shapes: S tokens in a packed row, or the padded sequence length.
 """

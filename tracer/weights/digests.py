@@ -109,7 +109,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield a tensor's elements in pieces of exactly `most`; the last may be shorter; none if it is empty."""
+    """Yield a tensor's elements in pieces of exactly `most`; the last piece may be shorter. Empty tensors have none."""
     import torch
 
     held: list[Any] = []

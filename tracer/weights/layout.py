@@ -150,7 +150,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def replicated(tensor: Any) -> Any:
-    """Return a replicated DTensor's value; None for others, since reading them would need a collective."""
+    """Return a replicated DTensor's value; None for other DTensors, since reading them would need a collective."""
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 
