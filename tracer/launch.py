@@ -149,8 +149,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording; return the options, the run id, whether no launcher exists yet, and earlier
-        writers."""
+        """Begin or join a recording; return options, run id, True if no launcher exists yet, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:
