@@ -173,7 +173,7 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
-"""Prefix of writer names for writers that merge other writers' files."""
+"""Prefix of the names of writers that merge other writers' files."""
 LAUNCHER = "record"
 """Writer name of `tim-trace record` itself, which records the exit code; an id is appended if the name is taken."""
 

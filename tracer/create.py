@@ -157,7 +157,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder, created by the first process to call this. Raises TraceExists if it is not a trace."""
+    """Return a trace's folder, which the first caller creates. Raises TraceExists if the folder is not a trace."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def limits(layers: str | None, operators: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """Error that an operator introduces in one execution, over all sequences, against float64 on the same inputs."""
+    """Error that an operator adds in one execution, measured on all sequences against float64 on the same inputs."""
 
     side: str
     """The execution, `a` or `b`."""
@@ -257,7 +257,7 @@ def read_result(store: Store, result: str) -> KeptResult:
     where = store.shown(result_path(result))
     values = read_document(store.read_json(result_path(result)), where, _WHAT, needs_checksum=True)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made}, of a later release; this release reads up to {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made} of a newer release; this release reads up to format {FORMAT}")
     try:
         found: dict[str, Any] = values["found"]
         found["products"] = {(side, operator): own for side, operator, own in found["products"]}

@@ -26,7 +26,7 @@ class Ragged:
     lengths: np.ndarray
     """[B] int64: length of each list; they sum to N."""
     valid: np.ndarray | None = None
-    """[N] bool: False for values that were not recorded; None if all were."""
+    """[N] bool: False for values that were not recorded; None if all were recorded."""
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -69,7 +69,7 @@ def is_mixture(model: Any) -> bool:
 
 
 def routers(model: Any) -> list[Router]:
-    """Return a model's routers by layer: siblings of `experts` whose class contains Router or ends in Gate."""
+    """Return a model's routers by layer: siblings of `experts` whose class name contains Router or ends in Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())

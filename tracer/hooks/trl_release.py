@@ -55,7 +55,7 @@ def _of_tokenizer(name: str) -> tuple[str, ...]:
 
 # Since TRL 1.14, a trainer has several end tokens.
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
-PAD_TOKEN = Attribute("responses that end with padding, which count as cut off", _of_tokenizer("pad_token_id"))
+PAD_TOKEN = Attribute("which responses end with padding, so they count as cut off", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature", "args.temperature"))
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))

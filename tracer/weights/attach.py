@@ -221,7 +221,7 @@ def _size(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield, for each file of a table, those of the given columns that it has."""
+    """For each file of a table, yield the given columns that exist in the file."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)
