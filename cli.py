@@ -245,7 +245,7 @@ class _Form:
 
     @property
     def width(self) -> int | None:
-        """Maximum width of text in columns; None if unlimited or not a terminal."""
+        """Maximum width of text in columns; None if unlimited, or if stdout is not a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
@@ -466,7 +466,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
         command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
     )
     _tell(_recorded(output, recording, pair))
-    if recording.is_stuck:  # Python waits for pool threads at exit, which may be stuck too
+    if recording.is_stuck:  # at exit, Python waits for pool threads, which may be stuck too
         os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
 
@@ -997,9 +997,9 @@ def weights(
     from .analysis.weights import OK, engine_weights_text
 
     if attached is None and (tokenizer is not None or force):
-        raise click.UsageError("--tokenizer and --force require --attach; add it or drop them")
+        raise click.UsageError("--tokenizer and --force require --attach; add --attach or drop the other options")
     if verbose and not engine:
-        raise click.UsageError("--verbose requires --engine; add it or drop --verbose")
+        raise click.UsageError("--verbose requires --engine; add --engine or drop --verbose")
     if attached is not None and exported is not None:
         raise click.UsageError("--attach and --export cannot be combined; choose one")
     if attached is not None:

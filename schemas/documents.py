@@ -22,7 +22,7 @@ CHECKSUM = "checksum"
 MAX_BYTES = 64 << 20
 """Maximum size of a document, bytes."""
 MAX_DEPTH = 64
-"""Maximum nesting depth of values in a document, which keeps recursive readers within the stack limit."""
+"""Maximum nesting depth of values in a document; it keeps recursive readers within the stack limit."""
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")

@@ -213,7 +213,7 @@ SCORES_TABLE = Table(
         ),
         _score("entropy", "entropy of the token's distribution"),
         _score("top2_gap", "logprob of the most probable token minus that of the second most probable"),
-        Column("forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) shared a forward"),
+        Column("forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) shared a forward pass"),
         Column("forward_row", pa.int32(), "index of the row in its forward, from 0"),
         Column("forward_rows", pa.int32(), "number of rows in the forward", unit="rows"),
         Column("pad_left", pa.int32(), "number of padding tokens before the prompt in the forward", unit="tokens"),
@@ -308,7 +308,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             pa.string(),
             "dtype that the trainer's tensor was rounded to on its way to the engine; `N values` if each row of the "
             "engine's tensor is the trainer's row rounded to at most N distinct values",
-            null="no such dtype, or the engine holds the trainer's tensor of some step",
+            null="no such dtype, or the engine's tensor equals the trainer's at some step",
         ),
         _ATTEMPT,
         _WRITER,

@@ -42,7 +42,7 @@ _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A parsed writer's state, without library versions, which most writers of a run share."""
+    """A writer's parsed state, without library versions, since most writers of a run have the same versions."""
 
     hash: str
     """XXH3-128 of the state file."""

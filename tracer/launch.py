@@ -44,7 +44,7 @@ class Recording:
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """Why this node recorded nothing, or the hosts that are still recording; None if recording finished here."""
+    """Reason why this node recorded nothing, or the hosts still recording; None if recording finished here."""
     is_stuck: bool = False
     """True if a thread still waits for an unresponsive file system."""
 

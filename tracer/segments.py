@@ -111,13 +111,13 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal a full journal unless another is still being sealed; call this between groups of related records."""
+        """Seal a full journal unless another journal is being sealed; call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Wait until the previous segment is sealed; then convert the journal to Parquet and Zarr, and begin another.
+        """Wait until the previous segment is sealed, convert the journal to Parquet and Zarr, and begin a new segment.
 
         Without `distributions`, captured distributions stay in the journal.
         """

@@ -119,7 +119,7 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files that were merged into others, and are ignored."""
+        """Files that were merged into other files, and are ignored."""
         return {name for state in self.writers for name in state.replaced}
 
     @property

@@ -42,7 +42,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor, or another value unchanged. Raises InvalidRecord if rows are split."""
+    """Return this process's part of a DTensor, or any other value unchanged. Raises InvalidRecord if rows are split."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -132,7 +132,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer; None if no piece is free; then the thread that needs the values copies them."""
+        """Return a piece of the buffer; None if all are in use, and the thread that needs the values copies them."""
         import torch
 
         with self._lock:

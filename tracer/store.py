@@ -299,7 +299,7 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return the target of a path that is a link out of the trace; None for other paths and missing ones."""
+        """Return the target of a path that is a link out of the trace; None for all other paths, even if missing."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
@@ -491,7 +491,7 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """Return a message if `times` this number of bytes exceeds the machine's memory; else None."""
+    """Return a message if `times` * `size` bytes exceed the machine's memory; else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
 

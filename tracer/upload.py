@@ -152,7 +152,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Return a writer's state without journals, for upload, and the partly sealed files left out with them."""
+    """Return a writer's state for upload, without its journals, and the partly sealed files that it leaves out."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()

@@ -19,7 +19,7 @@ _KEPT_BYTES = 64 << 20
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests for exact ranges of a file on object storage; later ones read ahead, farther each time."""
+"""Number of requests for exact ranges of a file on object storage; later requests read further ahead each time."""
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10

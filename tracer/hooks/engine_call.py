@@ -1,4 +1,4 @@
-"""The result of an engine call: vLLM's logprobs as numbers, read when needed and reduced to those requested."""
+"""The result of an engine call: vLLM's logprobs as numbers, read when needed and reduced to the caller's request."""
 
 from __future__ import annotations
 

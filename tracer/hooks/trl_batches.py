@@ -191,7 +191,7 @@ class PackedRow:
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """Encode rows as a uint8 tensor [R, L], which the trainer's own processes decode."""
+    """Encode rows as a uint8 tensor [R, L], which the trainer's processes decode."""
     import torch
 
     encoded = [np.frombuffer(pickle.dumps(list(samples)), np.uint8) for samples in rows]

@@ -16,7 +16,7 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings behind the trainer's logprobs; `source` is `recomputed`, or `loss` for those in the loss."""
+    """Return the settings behind the trainer's logprobs. `source`: `recomputed`, or `loss` if computed in the loss."""
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 

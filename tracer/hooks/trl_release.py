@@ -71,7 +71,7 @@ GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
-    """Return the value at the first of an attribute's paths that exists; None if none does."""
+    """Return the value at the first of an attribute's paths that exists; None if no path exists."""
     for path in attribute.paths:
         value = trainer
         for name in path.split("."):

@@ -74,7 +74,7 @@ class Generation:
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs from each server call in which the trainer requested none: lists [B][T][1], nats, None for NaN."""
+    """Logprobs from server calls in which the trainer requested no logprobs: lists [B][T][1], nats, None for NaN."""
 
     @property
     def rows(self) -> TrainRows | None:

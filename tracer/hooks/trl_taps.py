@@ -69,7 +69,7 @@ class HeadTap:
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
     def distribution(self) -> Distribution | None:
-        """Return the captured rows' distributions, concatenated; None if no forward ran."""
+        """Return the captured rows' distributions, concatenated; None if no forward pass ran."""
         if len(self._hidden) != len(self.rows):
             return None
         projection = Projection(model=self._model, dtype=self._dtype())

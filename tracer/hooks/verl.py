@@ -56,11 +56,11 @@ _OLDER_POINTS = {
     "fit": _POINTS["fit"],
     "_compute_old_log_prob": (
         "compute_older_logprobs",
-        "which rows of the train pass shared a forward",
+        "which rows of the train pass shared a forward pass",
     ),
     "_compute_ref_log_prob": (
         "compute_older_logprobs",
-        "which rows of the reference pass shared a forward",
+        "which rows of the reference pass shared a forward pass",
     ),
     "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
 }

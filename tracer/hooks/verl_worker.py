@@ -26,7 +26,7 @@ from .verl_batches import FORWARD_KEYS, ROW_KEY, UPDATE_KEY, Forwards, attended_
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
 
-_COMPOSITION = "which rows of verl's passes shared a forward"
+_COMPOSITION = "which rows of verl's passes shared a forward pass"
 
 _BLIND = (
     "in verl {}, attention sees only the first {} tokens of a padded row; set "

@@ -1,4 +1,4 @@
-"""Layout of a model's tensors: which of them share memory, and which shard of each this process has."""
+"""Layout of a model's tensors: which tensors share memory, and which shards this process has."""
 
 from __future__ import annotations
 

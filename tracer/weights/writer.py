@@ -268,7 +268,7 @@ def _added(several: list[list[Changes]], index: int) -> Changes:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits, or None once complete."""
+    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits (None if complete)."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
