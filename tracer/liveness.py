@@ -154,8 +154,8 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # If all earlier writers of this rank have ended, only their number distinguishes the iterations of a loop
-    # around a script.
+    # If a script runs in a loop, all earlier writers of this rank have ended; only their number tells the
+    # iterations apart.
     key = f"{base}.{len(before)}"
     if any(_is_of(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)

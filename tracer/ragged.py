@@ -133,7 +133,7 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
         return _flatten_lists(rows, dtype, what)
     cells = _cells(data, what, dtype)
     if cells.ndim != 2:
-        raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; give [B, T] with its mask, or B lists")
+        raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; give a batch [B, T] with its mask, or B lists")
     return _flatten_padded(cells, dtype, padding, what)
 
 

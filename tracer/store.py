@@ -331,7 +331,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield a local folder's entries. A link to a file has its target's size; links to folders are skipped."""
+        """Yield a local folder's entries. A link to a file has the target's size; links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:

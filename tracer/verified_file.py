@@ -244,7 +244,7 @@ class VerifiedFile:
 
 
 class _Kept:
-    """A cache of blocks by file and number, least recently used first."""
+    """A cache of blocks by file and block number, which drops the least recently used blocks first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[VerifiedFile, int], bytes] = OrderedDict()

@@ -1,4 +1,4 @@
-"""Merge a trace's files, in place once all merged files are complete, or into a copy elsewhere."""
+"""Merge a trace's files into a copy or in place; in place, the originals are removed once all merged files exist."""
 
 from __future__ import annotations
 

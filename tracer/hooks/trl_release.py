@@ -49,7 +49,7 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the paths to a tokenizer's token: since TRL 1.3, before 1.3, and with an image processor."""
+    """Return attribute paths to a tokenizer's token, for TRL 1.3 and newer, older TRL, and an image processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 

@@ -49,7 +49,7 @@ class Columns:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """Select rows in the given order; return `self` if that is every row in order."""
+        """Select rows in the given order; return `self` if all rows are selected in order."""
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
