@@ -112,7 +112,7 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Loss settings to record with Recorder.add_hyperparameters, except unchanged settings of other losses."""
+        """Loss settings to record with Recorder.add_hyperparameters, without other losses' unchanged settings."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name

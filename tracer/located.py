@@ -79,9 +79,9 @@ class OperatorError:
     token: int
     """Token with the largest error, counted from 0 over prompt and response of the sequence `seq_id`."""
     inherited: float | None
-    """RMS difference between the two executions' inputs, relative to a's RMS; None without a common input."""
+    """RMS difference between the inputs in a and b, relative to a's input RMS; None without a common input."""
     difference: float | None
-    """RMS difference between the two executions' outputs, relative to a's RMS; None without a common output."""
+    """RMS difference between the outputs in a and b, relative to a's output RMS; None without a common output."""
     in_double: float | None
     """Largest relative error at any token when the operator's code runs in float64; None if this was not tried."""
 

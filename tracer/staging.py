@@ -123,7 +123,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer, allocated once, since that may wait for the device; reused when all pieces are returned."""
+    """A pinned buffer, allocated once, since allocation may block; reused when all pieces have been returned."""
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes
@@ -132,7 +132,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer; None if all are in use, and the thread that needs the values copies them."""
+        """Return a piece of the buffer; None if no piece is free. The thread that needs the values then copies them."""
         import torch
 
         with self._lock:

@@ -24,7 +24,7 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""A copy counts as coarsely rounded if its rows have fewer distinct values than the original's by this factor."""
+"""A copy counts as coarsely rounded if the original's rows have at least this many times more distinct values."""
 _MIN_COSINE_SCORE = 6.0
 """Minimum cosine between a coarsely rounded copy and the original, in standard deviations for random rows."""
 

@@ -16,7 +16,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model (cached) without accelerate's wrappers; FSDP1's is kept: it holds the parameters."""
+    """Return the trained model (cached) without accelerate's wrappers but with FSDP1's, which holds the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:

@@ -52,7 +52,7 @@ class Order:
     routing: bool = False
     """True if the router choices of a mixture of experts are recorded."""
     engine_weights: str = "given"
-    """Engine weights to compare with the trainer's: `given` (sent to it), `held` (also its own copy), or `none`."""
+    """Engine weights to compare: `given` (sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
     """Maximum time to wait for an unresponsive file system, seconds; after that, recording stops."""
 

@@ -155,7 +155,7 @@ class TrainerState:
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a batch for later losses and return its index; the newest batches and one evaluation batch stay."""
+        """Store a batch and return its index; only the newest batches and one evaluation batch are kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED

@@ -110,7 +110,7 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program started with `python -m` under its module name, so that Ray runs the hooked trainer from it."""
+    """Import a program started with `python -m` under its module name, so that Ray runs the hooked trainer."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ ABORT, ERROR = "abort", "error"
 """vLLM's finish reasons for a request that its caller aborted, or that ended with an error."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls that change the engine's model; verl makes them to exclude vocabulary padding from the softmax."""
+"""Calls that change the engine's model; verl uses them to exclude vocabulary padding from the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
 """Module whose import means that verl samples in this process."""

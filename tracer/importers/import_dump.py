@@ -1,4 +1,4 @@
-"""Import a framework's dump into a new trace, or its new files into an earlier import."""
+"""Import a framework's dump into a new trace, or add its new files to an earlier import."""
 
 from __future__ import annotations
 

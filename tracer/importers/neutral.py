@@ -231,7 +231,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return column name in the file -> name in the trace. Raises ImportFailed if two columns share a name there."""
+    """Return column name in the file -> name in the trace. Raises ImportFailed if two columns get the same name."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:

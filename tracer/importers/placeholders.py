@@ -17,7 +17,7 @@ from ..rows import ROUNDING_NATS
 CLAMPED = -9999.0
 """Value that some frameworks write in place of a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes that score the same policy: a token with probability 1 in one pass should have it in all."""
+"""Passes that score the same policy: a token with probability 1 in one of them should have probability 1 in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
 """Maximum |logprob| of a token with probability 1, nats: the rounding error of a bfloat16 logprob."""
 

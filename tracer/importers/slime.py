@@ -126,7 +126,7 @@ def values_of(fields: Fields) -> dict[str, Values]:
 
 
 def experts_of(fields: Fields, num_tokens: int) -> np.ndarray | None:
-    """Return a sample's experts [S, L, slots]. The last token has none in the file, since it had no forward pass."""
+    """Return a sample's experts [S, L, slots]. The file has none for the last token, which had no forward pass."""
     found = fields.array("experts", 3)
     if found is None:
         return None
