@@ -142,8 +142,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""`record` computes the sums of runs with at least this many response tokens; for smaller ones, the first query
-does."""
+"""Minimum number of response tokens for which `record` computes a run's sums; otherwise, the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
