@@ -131,7 +131,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _print(text: str, **how: Any) -> None:
-    """Print to stdout. On failure, discard its buffer, which the interpreter would otherwise write at exit."""
+    """Print to stdout. On failure, discard stdout's buffer, which the interpreter would otherwise write at exit."""
     try:
         click.echo(text, **how)
     except BrokenPipeError:  # e.g. `| head`: click exits quietly
@@ -142,7 +142,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""`record` computes the sums of runs with at least this many response tokens; for others the first query does."""
+"""Minimum number of response tokens for which `record` computes a run's sums; otherwise, the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -244,7 +244,7 @@ class _Form:
 
     @property
     def width(self) -> int | None:
-        """Maximum width of text in columns; None if unlimited or not a terminal."""
+        """Maximum width of text in columns; None if unlimited, or if stdout is not a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
@@ -294,7 +294,7 @@ _CSV = click.option(
 )  # fmt: skip
 _BRIEF = click.option(
     "--brief", "is_brief", is_flag=True,
-    help="Print a brief to go on from: story, facts, what is not told apart, and SQL for each open question.",
+    help="Print a brief for further work: story, facts, suspects that cannot be told apart, SQL for each open question.",
 )  # fmt: skip
 _WIDE = click.option("--wide", "is_wide", is_flag=True, help="Show all columns, regardless of width.")
 
@@ -465,7 +465,7 @@ def record(output: str, capture: str, capture_fraction: float, command: Sequence
         command, output=output, capture=capture, capture_fraction=capture_fraction, at_end=at_end, **options
     )
     _tell(_recorded(output, recording, pair))
-    if recording.is_stuck:  # Python waits for pool threads at exit, which may be stuck too
+    if recording.is_stuck:  # at exit, Python waits for pool threads, which may be stuck too
         os._exit(recording.exit_code)
     sys.exit(recording.exit_code)
 
@@ -834,7 +834,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 )  # fmt: skip
 @_ray
 @_gpus_per_arm
-@_prints(json="Print JSON, one row per step; with --dry-run, per arm.")
+@_prints(json="Print JSON, one row per step; with --dry-run, one row per arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
 
@@ -929,7 +929,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
 )
 @click.option(
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
-    help="Operators to compute with the other execution's code, as proof.",
+    help="Operators to compute with the other execution's code, to prove the finding.",
 )  # fmt: skip
 @click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of a.")
 @click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of b.")
@@ -996,9 +996,9 @@ def weights(
     from .analysis.weights import OK, engine_weights_text
 
     if attached is None and (tokenizer is not None or force):
-        raise click.UsageError("--tokenizer and --force require --attach; add it or drop them")
+        raise click.UsageError("--tokenizer and --force require --attach; add --attach or drop the other options")
     if verbose and not engine:
-        raise click.UsageError("--verbose requires --engine; add it or drop --verbose")
+        raise click.UsageError("--verbose requires --engine; add --engine or drop --verbose")
     if attached is not None and exported is not None:
         raise click.UsageError("--attach and --export cannot be combined; choose one")
     if attached is not None:
@@ -1058,8 +1058,9 @@ def attribute(trace: str, form: _Form, **options: Any) -> None:
 @click.option("--png", metavar="DIR", help="Folder for a PNG and a CSV file per figure.")
 @click.option("--svg", metavar="DIR", help="Folder for an SVG and a CSV file per figure.")
 @click.option(
-    "--pdf", metavar="FILE.pdf|DIR", help="File with one page per figure, or folder with one PDF per figure; with CSV."
-)
+    "--pdf", metavar="FILE.pdf|DIR",
+    help="File with one page per figure, or folder with one PDF per figure; also writes CSV files.",
+)  # fmt: skip
 @click.option(
     "--width", default="column", metavar="INCHES|NAME",
     help="Width of these figures: inches, or column, aaai, acl, acm, iclr, icml, ieee, jmlr, nature, neurips.",
@@ -1075,8 +1076,8 @@ def report(
 ) -> None:
     """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
-    The report is about the first RUN; its charts also show the series of the others. The page works offline and contains
-    the verdict, series, mismatch, tokens and provenance, with the query behind each figure.
+    The report is about the first RUN; its charts also show the series of the other runs. The page works offline and
+    contains the verdict, series, mismatch, tokens and provenance, with the query behind each figure.
     """
     paths = (output, png, svg, pdf)
     if not any(paths):
@@ -1191,7 +1192,7 @@ def _size(path: str) -> str:
 
 
 def _print_json(value: Any) -> None:
-    """Print a JSON object: a result's fields (or its table under `rows`), and under `damaged` the damaged files."""
+    """Print a JSON object: a result's fields (or its table under `rows`), and the damaged files under `damaged`."""
     found = value if isinstance(value, dict) else {"rows": value}
     _print(to_json({"damaged": list(_damage_told)} | found))
 
@@ -1360,8 +1361,8 @@ def _brought_in(output: str, imported: Any, pair: str | None) -> str:
     holes, parts = imported.placeholders, []
     if holes.total:
         parts.append(
-            f"{holes.total:,} placeholders became NULL ({holes.clamped:,} of -9999, {holes.masked_zeros:,} zeros outside "
-            f"the mask, {holes.all_zero:,} in all-zero lists)"
+            f"{holes.total:,} placeholders became NULL ({holes.clamped:,} values of -9999, "
+            f"{holes.masked_zeros:,} zeros outside the mask, {holes.all_zero:,} in all-zero lists)"
         )
     if holes.certain:
         parts.append(

@@ -22,7 +22,7 @@ CHECKSUM = "checksum"
 MAX_BYTES = 64 << 20
 """Maximum size of a document, bytes."""
 MAX_DEPTH = 64
-"""Maximum nesting depth of values in a document, which keeps recursive readers within the stack limit."""
+"""Maximum nesting depth of values in a document; it keeps recursive readers within the stack limit."""
 _MAX_INTEGER = 1 << 64
 
 Record = TypeVar("Record")
@@ -41,7 +41,7 @@ def to_document(values: Mapping[str, Any]) -> str:
 
 
 def read_object(content: bytes, where: str, what: str) -> dict[str, Any]:
-    """Return a document's fields with its checksum. Raises DamagedTrace, naming the file (`where`) and its kind."""
+    """Return a document's fields with its checksum. Raises DamagedTrace with `where` and `what` in the message."""
     try:
         values = json.loads(content.decode(), parse_int=_integer)  # json would also accept UTF-16 bytes
         _check(values, content)
@@ -89,7 +89,7 @@ def read_document(content: bytes, where: str, what: str, *, needs_checksum: bool
 
 
 def _canonical(values: dict[str, Any]) -> str:
-    """Return `canonical_json(values)`, with a fast path for values without non-finite numbers."""
+    """Return the same text as `canonical_json(values)`, but faster if all numbers are finite."""
     try:
         return json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -173,9 +173,9 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
 
 OPEN, CLOSED, FAILED = "open", "closed", "failed"
 COMPACTION = "compact"
-"""Prefix of writer names for writers that merge other writers' files."""
+"""Prefix of the names of writers that merge other writers' files."""
 LAUNCHER = "record"
-"""Writer name of `tim-trace record` itself, which records the exit code; an id is appended if it is taken."""
+"""Writer name of `tim-trace record` itself, which records the exit code; an id is appended if the name is taken."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -211,7 +211,7 @@ class WriterState:
     files: dict[str, SealedFile] | None = None
     """Path in the trace -> record of the sealed file; None if an older release without this list wrote the state."""
     replaced: tuple[str, ...] = ()
-    """Other writers' files whose rows were merged into this writer's; readers ignore them until they are removed."""
+    """Files of other writers that were merged into this writer's files; readers ignore them until their removal."""
     journals: tuple[str, ...] = ()
     """Paths of journals that are not sealed."""
     torn_journals: dict[str, int] = field(default_factory=dict)
@@ -263,7 +263,8 @@ class WriterState:
 
 
 def command_exit_code(states: Iterable[WriterState]) -> int | None:
-    """Return the first non-zero exit code among the nodes of the newest recording; else None while one runs, or 0."""
+    """Return the first non-zero exit code among the nodes of the newest recording. If there is none, return None while
+    a node is still running, else 0."""
     launched = sorted((state for state in states if state.is_launcher), key=lambda state: state.opened_at)
     codes = [
         state.exit_code

@@ -28,7 +28,7 @@ TEMPORARY_PREFIX = ".tmp-"
 RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
 """Prefix of files that reserve disk space."""
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
-"""Prefix of folders that hold a complete trace after it was replaced by another."""
+"""Prefix of folders that hold a complete trace that was replaced by a new one."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
 """Prefix of folders into which a trace is being moved before its replacement; some files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
@@ -114,7 +114,7 @@ def is_tokenizer(name: str) -> bool:
 
 
 def is_temporary(name: str) -> bool:
-    """Return True if tim-trace gave this name to an unfinished file or folder; the prefix alone does not count."""
+    """Return True if tim-trace gave this name to an unfinished file or folder; having the prefix is not enough."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

@@ -45,8 +45,8 @@ class LazyPackage(ModuleType):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the garbage collector during imports, which create no garbage. It would take a sixth of the time to import
-    torch and transformers."""
+    """Pause the garbage collector during imports, which create no garbage. Otherwise, importing torch and
+    transformers spends a sixth of its time in the collector."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -73,7 +73,7 @@ def checked(public: _Public) -> _Public:
     """Wrap a function to raise WrongType if an argument does not match its annotation; return a class unchanged."""
     if not isinstance(public, types.FunctionType):
         return public
-    from inspect import signature as signature_of  # takes milliseconds in every recorded process
+    from inspect import signature as signature_of  # importing it takes milliseconds in every recorded process
 
     signature = signature_of(public)
 
@@ -90,7 +90,7 @@ def checked(public: _Public) -> _Public:
 
 
 def check_arguments(owner: Callable[..., Any], values: Mapping[str, Any], *, name: str = "") -> None:
-    """Raise WrongType if a value does not match the annotation of the parameter or field with its name."""
+    """Raise WrongType if a value does not match the annotation of the parameter or field of the same name."""
     hints = _hints(owner)
     for option, value in values.items():
         if option in hints and not fits(value, hints[option]):

@@ -48,7 +48,7 @@ class Loss:
     clip_high: float = 0.2
     """For ppo_clip, the distance between the upper bound and 1; for cispo, the maximum ratio."""
     clip_hard: float | None = None
-    """For ppo_clip, a bound on the ratio for advantages of either sign (TRL's delta); None if there is none."""
+    """For ppo_clip, a bound on the ratio for advantages of either sign (TRL's delta); None if the loss has none."""
     sapo_temperature_pos: float = 1.0
     sapo_temperature_neg: float = 1.05
     """Value of tau in sapo: sapo_temperature_pos where A > 0, sapo_temperature_neg elsewhere."""
@@ -59,7 +59,7 @@ class Loss:
     vespo_lambda_neg: float = 2.0
     """Values of k and lambda in vespo where A < 0."""
     denominator: str = TRAIN
-    """Pass in the ratio's denominator: `train` (recomputed), `rollout` (bypass), or `current`: rho is then 1."""
+    """Pass in the ratio's denominator: `train` (recomputed), `rollout` (bypass), or `current` (rho is 1)."""
     aggregation: str = "token_mean"
     """How token terms are averaged. `token_mean`: mean over all tokens in an optimizer step. `batch_token_mean`: mean
     over all tokens in the recorded step, multiplied by the share of its micro-batches that are in the optimizer step.
@@ -112,7 +112,7 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Loss settings to record with Recorder.add_hyperparameters, without defaults that only other losses use."""
+        """Loss settings to record with Recorder.add_hyperparameters, without other losses' unchanged settings."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -243,7 +243,7 @@ def _grpo_aggregation(kind: str, values: Mapping[str, Any]) -> str:
 
 
 def _rloo(values: Mapping[str, Any]) -> Loss:
-    """Return the loss of TRL's RLOO trainer, whose KL term is in the reward (1.16, RLOOTrainer._compute_loss)."""
+    """Return the loss of TRL's RLOO trainer, whose KL term is in the reward (TRL 1.16, RLOOTrainer._compute_loss)."""
     low = _number(values, "epsilon", 0.2)
     return Loss(
         kind=PPO,

@@ -36,7 +36,8 @@ def check_pass_name(name: str) -> str:
 
 
 def first_pair(names: Sequence[str]) -> str | None:
-    """Return the pair to compare: train:rollout, else another pass with rollout, else the first two; None for fewer."""
+    """Return the pair of passes to compare: train:rollout, else another pass and rollout, else the first two
+    passes; None if there are fewer than two passes."""
     if len(names) < 2:
         return None
     if ROLLOUT not in names:

@@ -34,7 +34,7 @@ def parse_steps(text: str, recorded: Sequence[int], *, of: str = "") -> list[int
 
 
 def select_steps(text: str, recorded: Sequence[int]) -> list[int]:
-    """Return the selected steps as `parse_steps` does, perhaps none. Raises InvalidOption for invalid syntax."""
+    """Return the selected steps, possibly none, like `parse_steps`. Raises InvalidOption for invalid syntax."""
     return sorted(set().union(*(_part(part.strip(), text, recorded) for part in text.split(","))))
 
 

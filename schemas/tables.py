@@ -30,7 +30,7 @@ class Column:
     alignment: str = "one value per row"
     """Description of what each value or list element belongs to, such as a row or a token."""
     null: str = "not recorded"
-    """Meaning of NULL; empty for a required column. Others may be missing in files of older releases."""
+    """Meaning of NULL; empty for a required column. Other columns may be missing in files of older releases."""
     keyword: str = ""
     """Keyword argument of Recorder.add_sequences that supplies the values, if it differs from the column's name."""
     is_made: bool = False
@@ -65,7 +65,7 @@ class Table:
         object.__setattr__(self, "optional", frozenset(column.name for column in self.columns if column.null))
 
     def completed(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return a batch with NULL in columns that older releases lacked; None if it does not belong to this table."""
+        """Return a batch with NULL in columns that older releases lacked; None for a batch of another table."""
         schema, names = self.schema, set(batch.schema.names)
         if not set(schema.names) - names <= self.optional or not names <= set(schema.names):
             return None
@@ -213,7 +213,7 @@ SCORES_TABLE = Table(
         ),
         _score("entropy", "entropy of the token's distribution"),
         _score("top2_gap", "logprob of the most probable token minus that of the second most probable"),
-        Column("forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) shared a forward"),
+        Column("forward_id", pa.int64(), "rows with the same (writer, pass, forward_id) shared a forward pass"),
         Column("forward_row", pa.int32(), "index of the row in its forward, from 0"),
         Column("forward_rows", pa.int32(), "number of rows in the forward", unit="rows"),
         Column("pad_left", pa.int32(), "number of padding tokens before the prompt in the forward", unit="tokens"),
@@ -307,8 +307,8 @@ ENGINE_WEIGHTS_TABLE = Table(
             "cast",
             pa.string(),
             "dtype that the trainer's tensor was rounded to on its way to the engine; `N values` if each row of the "
-            "engine's tensor is the trainer's rounded to at most N distinct values",
-            null="no such dtype, or the engine holds the trainer's tensor of some step",
+            "engine's tensor is the trainer's row rounded to at most N distinct values",
+            null="no such dtype, or the engine's tensor equals the trainer's at some step",
         ),
         _ATTEMPT,
         _WRITER,

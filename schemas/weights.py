@@ -102,7 +102,7 @@ class WeightVersion:
     stored_at: str
     """Time when the version was written, ISO 8601 in UTC."""
     base_row: int | None = None
-    """Row that an element delta is relative to, a power of 4 rows earlier; None for a keyframe or an XOR."""
+    """Row that an element delta refers to, which is a power of 4 rows earlier; None for a keyframe or an XOR."""
     layout_hash: str | None = None
     """XXH3-128 of the segment's zarr.json, which locates the tensors; None without checksums."""
 

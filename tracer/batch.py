@@ -117,7 +117,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Count another scoring of these rows; return how often each was scored before. Only `current` may repeat."""
+        """Return how often each of these rows was scored before, and count this scoring. Only `current` may repeat."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
@@ -130,7 +130,7 @@ class Batch:
         return iteration
 
     def take_back(self, pass_name: str, rows: np.ndarray) -> None:
-        """Undo the last `next_iteration` for these rows, since their scores were rejected."""
+        """Undo the last `next_iteration` for these rows, because their scores were rejected."""
         self._rounds[pass_name][rows] -= 1
 
 
@@ -169,7 +169,7 @@ MIN_SHARE = 0.25
 """Minimum share of rows that start or end with the same repeated token for a padding warning."""
 
 Warn = Callable[[str, str], None]
-"""Function that is called with a warning's key, so that the warning is given only once, and its text."""
+"""Function that is called with a warning's key and text. A warning is given only once per key."""
 
 
 def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) -> Padding | None:
@@ -188,8 +188,8 @@ def padding_of(mask: Any, ids: Any, side: str, where: str, warn: Warn | None) ->
     if not is_padded(ids):
         came = "not given" if ids is None else "given as lists, which have no padding"
         raise InvalidRecord(
-            f"{where}, {name}: {side}_ids were {came}; give {side}_ids as a tensor or array [B, T] with it, or lists "
-            "without it"
+            f"{where}, {name}: {side}_ids were {came}; give {side}_ids as a tensor or array [B, T] with the mask, "
+            "or as lists without the mask"
         )
     padding = Padding.of(mask, f"{where}, {name}")
     empty = np.flatnonzero(padding.lengths == 0)

@@ -106,10 +106,10 @@ def run_units(
 ) -> Iterator[tuple[int, Any]]:
     """Yield the number and result of each unit, in the order in which the units finish.
 
-    `address` is LOCAL, `auto` or `host:port`; without one, the worker runs all units in this process. The cluster runs
-    as many actors as it has room for, each with a copy of `worker`, and they share the units; `num_cpus` per actor is
-    capped at the largest node. A unit whose actor or node dies is given to another actor. A worker's errors are raised
-    here.
+    `address` is LOCAL, `auto` or `host:port`; without an address, the worker runs all units in this process. The
+    cluster runs as many actors as it has room for, each with a copy of `worker`, and they share the units; `num_cpus`
+    per actor is capped at the largest node. A unit whose actor or node dies is given to another actor. A worker's
+    errors are raised here.
 
     Raises NotInstalled, InvalidOption if no cluster answers, and ClusterFailed if no node has room or TRIES actors die
     on a unit.

@@ -3,7 +3,7 @@
 One of the two traces survives even if the process dies. The old trace is moved to `.tmp-replacing-*`, manifest first;
 once complete, that folder is renamed `.tmp-replaced-*`. The new trace's manifest is written last. So a folder without
 a manifest holds either part of the old trace, with the rest in `.tmp-replacing-*`, or part of the new one, with the
-complete old one in `.tmp-replaced-*`; `put_back` undoes both.
+complete old one in `.tmp-replaced-*`. `put_back` restores the old trace in both cases.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def new_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool =
     """Create the folder of a new trace and yield its absolute path; if the block raises, the old content is restored.
 
     With `force`, an existing trace is moved aside, and removed once the block succeeds. Until then, no other process
-    can create a trace here, so the next process sees any writer opened in the block.
+    can create a trace here; the next process that tries sees the writers opened in the block.
 
     Raises TraceExists if the folder is in use and `force` is off, is not a trace, holds files that tim-trace did not
     write, or is being recorded.
@@ -157,7 +157,7 @@ def claimed(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
-    """Return a trace's folder, created by the first process to call this. Raises TraceExists if it is not a trace."""
+    """Return a trace's folder, which the first caller creates. Raises TraceExists if the folder is not a trace."""
     folder = local_folder(path)
     with _explained(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -312,7 +312,7 @@ def remove_replaced(aside: Path) -> None:
 
 
 def move_part(building: Path, folder: Path) -> None:
-    """Move an addition into a trace, writers' states last. Without a manifest, it is already being moved."""
+    """Move an addition into a trace, writers' states last. An addition without a manifest is already being moved."""
     check_no_links(building)
     (building / MANIFEST).unlink(missing_ok=True)
     parts = [part for part in building.rglob("*") if part.is_file() and not part.name.startswith(TEMPORARY_PREFIX)]
@@ -333,7 +333,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def tokenizer_files(store: Store) -> set[str]:
-    """Return the tokenizer's files from the writers' states, since their names vary."""
+    """Return the paths of the tokenizer's files, which vary, from the writers' states."""
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
     with contextlib.suppress(TimTraceError):

@@ -1,4 +1,4 @@
-"""Captured distributions in Zarr v3: top-K with tail mass, full logits, or last hidden states with logits from them.
+"""Captured distributions in Zarr v3: top-K with tail mass, full logits, or last hidden states to compute logits from.
 
 Shapes: N rows (one per response token of a captured sequence), C rows in a chunk, T tokens, K kept tokens, V vocabulary,
 H hidden width.
@@ -113,7 +113,7 @@ def write_group(path: Path, segment: Segment, batches: Sequence[pa.RecordBatch])
 
     from .dense_store import write_files
 
-    # Zarr writes to memory: Python waits for its threads at exit, even for one stuck in the file system.
+    # Zarr writes to memory, since Python waits at exit for Zarr's threads, even if one is stuck in the file system.
     made: dict[str, Any] = {}
     root = zarr.open_group(zarr.storage.MemoryStore(made), mode="w", zarr_format=3)
     by_array: dict[tuple[str, str], list[Block]] = {}

@@ -57,7 +57,7 @@ def open_dense(store: Store, group: str) -> DenseGroup:
         return _sealed(store, segment, pass_name)
     if DENSE_TABLE in journaled_segments(store).get(segment, ()):
         return _journaled(store, segment, group)
-    if is_sealed(store, segment):  # The journal was sealed in between.
+    if is_sealed(store, segment):  # The journal was sealed after the check above.
         return _sealed(store, segment, pass_name)
     raise DamagedTrace(
         f"{store.shown(f'{DENSE}/{group}')}: is missing, but scores refer to it: the trace was copied without dense/, "

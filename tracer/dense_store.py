@@ -59,7 +59,7 @@ class SealedGroup:
     """The files of one segment's Zarr group. Methods raise DamagedTrace if a file changed after it was written."""
 
     def __init__(self, store: Store, segment: Segment, root: SealedFile | None):
-        """`root` is the root's entry in the writer's state; None if the release that wrote it stored none."""
+        """`root` is the root's entry in the writer's state; None if an older release wrote no such entry."""
         self.store, self.folder = store, segment.dense
         document = self._document(f"{self.folder}/{DOCUMENT}")
         if root is not None and whole_hash(document) != root.hash:
@@ -143,7 +143,7 @@ class _Array:
         self._zarr: Any = None
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Read rows from the array. Raises DamagedTrace if it does not have them."""
+        """Read rows from the array. Raises DamagedTrace if the array does not have these rows."""
         if not 0 <= start <= start + count <= self.shape[0]:
             raise DamagedTrace(
                 f"{self._group._shown(self._name)}: has {self.shape[0]:,} rows, but scores refer to rows {start:,} to "
@@ -183,7 +183,7 @@ class _Chunks(NamedTuple):
     def check(self, content: bytes, *, is_whole: bool) -> None:
         """Raise ValueError if a file or chunk claims an impossible uncompressed size.
 
-        blosc allocates the size in a chunk's header; a shard's index has the offsets of its chunks.
+        blosc allocates as much memory as a chunk's header claims. The offsets of a shard's chunks are in its index.
         """
         starts = [0]
         if is_whole and self.num_in_shard is not None:
@@ -219,14 +219,14 @@ def _check_array(document: Mapping[str, Any]) -> _Chunks:
         sharding, shard = document["codecs"][0]["configuration"], chunk
         outer, names, chunk = names, _names(sharding["codecs"]), sharding["chunk_shape"]
         if len(outer) > 1 or _names(sharding["index_codecs"]) != _OF_INDEX:
-            raise ValueError("its codecs are nested, or in another order")
+            raise ValueError("its codecs are nested or in the wrong order")
         if not (_are_sizes(shard) and _are_sizes(chunk)) or len(shard) != len(chunk) or min(chunk) < 1:
             raise ValueError(f"its shards have the shape {shard!r:.80}")
         num_chunks = math.prod(-(-whole // part) for whole, part in zip(shard, chunk, strict=True))
         if num_chunks > MAX_CHUNKS_A_SHARD or sharding.get("index_location", "end") != "end":
             raise ValueError(f"its shards have the shape {shard!r:.80} of chunks {chunk!r:.80}")
     if names not in _OF_CHUNK:
-        raise ValueError("its codecs are nested, or in another order")
+        raise ValueError("its codecs are nested or in the wrong order")
     if not _are_sizes(chunk) or len(chunk) != len(shape) or min(chunk) < 1 or math.prod(chunk) * item > MAX_CHUNK_BYTES:
         raise ValueError(f"its chunks have the shape {chunk!r:.80}")
     return _Chunks(math.prod(chunk) * item, num_chunks, "blosc" in names)

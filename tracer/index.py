@@ -31,7 +31,7 @@ MAX_BYTES = 64 << 20
 """Maximum size of an index, bytes."""
 
 MANY_FOOTERS = 1024
-"""Maximum number of a table's footers in the index: every opening reads them, but few queries need them all."""
+"""Maximum number of a table's footers in the index: opening a trace reads them, but few queries need all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
 """Maximum uncompressed size of an index, bytes; larger ones are ignored."""
@@ -42,7 +42,7 @@ _STATE_FIELDS = tuple(field.name for field in fields(WriterState))
 
 
 class _State(msgspec.Struct, array_like=True):
-    """A parsed writer's state, without library versions, which most writers of a run share."""
+    """A writer's parsed state, without library versions, since most writers of a run have the same versions."""
 
     hash: str
     """XXH3-128 of the state file."""
@@ -123,7 +123,7 @@ class Index:
         )  # fmt: skip
 
     def state(self, relative: str, *, content: bytes | None = None, md5: str | None = None) -> WriterState | None:
-        """Return a writer's state if its current state file has the content, or the MD5, in the index."""
+        """Return a writer's state if the content or MD5 of its current state file is the same as in the index."""
         known = self.states.get(relative)
         if known is None or (md5 != known.md5 if content is None else whole_hash(content) != known.hash):
             return None

@@ -36,7 +36,7 @@ DENSE_SCHEMA = pa.schema(
         pa.field("data", pa.large_binary(), nullable=False),
     ]
 )
-"""Schema of journal rows with one block each: `rows` rows of a Zarr array, row-major, before sealing."""
+"""Schema of a journal of distributions. Each row is a block: `rows` rows of a Zarr array, row-major."""
 
 BFLOAT16 = "bfloat16"
 DATA_TYPES = (
@@ -165,12 +165,12 @@ class _Torn(Exception):
 
 
 def _next_message(content: memoryview, start: int, before: bytes) -> tuple[Any, int, bytes]:
-    """Return the message at `start` (None at the stream's end), its end and checksum. Raises ValueError and _Torn."""
+    """Return the message at `start` (None at the stream's end), its end and its checksum. Raises ValueError, _Torn."""
     try:
         found = _message_end(content, start, before)
     except _Torn:
         if content[start:].tobytes().count(_MAGIC) > 1:  # more records follow, but only the last one can be incomplete
-            raise ValueError("its length differs") from None
+            raise ValueError("its length is wrong") from None
         raise
     if found is not None:
         stop, checksum = found

@@ -44,7 +44,7 @@ class Recording:
     is_there: bool = True
     """False if the trace's folder was removed while the command ran."""
     note: str | None = None
-    """Why this node recorded nothing, or the hosts that are still recording; None if recording finished here."""
+    """Reason why this node recorded nothing, or the hosts still recording; None if recording finished here."""
     is_stuck: bool = False
     """True if a thread still waits for an unresponsive file system."""
 
@@ -149,7 +149,7 @@ def record(
     files, claim = Worker(max_bytes=0, patience=Patience(output, max_wait)), contextlib.ExitStack()
 
     def begin() -> tuple[Order, str, bool, set[str]] | None:
-        """Begin or join a recording; return order, run id, whether this launcher is the first, and earlier writers."""
+        """Begin or join a recording; return options, run id, True if no launcher exists yet, and earlier writers."""
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread forwards signals
         first = None
         if number is not None:

@@ -1,5 +1,6 @@
-"""Whether a writer may still add to its trace, what it has not sealed yet, and training attempts, since a resumed run repeats some
-steps.
+"""Determine whether a writer may still add to its trace, what it has not sealed yet, and which attempt it belongs to.
+
+Each resumption of a run begins a new training attempt, which may repeat steps.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def _text(path: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """A training attempt: training from a start or resumption to its end."""
+    """A training attempt: one training run, from its start or resumption to its end."""
 
     number: int
     """Number of the attempt, from 1, in the order in which attempts started."""
@@ -140,7 +141,7 @@ class Attempt:
 def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool = False) -> Attempt:
     """Return the attempt that this process begins or joins.
 
-    `session` identifies the launch; `ordinal` is the number of earlier trainings in this process. With `resumes`,
+    `session` identifies the launch; `ordinal` is the number of earlier training runs in this process. With `resumes`,
     earlier recordings of this process belong to a previous attempt even if they are still open, as in a notebook.
 
     A rank counts its own earlier writers, because ranks restart together while torchrun counts restarts per node. A
@@ -153,8 +154,8 @@ def next_attempt(store: Store, session: str, ordinal: int = 0, *, resumes: bool 
     beside = next((state for state in before if _is_beside(state, store, resumes)), None)
     if beside is not None:
         return Attempt(number=_newest([beside]), key=str(beside.attempt_key))
-    # If all earlier writers of this rank have ended, only their number distinguishes the iterations of a loop
-    # around a script.
+    # If a script runs in a loop, all earlier writers of this rank have ended; only their number tells the
+    # iterations apart.
     key = f"{base}.{len(before)}"
     if any(_is_of(state, session) for state in own):
         return Attempt(number=_newest(own) + 1, key=key)

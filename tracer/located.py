@@ -54,7 +54,7 @@ def limits(layers: str | None, operators: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """Error that an operator introduces in one execution, over all sequences, against float64 on the same inputs."""
+    """Error that an operator adds in one execution, measured on all sequences against float64 on the same inputs."""
 
     side: str
     """The execution, `a` or `b`."""
@@ -79,9 +79,9 @@ class OperatorError:
     token: int
     """Token with the largest error, counted from 0 over prompt and response of the sequence `seq_id`."""
     inherited: float | None
-    """RMS difference between the two executions' inputs, relative to a's; None without a common input."""
+    """RMS difference between the inputs in a and b, relative to a's input RMS; None without a common input."""
     difference: float | None
-    """RMS difference between the two executions' outputs, relative to a's; None without a common output."""
+    """RMS difference between the outputs in a and b, relative to a's output RMS; None without a common output."""
     in_double: float | None
     """Largest relative error at any token when the operator's code runs in float64; None if this was not tried."""
 
@@ -257,7 +257,7 @@ def read_result(store: Store, result: str) -> KeptResult:
     where = store.shown(result_path(result))
     values = read_document(store.read_json(result_path(result)), where, _WHAT, needs_checksum=True)
     if isinstance(made := values.get("format"), int) and made > FORMAT:
-        raise NewerTrace(f"{where}: has format {made}, of a later release; this release reads up to {FORMAT}")
+        raise NewerTrace(f"{where}: has format {made} of a newer release; this release reads up to format {FORMAT}")
     try:
         found: dict[str, Any] = values["found"]
         found["products"] = {(side, operator): own for side, operator, own in found["products"]}
@@ -275,7 +275,7 @@ def read_result(store: Store, result: str) -> KeptResult:
 
 
 def _is_possible(found: Located) -> bool:
-    """Return True if operators and patches are those of a or b, and refer to the result's sequences."""
+    """Return True if operators and patches belong to execution a or b, and refer to the result's sequences."""
     names = {each.seq_id for each in found.sequences}
     sides = {each.side for each in found.operators} | {each.taker for each in found.patches}
     return (

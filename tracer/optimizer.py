@@ -56,7 +56,7 @@ _SETTINGS = ("lr", "beta1", "beta2", "eps", "weight_decay", "momentum")
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return each setting's largest value over the parameter groups; for tensors, the first group's on its device."""
+    """Return each setting's largest value over the parameter groups or, for tensors, the first group's value."""
     flat = [dict(group) | dict(zip(("beta1", "beta2"), group.get("betas") or (), strict=False)) for group in groups]
     found: dict[str, Any] = {}
     for name in _SETTINGS:
@@ -136,7 +136,7 @@ def _square(torch: Any, tensors: list[Any]) -> Any:
 
 
 def _square_on_cpu(torch: Any, values_N: Any, dtype: Any, width: int = 256) -> Any:
-    """Return a vector's squared norm, summed over pieces, since torch's norm adds sequentially but its sum pairwise."""
+    """Return a vector's squared norm, summed over pieces, since torch.norm adds sequentially but torch.sum pairwise."""
     whole = len(values_N) // width * width
     norms_P = torch.linalg.vector_norm(values_N[:whole].view(-1, width), dim=1, dtype=dtype)
     return norms_P.square().sum() + torch.linalg.vector_norm(values_N[whole:], dtype=dtype).square()

@@ -76,7 +76,7 @@ class CheckedWriter:
 def checked_writer(
     path: Path, identity: str, schema: pa.Schema, *, block_bytes: int = BLOCK_BYTES, **options: Any
 ) -> Iterator[CheckedWriter]:
-    """Open a file for writing part by part; the arguments are those of `write_checked`."""
+    """Open a file for writing part by part, with the same arguments as `write_checked`."""
     with open(path, "xb", buffering=0) as file:
         hashed = _HashedFile(file, block_bytes)
         with pq.ParquetWriter(pa.PythonFile(hashed, mode="w"), schema, **options) as parquet:
@@ -142,7 +142,7 @@ class ParquetFooter:
         """Size of a checksummed block, bytes. Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
-            raise ValueError(f"of blocks of {size:,} bytes")
+            raise ValueError(f"unsupported block size: {size:,} bytes")
         return size
 
     def verified(self, store: Store, relative: str, *, keeps_tail: bool = False) -> VerifiedFile:

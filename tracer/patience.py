@@ -33,7 +33,10 @@ class Patience:
         max_wait_s: float = math.inf,
         meanwhile: Callable[[], None] = lambda: None,
     ):
-        """`path` is on the file system; "" prints nothing. `meanwhile` is called during waits. Raises InvalidOption."""
+        """`path` is on the file system; if it is empty, nothing is printed. `meanwhile` is called during waits.
+
+        Raises InvalidOption.
+        """
         if not max_wait_s > 0:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s

@@ -105,7 +105,7 @@ def _stop() -> None:
 
 
 class Child:
-    """A running command. From `start` to the end of `wait`, signals sent to this process are held back for it."""
+    """A running command. From `start` to the end of `wait`, signals to this process are held back for the command."""
 
     def __init__(self, process: subprocess.Popen[bytes], unblock: Callable[[], None]):
         self._process, self._unblock = process, unblock

@@ -26,7 +26,7 @@ class Ragged:
     lengths: np.ndarray
     """[B] int64: length of each list; they sum to N."""
     valid: np.ndarray | None = None
-    """[N] bool: False for values that were not recorded; None if all were."""
+    """[N] bool: False for values that were not recorded; None if all were recorded."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -87,7 +87,7 @@ class Padding:
         """Read a mask [B, T], nonzero at tokens; `what` names it in errors. Raises InvalidRecord for other values."""
         given = _cells(mask, what)
         if given.ndim != 2:
-            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], like its batch")
+            raise InvalidRecord(f"{what}: got shape {given.shape}; give [B, T], the shape of its batch")
         flat = _narrow(given.reshape(-1), np.dtype(bool), what, np.full(*given.shape))
         cells: np.ndarray = flat.reshape(given.shape)
         lengths = cells.sum(axis=1, dtype=np.int64)
@@ -133,7 +133,7 @@ def flatten(data: Any, dtype: Any, padding: Padding | None, what: str) -> Ragged
         return _flatten_lists(rows, dtype, what)
     cells = _cells(data, what, dtype)
     if cells.ndim != 2:
-        raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; give [B, T] with its mask, or B lists")
+        raise InvalidRecord(f"{what}: got shape {tuple(cells.shape)}; give a batch [B, T] with its mask, or B lists")
     return _flatten_padded(cells, dtype, padding, what)
 
 
@@ -210,7 +210,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a list as an array in its own dtype, and [T] bool marking its recorded values; None if all are."""
+    """Return a list as an array in its own dtype, and [T] bool marking recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None

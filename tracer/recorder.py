@@ -60,7 +60,7 @@ ATTEMPT_SESSION = "recorder"
 """Session name for attempts that were not started by `tim-trace record`."""
 
 _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step", "seq_id")}
-"""Columns whose values are checked only once they are in host memory."""
+"""Columns whose values are checked after they have been copied to host memory."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
 """Array name -> NumPy array holding the bits, and the dtype that the bits represent."""

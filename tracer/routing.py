@@ -69,7 +69,7 @@ def is_mixture(model: Any) -> bool:
 
 
 def routers(model: Any) -> list[Router]:
-    """Return a model's routers by layer: siblings of `experts` whose class contains Router or ends in Gate."""
+    """Return a model's routers by layer: siblings of `experts` whose class name contains Router or ends in Gate."""
     found: list[Router] = []
     for name, parent in model.named_modules():
         children = dict(parent.named_children())
@@ -200,7 +200,9 @@ def check_routing(routing: Routing, num_tokens: int, what: str) -> None:
             f"{num_tokens}, every prompt token and then every response token of each row"
         )
     if weights is not None and tuple(weights.shape) != ids.shape:
-        raise InvalidRecord(f"{what}: expert_weights have shape {tuple(weights.shape)}, but expert_ids {ids.shape}")
+        raise InvalidRecord(
+            f"{what}: expert_weights have shape {tuple(weights.shape)}, but expert_ids have shape {ids.shape}"
+        )
 
 
 def read_routing(store: Store, places: Sequence[tuple[str, int, int]]) -> list[Routing]:

@@ -92,7 +92,7 @@ BUILDERS = {name: RowBuilder(table.schema) for name, table in TABLES.items()}
 
 
 def metric_columns(step: int, values: Mapping[str, Any], logged_at: datetime) -> dict[str, Any]:
-    """Return columns with a row per value: numbers and one-element tensors as numbers, None as NULL, others as text."""
+    """Return columns, one row per value: numbers and one-element tensors as numbers, None as NULL, others as text."""
     numbers, texts = [], []
     for value in values.values():
         if isinstance(value, np.ndarray) and value.dtype.kind in "OU" and value.size == 1:
@@ -142,7 +142,7 @@ def aligned(
     what: str,
     remedy: str = ALIGN,
 ) -> Ragged:
-    """Flatten per-token values. Raises InvalidRecord for the first sequence whose length is not its response's."""
+    """Flatten per-token values. Raises InvalidRecord unless each sequence has one value per token."""
     ragged = flatten(data, dtype, padding, f"step {step}, {what}")
     if len(ragged) != len(lengths):
         raise InvalidRecord(

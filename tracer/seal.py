@@ -1,4 +1,4 @@
-"""Convert segments' journals to Parquet and Zarr, then drop the journals; also for writers that were killed."""
+"""Convert segments' journals, including those of killed writers, to Parquet and Zarr; then drop the journals."""
 
 from __future__ import annotations
 

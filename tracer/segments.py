@@ -50,8 +50,8 @@ _Stream = JournalStream | HeldRows
 class SegmentWriter:
     """Appends one writer's rows and distributions; not thread-safe.
 
-    A segment is sealed while the next one is appended to: scores on one thread, the rest on another. `account` is
-    called from these threads too. Appending never waits for sealing; callers check `is_behind` first.
+    A segment is sealed while the next one is appended to: one thread seals scores, another thread the other tables.
+    `account` is called from these threads too. Appending never waits for sealing; callers check `is_behind` first.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class SegmentWriter:
         return any(sealer.is_busy for sealer in self._sealers.values())
 
     def seal_when_full(self) -> None:
-        """Seal a full journal unless the previous one is being sealed; call this between groups of related records."""
+        """Seal a full journal unless another journal is being sealed; call this between groups of related records."""
         self._num_bytes = sum(stream.num_bytes for stream in self._streams.values())
         if self._num_bytes >= self.seal_bytes and not self._is_sealing:
             self.seal()
 
     def seal(self, *, distributions: bool = True) -> None:
-        """Convert the journal to Parquet and Zarr, and begin the next segment, after waiting for the previous one.
+        """Wait until the previous segment is sealed, convert the journal to Parquet and Zarr, and begin a new segment.
 
         Without `distributions`, captured distributions stay in the journal.
         """

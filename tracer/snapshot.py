@@ -119,7 +119,7 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files that were merged into others, and are ignored."""
+        """Files that were merged into other files, and are ignored."""
         return {name for state in self.writers for name in state.replaced}
 
     @property
@@ -133,7 +133,7 @@ def take_snapshot(store: Store, *, examined: Examined | None = None) -> Snapshot
 
     `examined` is a cache for repeated snapshots: sealed files in it are not opened again.
 
-    Raises TraceNotFound, NewerTrace or DamagedTrace without a readable trace, and QueryFailed if it changes too fast.
+    Raises TraceNotFound, NewerTrace or DamagedTrace if no trace can be read, and QueryFailed if it changes too fast.
     """
     manifest, known = store.manifest(), {} if examined is None else examined
     for _ in range(_LOOKS):
@@ -186,7 +186,8 @@ def _look(snapshot: Snapshot) -> None:
         more = f" and {len(files) - _NAMED} more" if len(files) > _NAMED else ""
         snapshot.damaged.append(
             f"{store.shown(f'{WRITERS}/{writer}.json')}: is missing or damaged, so the files of this writer cannot be verified: "
-            f"{', '.join(files[:_NAMED])}{more} are excluded from results; restore the state from a copy, or remove them"
+            f"{', '.join(files[:_NAMED])}{more} are excluded from results; restore the state from a copy, "
+            "or remove these files"
         )
     _read_contracts(snapshot)
     _find_missing(snapshot)
@@ -492,7 +493,10 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return step -> newest attempt of sequences, else of metrics; empty if never resumed. Raises DamagedTrace."""
+    """Return step -> newest attempt with sequences, or else with metrics. Raises DamagedTrace.
+
+    Empty if the run was never resumed.
+    """
     if len({state.attempt for state in snapshot.writers} - {None}) < 2:
         return {}
     newest: dict[int, int] = {}

@@ -42,7 +42,7 @@ def to_numpy(value: Any) -> np.ndarray:
 
 
 def local_part(value: Any, what: str) -> Any:
-    """Return this process's part of a DTensor, or another value unchanged. Raises InvalidRecord if rows are split."""
+    """Return this process's part of a DTensor, or any other value unchanged. Raises InvalidRecord if rows are split."""
     if isinstance(value, (list, tuple)) and any(map(_is_divided, {type(item) for item in value})):
         return [local_part(item, what) for item in value]
     if not _is_divided(type(value)):
@@ -123,7 +123,7 @@ def _stage_cuda(tensor: Any) -> Callable[[], Any]:
 
 
 class PinnedMemory:
-    """A pinned buffer, allocated only once, since allocation may wait for the device; reused when all is returned."""
+    """A pinned buffer, allocated once, since allocation may block; reused when all pieces have been returned."""
 
     def __init__(self, num_bytes: int = 64 << 20):
         self.num_bytes = num_bytes
@@ -132,7 +132,7 @@ class PinnedMemory:
         self._lock = threading.RLock()
 
     def take(self, num_bytes: int) -> Any:
-        """Return a piece of the buffer; None if none is free, and the thread that needs the values then copies them."""
+        """Return a piece of the buffer; None if no piece is free. The thread that needs the values then copies them."""
         import torch
 
         with self._lock:

@@ -233,7 +233,7 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """Return the MD5 of files directly in a folder, if listed, as S3 and compatible storage do for small files."""
+        """Return the MD5 of files directly in a folder; S3 and compatible storage list it for small files."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
@@ -299,7 +299,7 @@ class Store:
         return dict(sorted(found.items()))
 
     def link_out(self, relative: str) -> str | None:
-        """Return the target of a path that is a link out of the trace; None for other paths and missing ones."""
+        """Return the target of a path that is a link out of the trace; None for all other paths, even if missing."""
         if not self.is_local or not self._has_link(relative):
             return None
         real = os.path.realpath(self.path(relative))
@@ -331,7 +331,7 @@ class Store:
                 yield full.rsplit("/", 1)[-1], int(entry["size"] or 0), entry["type"] == "directory"
 
     def _local_entries(self, folder: str) -> Iterator[tuple[str, int, bool]]:
-        """Yield a local folder's entries. A link to a file has its target's size; links to folders are skipped."""
+        """Yield a local folder's entries. A link to a file has the target's size; links to folders are skipped."""
         if self.link_out(folder) is not None:
             return
         try:
@@ -349,7 +349,7 @@ class Store:
                 yield entry.name, size, is_folder
 
     def manifest(self) -> Manifest:
-        """Read trace.json. Raises an error if the folder is not a trace, or one that this release cannot read."""
+        """Read trace.json. Raises an error if the folder is not a trace, or if this release cannot read it."""
         where = self.shown(MANIFEST)
         try:
             content = self.read_json(MANIFEST)
@@ -378,9 +378,9 @@ class Store:
     def writers(
         self, manifest: Manifest | None = None, known_state: Callable[..., WriterState | None] | None = None
     ) -> tuple[list[WriterState], list[str]]:
-        """Read every writer's state, and return one sentence per unreadable state as well.
+        """Read every writer's state; also return one sentence for each unreadable state.
 
-        `manifest` is the trace's, if already read; `known_state` is `Index.state`, for unchanged states.
+        `manifest` is the trace's manifest, if already read; `known_state` is `Index.state`, used for unchanged states.
         """
         manifest = manifest or self.manifest()
         names = [name for name in self.files(WRITERS) if name.endswith(".json")]
@@ -479,7 +479,7 @@ class Store:
         if state.run_id not in (None, manifest.run_id):
             raise DamagedTrace(
                 f"{where}: belongs to run {state.run_id}, but {self.shown(MANIFEST)} to run {manifest.run_id}; restore "
-                f"the wrong one of the two files from a copy"
+                "whichever of the two files is wrong from a copy"
             )
 
 
@@ -491,7 +491,7 @@ def unreadable(where: str, error: OSError) -> DamagedTrace | StorageError:
 
 
 def too_large(size: int, times: int = 2) -> str | None:
-    """Return a message if `times` this number of bytes exceeds the machine's memory; else None."""
+    """Return a message if `times` * `size` bytes exceed the machine's memory; else None."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"has {size:,} bytes, but this machine's memory is {memory:,}" if size * times > memory else None
 

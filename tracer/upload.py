@@ -112,7 +112,7 @@ class Upload:
         return len(self._sent) > max(_FEW_FILES, self._num_indexed * _GROWTH)
 
     def keep_only(self, folder: str, names: Collection[str]) -> None:
-        """Remove all other files in a folder at the URL, left there by killed processes."""
+        """Remove all files but `names` from a folder at the URL; killed processes left them there."""
         self._store.filesystem.invalidate_cache()
         for name in Store(self.url).files(folder).keys() - names:
             self._remove(f"{folder}/{name}")
@@ -152,7 +152,7 @@ class Upload:
 
 
 def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
-    """Return a writer's state without journals, for upload, and the partly sealed files left out with them."""
+    """Return a writer's state for upload, without its journals, and the partly sealed files that it leaves out."""
     state = parse_writer_state(content, where)
     if not state.journals:
         return content, set()

@@ -19,7 +19,7 @@ _KEPT_BYTES = 64 << 20
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
-"""Number of requests to object storage for exact ranges of a file; later ones read ahead, doubling each time."""
+"""Number of requests for exact ranges of a file on object storage; later requests read further ahead each time."""
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10
@@ -73,7 +73,7 @@ class VerifiedFile:
         self._end = self.num_bytes - checksums.tail_bytes
         count = -(-self._end // size)
         if blocks is not None and len(blocks) != count * DIGEST_BYTES:
-            reason = f"{len(blocks) // DIGEST_BYTES} for {count} blocks"
+            reason = f"{len(blocks) // DIGEST_BYTES} checksums for {count} blocks"
             raise unreadable_checksums(self.store.shown(self.relative), reason)
         self._seen = bytearray(count)
 
@@ -244,7 +244,7 @@ class VerifiedFile:
 
 
 class _Kept:
-    """A cache of blocks by file and number, least recently used first."""
+    """A cache of blocks by file and block number, which drops the least recently used blocks first."""
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[tuple[VerifiedFile, int], bytes] = OrderedDict()

@@ -71,7 +71,7 @@ def trace_file(folder: Path, relative: str) -> Iterator[Path]:
 
 @contextmanager
 def unnamed_file(folder: Path, kind: str) -> Iterator[Path]:
-    """Yield a temporary path in a folder of a trace, for a file that the caller names after its content and moves."""
+    """Yield a temporary path in a folder of a trace, for a file that the caller names by its content and moves."""
     check_there(folder)
     check_inside(folder, f"{kind}/unnamed")
     (folder / kind).mkdir(exist_ok=True)

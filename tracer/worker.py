@@ -109,7 +109,7 @@ class Worker:
         return self._num_done, []
 
     def drain(self, *, signs: Callable[[], Any] | None = None) -> None:
-        """Wait until every queued task has run, and count the wait; with `signs`, only as long as they change."""
+        """Wait until every queued task has run, and count the wait. With `signs`, wait only while they change."""
         with self._changed:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
@@ -212,7 +212,7 @@ class Worker:
 def run_within(
     patience: Patience, call: Callable[[], _Given], *, late: Callable[[_Given], Any] = lambda _: None
 ) -> _Given:
-    """Run a call on its own thread; return its result. Raises StorageStalled; a result after that goes to `late`."""
+    """Run a call on its own thread; return its result. Raises StorageStalled; a later result is passed to `late`."""
     given: list[_Given] = []
     worker = Worker(max_bytes=0, patience=patience)
     worker.submit(lambda: given.append(call()), 0)

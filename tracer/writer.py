@@ -127,7 +127,7 @@ class TraceWriter:
         return self.state.state not in (CLOSED, FAILED)
 
     def submit(self, task: Callable[[], None], num_bytes: int, *, ready: Callable[[], None] | None = None) -> None:
-        """Run a task on the writing thread after `ready`, once there is room. Raises earlier tasks' InvalidRecord."""
+        """Run a task on the writing thread after `ready`, when there is room. Raises earlier tasks' InvalidRecord."""
         if self.state.pid != os.getpid():
             raise InvalidRecord(
                 f"writer {self.name} belongs to process {self.state.pid}; open a recorder in this process ({os.getpid()})"

@@ -129,7 +129,7 @@ def test_a_trace_without_its_routing_is_named(tmp_path):
     [
         ({"expert_ids": IDS_A[1:]}, "give integers .N, layers, slots. with N = 4, every prompt token"),
         ({"expert_ids": IDS_A.astype(np.float32)}, "of float32; give integers"),
-        ({"expert_weights": WEIGHTS_A[:, :1]}, r"expert_weights have shape \(4, 1, 2\), but expert_ids \(4, 2, 2\)"),
+        ({"expert_weights": WEIGHTS_A[:, :1]}, r"have shape \(4, 1, 2\), but expert_ids have shape \(4, 2, 2\)"),
     ],
 )
 def test_routing_that_does_not_fit_is_refused(tmp_path, changes, words):

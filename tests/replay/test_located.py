@@ -158,7 +158,7 @@ def test_a_file_that_is_no_result_is_ignored(run):
 def test_a_result_of_another_run_or_of_a_later_release_is_in_no_answer(run):
     (path,) = (run / "locate").glob("*.json")
     for change, said in (
-        ({"format": 2}, "later release"),
+        ({"format": 2}, "newer release"),
         ({"format": 1, "run_id": "of another"}, "to run of another"),
     ):
         change_document(path, lambda values, change=change: values | change)

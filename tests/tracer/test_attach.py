@@ -336,7 +336,7 @@ def _of(**changes):
             _of(num_hidden_layers=3, layer_types=["full_attention"] * 3),
             r"has no model\.layers\.2\..* and \d+ more; check that it is a complete Qwen3ForCausalLM",
         ),
-        (_of(intermediate_size=40), "has another shape of|cannot be loaded"),
+        (_of(intermediate_size=40), "has the wrong shape for|cannot be loaded"),
         (_of(model_type="moon"), "config.json: cannot be read"),
     ],
 )

@@ -247,7 +247,7 @@ def test_it_is_said_why_the_account_of_a_sharded_trainer_has_nothing_of_its_own(
     account.hold(Trainer(model.norm))
     model.load_weights([("norm.weight", torch.full((4,), 2.0))])
     account.tell(1)
-    assert "the engine's weights are not compared with the trainer's: these are sharded" in capsys.readouterr().err
+    assert "the engine's weights are not compared: the trainer's weights are sharded" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -78,7 +78,7 @@ def test_a_damaged_length_before_the_last_record_is_damage_and_no_torn_end(tmp_p
     path.write_bytes(content)
     found = read_journal(Store(tmp_path), SEGMENT, "scores")
     assert (list(found.batches), found.torn_bytes) == (batches[:record], 0)
-    assert "its length differs" in found.damage
+    assert "its length is wrong" in found.damage
 
 
 def test_a_damaged_byte_of_the_last_but_one_record_is_damage(tmp_path):

@@ -105,7 +105,7 @@ def sorted_groups(
 ) -> Iterator[pa.Table]:
     """Yield the rows of all parts, one bucket of steps after another, each sorted by pass and then by step (stable).
 
-    Each table is one row group. It contains whole steps, unless a single step has more than ROW_GROUP_TOKENS;
+    Each table becomes one row group. It contains whole steps, unless a single step has more than ROW_GROUP_TOKENS;
     steps with fewer than `small` tokens share a row group. `room` is a folder for temporary bucket files, which are
     removed afterwards. `advance` is called with the number of rows read. Raises DamagedTrace.
     """

@@ -1,4 +1,4 @@
-"""Merge a trace's files, in place once all merged files are complete, or into a copy elsewhere."""
+"""Merge a trace's files into a copy or in place; in place, the originals are removed once all merged files exist."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def merge_to(trace: str, output: str, file_bytes: int, *, force: bool, progress:
     """Write a trace with merged files to `output`, a folder or a URL. The source trace is not changed.
 
     With `force`, an output folder that contains a trace is replaced. At a URL, only an interrupted upload of the same
-    run is replaced; the local cache folder that it left is removed once everything is uploaded. Raises
+    run is replaced; the local cache folder left by that upload is removed once everything is uploaded. Raises
     DamagedTrace if part of the trace is missing, and TraceExists if the trace is being recorded or `output` already
     exists.
     """

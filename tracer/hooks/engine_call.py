@@ -1,4 +1,4 @@
-"""The result of an engine call: vLLM's logprobs as numbers, read when needed and reduced to those requested."""
+"""The result of an engine call: vLLM's logprobs as numbers, read when needed and reduced to the caller's request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOM_FOR_ALL = 1 << 30
 """Value of `max_logprobs` above any vocabulary size; -1 (no limit) would disable other engine features."""
 
 DELTA = "DELTA"
-"""vLLM's output kind with only new tokens. vLLM joins waiting outputs by position, which loses flat logprobs."""
+"""vLLM's output kind with only new tokens. Flat logprobs are lost if vLLM joins waiting outputs."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def distribution(logprobs: Any, capture: Capture) -> dict[str, np.ndarray] | Non
 
 
 def _ranked(logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank, without a sampled token that is not in the top K."""
+    """Return ids [T, K] int32 and logprobs [T, K] float32 by rank; a sampled token outside the top K is left out."""
     if hasattr(logprobs, "start_indices"):
         width = logprobs.end_indices[0] - logprobs.start_indices[0]
         # At flat positions that vLLM joined from several outputs, the sampled token occurs only once, at its rank.
@@ -147,7 +147,7 @@ class EngineCall:
     requested: Sequence[Requested]
     """The caller's own logprob and output options, one entry per prompt."""
     given: list[Any] | None
-    """[B] logprobs of each completion as the engine returned them; None if the caller received the same ones."""
+    """[B] logprobs of each completion as the engine returned them; None if the caller received the same logprobs."""
     capture: Capture
 
     @property
@@ -187,7 +187,7 @@ class EngineCall:
         return [row for row, keep in enumerate(asked) if keep and self.engine_logprobs[row]]
 
     def distribution(self, rows: Sequence[int]) -> TopK | Logits | None:
-        """Return the distributions of the given completions, concatenated; None if none of them has any."""
+        """Return the distributions of the given completions, concatenated; None if no completion has a distribution."""
         given = [distribution(self.engine_logprobs[row], self.capture) for row in rows]
         parts = [part for part in given if part is not None]
         if not parts:

@@ -24,14 +24,14 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""A copy counts as coarsely rounded if its rows have at least this many times fewer distinct values."""
+"""A copy counts as coarsely rounded if the original's rows have at least this many times more distinct values."""
 _MIN_COSINE_SCORE = 6.0
 """Minimum cosine between a coarsely rounded copy and the original, in standard deviations for random rows."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
 _NO_OWN = (
-    "the engine's weights are not compared with the trainer's: these are sharded (FSDP, ZeRO-3), and this release of "
+    "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this release of "
     "TRL has no function that yields the gathered weights (VLLMGeneration._iter_named_params)"
 )
 
@@ -56,7 +56,7 @@ class EngineWeights:
         self.restart()
 
     def restart(self) -> None:
-        """Forget all digests and versions when another training starts; the engine stays known."""
+        """Forget all digests and versions when another training run starts, but keep the engine."""
         self._version: int | None = None
         self._told: int | None = None
         self._num_told = 0
@@ -227,7 +227,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the largest number of distinct values in a row of `coarse`; None if it is not `own`, coarsely rounded."""
+    """Return the largest number of distinct values in a row of `coarse`; None if it is not a coarsely rounded `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -16,7 +16,7 @@ _unwrapped: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDi
 
 
 def trained_model(trainer: Any) -> Any:
-    """Return the trained model, cached, without accelerate's wrappers but with FSDP1's, which holds the parameters."""
+    """Return the trained model (cached) without accelerate's wrappers but with FSDP1's, which holds the parameters."""
     known = _unwrapped.get(trainer.model)
     model = None if known is None else known()
     if model is None:
@@ -128,7 +128,7 @@ def _engine_name(model: Any, name: str) -> str:
     return name if renamed is None or getattr(mapper, "orig_to_new_stacked", None) else renamed
 
 
-_REMEDY = "replaying needs them; record with --weights delta, or pass the run's checkpoints with --weights-from DIR"
+_REMEDY = "replaying needs weights: record with --weights delta, or pass the run's checkpoints with --weights-from DIR"
 
 
 class KeptWeights:
@@ -177,10 +177,10 @@ def own_tensors(model: Any, *, is_first: bool) -> dict[str, Any]:
 
 def _problem(model: Any) -> str | None:
     if any(getattr(parameter, "ds_id", None) is not None for parameter in model.parameters()):
-        return f"the shards of DeepSpeed ZeRO-3 cannot be read here; {_REMEDY}"
+        return f"DeepSpeed ZeRO-3 shards cannot be read here; {_REMEDY}"
     flats = [flat for module in model.modules() if (flat := flat_parameter(module)) is not None]
     if any(any(flat._param_extensions) or not all(flat._contiguities) for flat in flats):
-        return f"FSDP1 flattened parameters that are also sharded in another way; use FSDP2, or: {_REMEDY}"
+        return f"FSDP1 flattened parameters that are also sharded in another way; use FSDP2; {_REMEDY}"
     return None
 
 

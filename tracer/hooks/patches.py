@@ -62,7 +62,7 @@ class Patches:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute within the block; afterwards, restore its own value, or the inherited one."""
+    """Set an attribute within the block; afterwards, restore the previous value, which may be an inherited one."""
     original = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     try:

@@ -45,10 +45,10 @@ def install(session: Session, module: Any) -> Patches:
 
 
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
-    """Return the arguments of `ray.init`, with the recording order added to every worker's environment.
+    """Return the arguments of `ray.init`, with the recording options added to every worker's environment.
 
-    Ray rejects a variable that both the submitted job's runtime environment and the program's set. So if the job sets
-    PYTHONPATH, the order is added to the job's environment, which Ray reads from this process's environment.
+    Ray rejects a variable that the runtime environments of both the submitted job and the program set. So if the job
+    sets PYTHONPATH, the options are added to the job's environment, which Ray reads from this process's environment.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")
@@ -61,7 +61,7 @@ def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
 
 
 def with_order(runtime_env: Any, order: str) -> Any:
-    """Return a runtime environment with the recording order, prepended to the job's or this process's PYTHONPATH."""
+    """Return a runtime environment with the recording options; BOOTSTRAP comes first on its PYTHONPATH."""
     given = {} if runtime_env is None else copy.copy(runtime_env)
     variables = dict(_variables(given))
     paths = variables.get(_PATHS, os.environ.get(_PATHS, "")).split(os.pathsep)

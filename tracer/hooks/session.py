@@ -52,7 +52,7 @@ class Order:
     routing: bool = False
     """True if the router choices of a mixture of experts are recorded."""
     engine_weights: str = "given"
-    """Engine weights to compare with the trainer's: `given` (sent to it), `held` (also its own copy), or `none`."""
+    """Engine weights to compare: `given` (sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
     """Maximum time to wait for an unresponsive file system, seconds; after that, recording stops."""
 
@@ -82,7 +82,7 @@ class Session:
         self.is_sampled_for_trainer = False
         """True if a trainer records the samples that engines in this process generate."""
         self.num_engine_steps = 0
-        """Number of steps that have been numbered for engines without a trainer."""
+        """Number of the last step of engines without a trainer; 0 before the first step."""
         self._engine_weights: Any = None
         self._recorder: Any = None
         self._attempt: Any = None
@@ -138,7 +138,7 @@ class Session:
 
     def begin_training(self) -> None:
         """Begin another attempt: this process's earlier records are sealed, and later ones go to a new writer."""
-        with self.guard("the start of a training"):
+        with self.guard("the start of a training run"):
             self.engine_weights.restart()
             from ..liveness import next_attempt
             from ..store import Store
@@ -192,7 +192,7 @@ class Session:
                 self.cpu_s += time.thread_time() - begin_cpu
 
     def record(self, part: Part, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T | None:
-        """Call a function that records one part, and return its result; None once that part has ended."""
+        """Call a function that records one part, and return its result; None once recording of that part has ended."""
         if not self.is_recording:
             return None
         with self.guard(part):
@@ -239,7 +239,7 @@ class Session:
         """Seal this process's records."""
         if self._recorder is not None and self._pid == os.getpid():
             self._account()
-            with self.guard("the end"):
+            with self.guard("the end of the process"):
                 self._recorder.close(at_exit=True)
 
     def _close_at_exit(self) -> None:

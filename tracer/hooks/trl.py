@@ -93,7 +93,7 @@ class TrainerClasses:
 
 
 def _hook_engines(session: Session, patches: Patches) -> None:
-    """Hook TRL's classes that wrap vLLM: tensors gathered from shards or sent to a server, and a server's logprobs."""
+    """Hook TRL's classes that wrap vLLM, to read the tensors that they gather or send, and the logprobs of a server."""
 
     def gather(original: Original, generation: Any) -> Any:
         return session.engine_weights.gathered(original(generation))

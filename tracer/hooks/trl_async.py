@@ -47,7 +47,7 @@ class SampleQueue:
 
     def get(self, *args: Any, **kwargs: Any) -> Any:
         sample = self._queue.get(*args, **kwargs)
-        with self._session.guard("which weights sampled"):
+        with self._session.guard("the version of the weights that generated a sample"):
             # The trainer passes on only a sample's token array, so that array is the key.
             key = id(sample.input_ids)
             self._versions[key] = int(sample.model_version)
@@ -175,7 +175,7 @@ class AsyncTrainerHooks(TrainerHooks):
         if len(found) != 1 or getattr(found[0], "log_probs", None) is None:
             self.session.note(
                 f"current and train logprobs of {name_of(type(trainer))} are not recorded: its loss does not take "
-                "them from one forward of the model"
+                "them from one forward pass of the model"
             )
             return
         outputs, index = found[0], inputs["token_index"][0, :terms]
@@ -219,7 +219,7 @@ class AsyncTrainerHooks(TrainerHooks):
         entropy: Any = None,
         version: int | None = None,
     ) -> None:
-        """Record a pass's values for every term of the loss. `version` is the trainer's; None for the engine's pass."""
+        """Record a pass's values for each loss term. `version` is the trainer's policy version; None for the engine."""
         count = len(row.samples)
         forward = None
         if version is not None:

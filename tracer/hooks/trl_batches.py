@@ -29,7 +29,7 @@ ROW_KEY = "tim_trace_row"
 
 
 def named_passes(scorings: list[Scoring], output: dict[str, Any]) -> list[tuple[str, Scoring]]:
-    """Return scoring calls with their passes, identified by the output's tensors or, for RLOO, by their order."""
+    """Return scoring calls with their passes, identified by the output's tensors or, for RLOO, by the calls' order."""
     named = []
     for index, scoring in enumerate(scorings):
         if scoring.is_reference or scoring.logprobs is output.get("ref_per_token_logps"):
@@ -93,7 +93,7 @@ def local_rewards(trainer: Any, generation: Generation, rows: int) -> dict[str, 
 
 
 def engine_call_of(generation: Generation) -> EngineCall | None:
-    """Return the engine call that returned exactly this batch's rows; None unless there is exactly one."""
+    """Return the engine call that returned exactly this batch's rows; None unless there is exactly one such call."""
     if len(generation.engine_calls) != 1 or generation.response_lengths is None:
         return None
     call = generation.engine_calls[0]
@@ -101,7 +101,7 @@ def engine_call_of(generation: Generation) -> EngineCall | None:
 
 
 def server_logprobs(generation: Generation) -> list[list[float]] | None:
-    """Return the sampled tokens' logprobs from `_generate`, or from a server call with exactly this batch, or None."""
+    """Return the sampled tokens' logprobs from `_generate` or from a server call with exactly this batch, else None."""
     if generation.response_lengths is None:
         return None
     if len(generation.server_logprobs) != 1:
@@ -191,7 +191,7 @@ class PackedRow:
 
 
 def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
-    """Encode rows as a uint8 tensor [R, L], which the trainer's own processes decode."""
+    """Encode rows as a uint8 tensor [R, L], which the trainer's processes decode."""
     import torch
 
     encoded = [np.frombuffer(pickle.dumps(list(samples)), np.uint8) for samples in rows]
@@ -200,5 +200,5 @@ def to_bytes(rows: Sequence[Sequence[PackedSample]]) -> Any:
 
 
 def of_bytes(row: Any) -> PackedRow:
-    """Decode a row's samples from `to_bytes`, followed by padding."""
+    """Decode a row's samples from the bytes that `to_bytes` returned; padding may follow the bytes."""
     return PackedRow(pickle.loads(row.cpu().numpy().tobytes()))

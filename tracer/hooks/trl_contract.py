@@ -16,7 +16,7 @@ _SERVER_TIMEOUT_S = 10
 
 
 def scoring_contract(trainer: Any, *, source: str, grad: bool) -> Contract:
-    """Return the settings behind the trainer's logprobs; `source` is `recomputed`, or `loss` for the loss's own."""
+    """Return the settings behind the trainer's logprobs. `source`: `recomputed`, or `loss` if computed in the loss."""
     return _contract(trainer, type(trainer)._get_per_token_logps_and_entropies, source=source, grad=grad)
 
 
@@ -135,7 +135,7 @@ def sampling_columns(trainer: Any) -> dict[str, Any]:
 
 
 def model_identity(trainer: Any) -> dict[str, Any]:
-    """Return the trained model's identity; with PEFT adapters, that of its base model and the adapters' configs."""
+    """Return the trained model's identity; with PEFT adapters, the base model's identity and the adapters' configs."""
     model = trained_model(trainer)
     peft = getattr(model, "peft_config", None) or {}
     configs = {str(name): plain(config.to_dict()) for name, config in peft.items() if hasattr(config, "to_dict")}

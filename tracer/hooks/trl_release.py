@@ -1,4 +1,4 @@
-"""Names in TRL's releases that recording depends on, the data lost without each, and which trainers are recorded.
+"""Names in TRL's releases that recording depends on, the data lost if one is missing, and the recorded trainers.
 
 Code that reads a trainer looks names up here. If TRL renames an attribute, only that attribute's values are lost, and a
 note says so. A trainer is any class with the functions of TRL's GRPO, RLOO or AsyncGRPO trainers: users subclass TRL's
@@ -49,13 +49,13 @@ class Attribute:
 
 
 def _of_tokenizer(name: str) -> tuple[str, ...]:
-    """Return the paths to a tokenizer's token: since TRL 1.3, before 1.3, and with an image processor."""
+    """Return attribute paths to a tokenizer's token, for TRL 1.3 and newer, older TRL, and an image processor."""
     return f"_tokenizer.{name}", name, f"processing_class.{name}", f"processing_class.tokenizer.{name}"
 
 
 # Since TRL 1.14, a trainer has several end tokens.
 END_TOKENS = Attribute("finish reasons", ("eos_token_ids", *_of_tokenizer("eos_token_id")))
-PAD_TOKEN = Attribute("responses that end with padding, which count as cut off", _of_tokenizer("pad_token_id"))
+PAD_TOKEN = Attribute("which responses end with padding, so they count as cut off", _of_tokenizer("pad_token_id"))
 TEMPERATURE = Attribute("the temperature of the trainer's passes", ("temperature", "args.temperature"))
 NUM_GENERATIONS = Attribute("which responses share a prompt", ("num_generations", "args.num_generations"))
 REWARD_WEIGHTS = Attribute("rewards", ("reward_weights",))
@@ -71,7 +71,7 @@ GENERATING = (*ATTRIBUTES, REWARD_WEIGHTS, REWARD_NAMES)
 
 
 def find(trainer: Any, attribute: Attribute) -> Any:
-    """Return the value at the first of an attribute's paths that exists; None if none does."""
+    """Return the value at the first of an attribute's paths that exists; None if no path exists."""
     for path in attribute.paths:
         value = trainer
         for name in path.split("."):
@@ -136,7 +136,7 @@ def is_asynchronous(trainer_class: type) -> bool:
 
 
 def unrecorded(trainer_class: type) -> str | None:
-    """Return the reason why trainers of a class are not recorded; None if they are."""
+    """Return the reason why trainers of a class are not recorded; None if they are recorded."""
     if is_asynchronous(trainer_class):
         return None
     lacking = [name for name in NEEDED if not callable(getattr(trainer_class, name, None))]

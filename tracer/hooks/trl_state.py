@@ -74,7 +74,7 @@ class Generation:
     scorings: list[Scoring] = field(default_factory=list)
     engine_calls: list[EngineCall] = field(default_factory=list)
     server_logprobs: list[Any] = field(default_factory=list)
-    """Logprobs from each server call in which the trainer requested none: lists [B][T][1], nats, None for NaN."""
+    """Logprobs from server calls in which the trainer requested no logprobs: lists [B][T][1], nats, None for NaN."""
 
     @property
     def rows(self) -> TrainRows | None:
@@ -144,7 +144,7 @@ class TrainerState:
         self.weights = KeptWeights(session)
         self.told_step: int | None = None
         self.told: dict[str, Any] = {}
-        """Metrics already recorded for the step `told_step`."""
+        """Metrics that are already recorded for the step `told_step`."""
         self._contracts: dict[Any, Contract] = {}
         self._settings: Any = None
 
@@ -155,7 +155,7 @@ class TrainerState:
         return str(step) if step != before else f"{step}.{count + 1}"
 
     def keep(self, recorded: Recorded) -> int:
-        """Store a batch for later losses and return its index; only the newest and one evaluation batch are kept."""
+        """Store a batch and return its index; only the newest batches and one evaluation batch are kept."""
         if recorded.batch.split == EVAL_SPLIT:
             self.recorded[_EVALUATED] = recorded
             return _EVALUATED
@@ -178,7 +178,7 @@ class TrainerState:
             self._settings, self._contracts = settings, {}
 
     def contract(self, key: str, read: Callable[[], Contract]) -> Contract:
-        """Return the contract stored under `key`, first read with `read`; it is kept until torch's settings change."""
+        """Return the contract stored under `key`. It is read with `read`, and kept until torch's settings change."""
         if key not in self._contracts:
             self._contracts[key] = read()
         return self._contracts[key]

@@ -25,7 +25,7 @@ _WHAT = "router choices are not recorded"
 
 
 class HeadTap:
-    """Reads the last hidden states in one scoring call, for the captured rows' distributions, and changes nothing."""
+    """Reads the last hidden states in one scoring call, without changing them, for the captured rows' distributions."""
 
     def __init__(self, session: Session, trainer: Any, call: dict[str, Any], rows: np.ndarray, lengths: np.ndarray):
         self.rows = rows
@@ -69,7 +69,7 @@ class HeadTap:
             self._hidden[int(row)] = hidden_BTH[int(row) - first, begin : begin + int(self._lengths[row])].detach()
 
     def distribution(self) -> Distribution | None:
-        """Return the captured rows' distributions, concatenated; None if no forward ran."""
+        """Return the captured rows' distributions, concatenated; None if no forward pass ran."""
         if len(self._hidden) != len(self.rows):
             return None
         projection = Projection(model=self._model, dtype=self._dtype())

@@ -239,7 +239,7 @@ class TrainerHooks:
         return state
 
     def _keep_weights(self, trainer: Any, state: TrainerState, *, adapted: bool | None = None) -> None:
-        """Record the current weights when first used; `adapted` restricts this to models with or without adapters."""
+        """Record the current weights at their first use; `adapted` selects models with or without adapters."""
         if adapted in (None, has_adapters(trainer)):
             is_first = trainer.accelerator.process_index == 0
             state.weights.keep(int(trainer.state.global_step), trained_model(trainer), is_first=is_first)
@@ -383,8 +383,9 @@ class TrainerHooks:
         if logprobs is None:
             if getattr(trainer, "use_vllm", False):
                 self.session.note(
-                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it keeps none, and no vLLM call returned exactly "
-                    "the rows of one process (several turns, tensor parallelism, or a server without logprobs)"
+                    f"rollout logprobs of {name_of(type(trainer))} are not recorded: it does not keep them, and "
+                    "no vLLM call returned exactly the rows of one process (several turns, tensor parallelism, or a "
+                    "server without logprobs)"
                 )
             return
         captured = call.captured() if call is not None and self.session.capture.dense else []

@@ -45,7 +45,7 @@ from .verl_batches import (
 from .verl_contract import configured_contract, configured_rollout, policy_loss, sampling
 
 _POINTS = {
-    "fit": ("fit", "steps of a second training in the same process, as a separate attempt"),
+    "fit": ("fit", "steps of a second training run in the same process, as a separate attempt"),
     "_compute_advantage": (
         "compute_advantage",
         "sequences, rewards, advantages, rollout, train and reference logprobs",
@@ -56,11 +56,11 @@ _OLDER_POINTS = {
     "fit": _POINTS["fit"],
     "_compute_old_log_prob": (
         "compute_older_logprobs",
-        "which rows of the train pass shared a forward",
+        "which rows of the train pass shared a forward pass",
     ),
     "_compute_ref_log_prob": (
         "compute_older_logprobs",
-        "which rows of the reference pass shared a forward",
+        "which rows of the reference pass shared a forward pass",
     ),
     "_update_actor": ("update_older_actor", "sequences, rewards, advantages and every pass"),
 }
@@ -110,7 +110,7 @@ def _hooked(session: Session, trainer: type, tracking: type, points: Points) -> 
 
 
 def install_main(session: Session, module: Any) -> Patches:
-    """Import a program that runs as `python -m` under its own name, so that Ray runs the hooked trainer from there."""
+    """Import a program started with `python -m` under its module name, so that Ray runs the hooked trainer."""
     patches = Patches()
 
     def run_ppo(original: Original, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class TrainerHooks:
         """True in training's last step and after it, if records are flushed early."""
         self._contracts: dict[str, Contract] = {}
         self.sentence: str | None = None
-        """Sentence about an untested version of verl or missing functions; None without either."""
+        """Sentence about an untested version of verl or missing functions; None if neither applies."""
 
     def fit(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._begin(trainer)
@@ -144,7 +144,7 @@ class TrainerHooks:
             return original(trainer, *args, **kwargs)
         finally:
             self._is_fitting = False
-            with self.session.guard("the end of the training"):
+            with self.session.guard("the end of training"):
                 self.session.recorder.flush()  # after this, Ray may kill this process at any time
 
     def _begin(self, trainer: Any) -> None:
@@ -318,7 +318,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Return True if an engine's contract has the sampling settings of training; validation may use others."""
+    """Return True if an engine's contract has the sampling settings of training; validation may use other settings."""
     given = contract.get("sampling") or {}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
     return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)

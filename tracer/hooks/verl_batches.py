@@ -40,7 +40,7 @@ class Row:
     """Position of the row in verl's batch."""
     key: str
     oldest_weights: int | None
-    """Global step of the weights that sampled the row, or of the oldest if there were several; None if unknown."""
+    """Global step of the weights that sampled the row (of the oldest if there were several); None if unknown."""
 
     @property
     def group_id(self) -> str:
@@ -59,7 +59,7 @@ def rows_of(batch: Any) -> list[Row]:
 
 
 def fetch(batch: Any, columns: Sequence[str]) -> Any:
-    """Return those of the given columns that the batch has."""
+    """Read the given columns of a batch from the TransferQueue; columns that the batch lacks are left out."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=list(columns))
@@ -74,7 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the single value of each row's unmasked tokens, 0.0 without any; None if a row has several."""
+    """Return [B]: the value shared by a row's unmasked tokens (0.0 without such tokens); None if values differ."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -109,7 +109,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def rows_of_padded(batch: Any, sampled_by: int | None) -> list[Row]:
-    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the weight transfer before them all."""
+    """Return a DataProto's rows, with keys `<uid>_<sample>_0`; `sampled_by` is the last transfer before sampling."""
     seen: Counter[str] = Counter()
     rows = []
     oldest = batch.non_tensor_batch.get("min_global_steps")
@@ -165,7 +165,7 @@ class Progress:
     updates_a_transfer: int
     """Number of actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0
-    """verl's number of a transfer minus the actual number of transfers."""
+    """Difference between verl's number for a transfer and the actual number of transfers."""
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
@@ -194,7 +194,7 @@ def progress_of(trainer: Any) -> Progress:
 
 
 def _fully_asynchronous(trainer: Any) -> Progress:
-    """Return FullyAsyncTrainer's progress: global_steps counts actor updates from 1, logged steps are transfers."""
+    """Return FullyAsyncTrainer's progress: global_steps counts actor updates from 1, logged steps count transfers."""
     updates, done = int(trainer.trigger_parameter_sync_step), int(trainer.global_steps) - 1
     transfers = int(trainer.current_param_version)
     most = trainer.total_train_steps
@@ -214,7 +214,8 @@ FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)
 
 
 class Forwards:
-    """Forward passes of an engine call: each row's pass, position in it, number of rows, and padding after it."""
+    """The forward passes of an engine call: for each row, its forward pass, its position in that pass, the number of
+    rows in that pass, and the padding after the row."""
 
     def __init__(self, engine: Any, numbers: Iterator[int]):
         """`numbers` yields the numbers for this process's forward passes."""
@@ -251,20 +252,21 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return [B, 4] int64: each row's forward pass, position, number of rows, padding; None if any row had none."""
+        """Return [B, 4] int64: each row's forward pass, its position there, the pass's number of rows, and the padding
+        after the row; None if any row was in no forward pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
         return torch.tensor(found, dtype=torch.int64) if len(found) == num_rows else None
 
     def of(self, rows: Sequence[int]) -> Forward | None:
-        """Return the given rows' forward passes; None if any row was in none."""
+        """Return the given rows' forward passes; None if any row was in no forward pass."""
         known = all(int(row) in self._of_row for row in rows)
         return forward_of([np.array(self._of_row[int(row)]) for row in rows]) if known else None
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return the number of tokens per padded row that attention sees: before verl 0.8, the width of the loss mask."""
+    """Return how many tokens of a padded row attention sees, if limited (before verl 0.8: the loss mask's width)."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

@@ -31,7 +31,7 @@ _APART = (
 )
 _ADAPTER = "the engine's weights are not compared: verl transfers an adapter separately from its base model"
 _STRATEGY = "the engine's weights are not compared: verl's strategy {} uses its own names and shards"
-_NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to it are still recorded"
+_NOT_HELD = "the engine's own copy of its weights is not read: {}; the weights sent to the engine are still recorded"
 
 
 class VerlEngineWeights(EngineWeights):
@@ -150,7 +150,7 @@ async def _held_of(rollout: Any, shapes: Mapping[str, Sequence[int]], timeout_s:
 
 
 def _why_not(worker: Any) -> str | None:
-    """Return why a worker's engine cannot be compared; None if it can."""
+    """Return the reason why a worker's engine cannot be compared; None if it can."""
     backend = worker.config.rollout.checkpoint_engine.backend
     if not hasattr(worker, "rollout") or backend != NAIVE:
         return _APART.format(backend)

@@ -26,7 +26,7 @@ from .verl_batches import FORWARD_KEYS, ROW_KEY, UPDATE_KEY, Forwards, attended_
 from .verl_contract import FSDP, model_identity, scoring_contract
 from .verl_engine_weights import VerlEngineWeights
 
-_COMPOSITION = "which rows of verl's passes shared a forward"
+_COMPOSITION = "which rows of verl's passes shared a forward pass"
 
 _BLIND = (
     "in verl {}, attention sees only the first {} tokens of a padded row; set "
@@ -50,7 +50,7 @@ class Update:
     """Index of a row in verl's batch -> its index in `batch`, which leaves out verl's padding rows."""
     policy_version: int
     is_last: bool
-    """True if this is the last update of the training."""
+    """True if this is the last update of the training run."""
     is_train: bool
     """True if the loss's first logprobs are the `train` pass, since verl computes none before the loss."""
     num_mini_batches: int = 0
@@ -142,7 +142,7 @@ class WorkerHooks:
 
     def mini_batch(self, original: Original, worker: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update is not None and not self._update.num_mini_batches:
-            # Earlier, parameters may not be loaded, since param_offload may have moved them away.
+            # Before the first mini-batch, param_offload may have moved the parameters off the device.
             self.session.record(Part.WEIGHTS, self._keep_weights, worker.engine, self._update.policy_version)
         try:
             return original(worker, *args, **kwargs)

@@ -138,7 +138,7 @@ class OfflineHooks(EngineHooks):
     def _ask(
         self, original: Original, llm: Any, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Requested]]:
-        """Return the call's arguments, changed to request the logprobs to record, and the caller's own requests."""
+        """Return the call's arguments, changed to request the logprobs to record, and the options set by the caller."""
         call = arguments(original, llm, *args, **kwargs)
         prompts_name = "prompts" if "prompts" in call else "messages"
         prompts = call[prompts_name]
@@ -208,7 +208,7 @@ class OfflineHooks(EngineHooks):
 
 
 def _cut_down(outputs: Sequence[Any], requested: Sequence[Requested]) -> list[Any] | None:
-    """Reduce completions' logprobs to those requested; return the engine's, or None if nothing was added."""
+    """Reduce logprobs to those that the caller requested. Return the engine's logprobs; None if nothing changed."""
     if not any(wish.changed for wish in requested):
         return None
     pairs = zip(outputs, requested, strict=True)

@@ -27,7 +27,7 @@ ABORT, ERROR = "abort", "error"
 """vLLM's finish reasons for a request that its caller aborted, or that ended with an error."""
 
 MODEL_PATCHES = ("monkey_patch_model",)
-"""Calls with which a caller changes the engine's model; verl excludes vocabulary padding from the softmax."""
+"""Calls that change the engine's model; verl uses them to exclude vocabulary padding from the softmax."""
 
 VERL_SERVERS = "verl.workers.rollout.vllm_rollout"
 """Module whose import means that verl samples in this process."""
@@ -38,10 +38,10 @@ _POINTS = {
     "collective_rpc": ("collective_rpc", "how the caller changed the engine's model"),
 }
 
-_STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded, because their prompt keeps growing"
+_STREAMED = "rollouts of AsyncLLM.generate with a stream as input are not recorded, because the prompt keeps growing"
 _BARE = (
     "logprobs of AsyncLLM.generate are not recorded if the prompt is an EngineCoreRequest that requests no logprobs, "
-    "because it carries its own sampling parameters"
+    "because such a request has its own sampling parameters"
 )
 _LOST = (
     "completions of AsyncLLM.generate are not recorded if the request ended (aborted, or with an error) before the "
@@ -170,7 +170,7 @@ class AsyncEngineHooks(EngineHooks):
         self.session.recorder.add_contract(ROLLOUT, contract)
 
     def _contract(self, engine: Any, params: Any, conditions: Conditions) -> tuple[Contract, bool]:
-        """Return the engine's contract, and True if it is new; the same object as long as nothing in it changes."""
+        """Return the engine's contract, and True if it is new. Calls with the same settings get the same object."""
         key = (id(engine), sampling_settings(params, of_request=False), conditions)
         read = partial(async_contract, engine, params, self._model_patches.get(engine, []), conditions)
         return self._known_contract(key, read)
@@ -192,7 +192,7 @@ class GivenCompletion:
     tokens: Any = ()
     """At least `num_tokens` token ids; vLLM's own list may keep growing."""
     positions: Any = None
-    """The engine's logprobs for `tokens`; None if it returned none."""
+    """The engine's logprobs for `tokens`; None if the engine returned none."""
     finish_reason: str | None = None
 
     @property
@@ -230,7 +230,7 @@ class AsyncRequest:
         self._completions: dict[int, GivenCompletion] = {}
 
     def take(self, output: Any, given: Sequence[tuple[Any, Any]]) -> None:
-        """Add an output's completions, each `given` with the engine's logprobs, to those received earlier."""
+        """Add an output's completions to those received earlier; `given` pairs each with the engine's logprobs."""
         self.prompt_token_ids = output.prompt_token_ids
         for completion, logprobs in given:
             held = self._completions.setdefault(completion.index, GivenCompletion(index=completion.index))

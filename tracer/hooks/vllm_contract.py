@@ -41,7 +41,7 @@ _SAMPLING = (
     "max_tokens", "n",
 )  # fmt: skip
 _OF_REQUEST = ("max_tokens", "seed", "n")
-"""Sampling settings that may differ between requests to a serving engine, so its contract leaves them out."""
+"""Sampling settings that may differ between requests to a serving engine; the engine's contract leaves them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def _contract(config: Any, function: str, conditions: Conditions) -> Contract:
 
 
 def sampling_settings(params: Any, *, of_request: bool = True) -> tuple[tuple[str, Any], ...]:
-    """Return a request's sampling settings by name; without `of_request`, only those that all requests share."""
+    """Return a request's sampling settings by name; without `of_request`, only settings that all requests share."""
     names = _SAMPLING if of_request else [name for name in _SAMPLING if name not in _OF_REQUEST]
     return tuple((name, getattr(params, name, None)) for name in names)
 

@@ -49,7 +49,7 @@ class Columns:
         return self._arrays.get(name)
 
     def take(self, rows: np.ndarray) -> Columns:
-        """Select rows in the given order; return `self` if that is every row in order."""
+        """Select rows in the given order; return `self` if all rows are selected in order."""
         if is_every_row(rows, self.num_rows):
             return self
         places = pa.array(rows, pa.int64())
@@ -237,7 +237,7 @@ class Selection:
     steps: frozenset[int] | None = None
     """Steps to import; None if all steps are imported."""
     sample: float = 1.0
-    """Share of sequences to import. Every import selects the same sequences, by a hash."""
+    """Share of sequences to import. Every import selects the same sequences, by a hash of their names."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
         """Return [B] bool: True for selected sequences, given the steps and names of B sequences."""

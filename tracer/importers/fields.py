@@ -85,7 +85,7 @@ class Fields:
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return column -> checked and converted cell; the default is every trace column."""
+        """Return column -> checked and converted cell; by default, for every trace column."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:

@@ -43,7 +43,7 @@ class DumpFolder:
         url = os.fspath(path)
         if "://" in url:
             raise ImportFailed(
-                f"{url}: only the format parquet can be read from a URL; copy the folder to this machine first"
+                f"{url}: only the parquet format can be read from a URL; copy the folder to this machine first"
             )
         given = Path(os.path.abspath(os.path.expanduser(url)))
         if given.is_file():
@@ -156,7 +156,7 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""(record's fields, its name, its number in the file) -> its rows, each a dict of trace column -> cell."""
+"""(record's fields, record's name, record's number in the file) -> rows, each a dict of trace column -> cell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Import a framework's dump into a new trace, or its new files into an earlier import."""
+"""Import a framework's dump into a new trace, or add its new files to an earlier import."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def import_dump(
     by a hash of their names. Incomplete steps and half-written files are skipped and listed; import again later, or
     set `partial` to read them as far as they go.
 
-    `path` is a file or a folder; for the format parquet it may also be a URL that fsspec can open.
+    `path` is a file or a folder; for the parquet format it may also be a URL that fsspec can open.
 
     Nothing in the files is executed: pickles are read as data, and classes other than plain containers are rejected.
     Memory use is limited to one step, or to 512 rows of a JSON Lines file.
@@ -57,7 +57,7 @@ def import_dump(
     if folder is None or format == PARQUET:
         if partial:
             raise ImportFailed(
-                "does not apply to the format parquet, which has no incomplete steps; remove this option",
+                "does not apply to the parquet format, which has no incomplete steps; remove this option",
                 option="partial",
             )
         return import_parquet(path, output=output, map=map, steps=steps, sample=sample, force=force, progress=progress)
@@ -212,7 +212,7 @@ class _Before:
 
 
 def _dump_folder(format: str, path: str | os.PathLike[str]) -> DumpFolder | None:
-    """List the files at a path; None if only `import_parquet` can read it. Raises ImportFailed."""
+    """List the files at a path; None if only `import_parquet` can read the path. Raises ImportFailed."""
     if format == PARQUET or (format == AUTO and ("*" in os.fspath(path) or "://" in os.fspath(path))):
         return None
     folder = DumpFolder.of(path)

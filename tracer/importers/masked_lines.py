@@ -1,6 +1,6 @@
 """Import formats of prime-rl and NeMo-RL: JSON Lines of token ids with a loss mask that begins at the response.
 
-A line of prime-rl is a packed row and may contain several sequences; in NeMo-RL's, every value is a one-element list.
+A line of prime-rl is a packed row and may contain several sequences. A line of NeMo-RL has only one-element lists.
 
 Shapes: S tokens in a packed row, or the padded sequence length.
 """
@@ -60,7 +60,7 @@ def _tokens(fields: Fields) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _prime_rows(fields: Fields, name: str, number: int) -> Iterator[dict[str, Any]]:
-    """Yield a line's sequences, split where positions restart at 0; those without a token in the loss are skipped."""
+    """Yield a line's sequences, split where positions restart at 0; skip sequences without a token in the loss."""
     if (version := fields.record.get("schema_version", _VERSION)) != _VERSION:
         raise ImportFailed(f"{fields.where}: unsupported schema_version {version!r}; expected {_VERSION}")
     tokens, mask = _tokens(fields)

@@ -103,8 +103,8 @@ def _check_columns(names: Mapping[str, Mapping[str, str]], files: Mapping[str, S
         lacking = [name for name in REQUIRED if name not in columns.values()]
         if lacking:
             raise ImportFailed(
-                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}); map yours to "
-                f"{'it' if len(lacking) == 1 else 'them'}, for example theirs={lacking[0]}"
+                f"{file}: missing columns: {', '.join(lacking)} (found: {listed_names(files[file])}); map your columns "
+                f"to {'it' if len(lacking) == 1 else 'them'}, for example theirs={lacking[0]}"
             )
     if not any(name in columns.values() for columns in names.values() for name in PASSES):
         found = dict.fromkeys(name for columns in files.values() for name in columns)
@@ -168,7 +168,7 @@ class RowFiles:
             )
         unknown = next((name for name in found if not name.endswith(_SUFFIXES)), None)
         if unknown:
-            raise ImportFailed(f"{unknown}: is not a {_READ} file; if its content is, rename it")
+            raise ImportFailed(f"{unknown}: is not a {_READ} file; rename it if its content has one of these formats")
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
@@ -231,7 +231,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return column name in the file -> in the trace. Raises ImportFailed if two columns map to one."""
+    """Return column name in the file -> name in the trace. Raises ImportFailed if two columns get the same name."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:

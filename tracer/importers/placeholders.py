@@ -17,7 +17,7 @@ from ..rows import ROUNDING_NATS
 CLAMPED = -9999.0
 """Value that some frameworks write in place of a missing logprob."""
 POLICY = (ROLLOUT, TRAIN, CURRENT)
-"""Passes that score the same policy: a token with probability 1 in one should have it in the others too."""
+"""Passes that score the same policy: a token with probability 1 in one of them should have probability 1 in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
 """Maximum |logprob| of a token with probability 1, nats: the rounding error of a bfloat16 logprob."""
 
@@ -149,7 +149,7 @@ def _known(logprobs: Ragged) -> np.ndarray:
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return [R] bool: True for a list whose recorded values are all 0.0, with at least one recorded."""
+    """Return [R] bool: True for a list that has at least one recorded value and only values of 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():

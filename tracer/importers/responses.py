@@ -17,7 +17,7 @@ from .textfiles import TIMES_AS_JSON, parsed, read_lines, whole_content
 
 _FILE = r"[^/]+\.(?:jsonl|json)"
 STEP = 0
-"""Step of a response that has none because it was not sampled in training."""
+"""Step assigned to responses that have no step because they were not sampled in training."""
 
 SETTINGS = {"temperature": ("temperature",), "top_p": ("top_p",), "top_k": ("top_k",), "step": ("step",)}
 

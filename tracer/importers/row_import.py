@@ -65,7 +65,7 @@ class Imported:
     """Number of logprobs above 0, which are invalid but kept unchanged."""
     ignored_columns: tuple[str, ...] = ()
     num_files: int = 0
-    """Number of files read in this import; 0 for the format parquet."""
+    """Number of files read in this import; 0 for the parquet format."""
     num_known_files: int = 0
     """Number of files that were already in the trace from an earlier import."""
     held_back: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ class RowImport:
         return PassRows(rows, self.result.placeholders.clean(logprobs, part.ragged("response_mask")))
 
     def _add(self, name: str, scores: _Scores, verdict: int) -> None:
-        """Record a pass's scores according to the verdict on lists of zeros; hold them back if it is OPEN."""
+        """Record a pass's scores according to the verdict on lists of zeros; hold them back if the verdict is OPEN."""
         if verdict == OPEN:
             self._open.setdefault(name, []).append(scores)
         elif verdict == HOLES:

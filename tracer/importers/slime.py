@@ -41,7 +41,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Column -> candidate fields in the dump. Names that are not trace columns are inputs for computing those that are."""
+"""Column -> candidate fields in the dump. Fields with other names are inputs from which columns are computed."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
@@ -74,8 +74,7 @@ def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
 def framework_of(folder: DumpFolder) -> str | None:
     """Return "slime" or "miles", judging by the first readable file; None if neither framework wrote the dumps.
 
-    miles writes one train file per rank with `rollout_data`, and its rollout files have `metadata`; those of slime do
-    not.
+    miles writes one train file per rank, with `rollout_data`, and rollout files with `metadata`; slime does neither.
     """
     for names in reversed(dump_files(folder)):
         for name in names:

@@ -86,7 +86,8 @@ def _read_zip(content: Bytes, where: str, shells: Names, budget: Budget, depth: 
             order = archive.read(root + "byteorder") if root + "byteorder" in entries else b"little"
             if order != b"little":
                 raise ImportFailed(
-                    f"{where}: was written on a big-endian machine, which is not supported; save it again on another"
+                    f"{where}: was written on a big-endian machine, which is not supported; save it again on a "
+                    "little-endian machine"
                 )
             storages: dict[str, Storage] = {}
 

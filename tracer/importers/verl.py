@@ -132,7 +132,7 @@ def _encoded(batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _rows(fields: Fields, where: str, step: int, temperature: float | None) -> RowBatch:
-    """Return a batch's rows: prompts [B, P] padded on the left; responses and their values [B, T] on the right."""
+    """Return a batch's rows; prompts [B, P] are padded on the left, responses and their values [B, T] on the right."""
     responses, prompts = fields.array("response_ids", 2), fields.array("prompt_ids", 2)
     if responses is None:
         raise ImportFailed(f"{where}: has no responses; save the batch after generation")
@@ -182,7 +182,7 @@ def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | Non
 
 
 def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray | None:
-    """Return the engine's choices [B, P + T, L, S]; None if missing, or if the trainer's choices replaced them (R2)."""
+    """Return the engine's router choices [B, P + T, L, S]; None if missing or replaced by the trainer's (R2)."""
     found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(

@@ -42,7 +42,7 @@ class Attached:
     num_tensors: int
     num_bytes: int
     has_tokenizer: bool
-    """True if the folder's tokenizer was stored too; it is not if the trace already has one."""
+    """True if the folder's tokenizer was stored too; it is not stored if the trace already has a tokenizer."""
 
 
 def attach(
@@ -101,7 +101,7 @@ def attach(
 
 
 def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None) -> tuple[Any, Any]:
-    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption, others."""
+    """Load a folder's model, in its stored dtypes, and tokenizer. Raises WeightsMissing, InvalidOption and others."""
     path = Path(os.path.expanduser(folder))
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         lacking = "*.safetensors" if (path / "config.json").is_file() else "config.json"
@@ -139,7 +139,7 @@ def load_folder(folder: str | os.PathLike[str], tokenizer: str | os.PathLike[str
         )  # fmt: skip
     except Exception as error:
         raise WeightsMissing(f"{path}: cannot be loaded ({first_line(error)}); restore it from a copy") from error
-    for words, names in (("has no", told["missing_keys"]), ("has another shape of", told["mismatched_keys"])):
+    for words, names in (("has no", told["missing_keys"]), ("has the wrong shape for", told["mismatched_keys"])):
         if names:
             raise WeightsMissing(
                 f"{path}: {words} {_listed(sorted(map(str, names)))}; check that it is a complete {name}"
@@ -221,7 +221,7 @@ def _size(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _columns(snapshot: Snapshot, table: str, names: Sequence[str]) -> Iterator[pa.Table]:
-    """Yield, for each file of a table, those of the given columns that it has."""
+    """For each file of a table, yield the given columns that exist in the file."""
     for entry in snapshot.files[table]:
         wanted = [name for name in names if name not in entry.lacking]
         yield pq.read_table(pa.PythonFile(FileCursor(entry.file), mode="r"), columns=wanted)

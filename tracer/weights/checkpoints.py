@@ -81,7 +81,7 @@ def read_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def config_of(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's config with `architectures`, which vLLM needs; models never loaded from disk have none."""
+    """Return a model's config with `architectures`, which vLLM needs; a model never loaded from disk lacks it."""
     config = dict(identity["config"])
     own = str(identity.get("class", "")).rpartition(".")[2]
     return config if config.get("architectures") or not own else config | {"architectures": [own]}

@@ -174,7 +174,7 @@ _DIFFERENCES = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 
 def changes_of(delta_C: np.ndarray, bits_C: np.ndarray) -> Changes:
-    """Return a chunk's changes. `delta_C` is the XOR of its new bits, `bits_C`, and its old ones."""
+    """Return a chunk's changes. `delta_C` is the XOR of the chunk's new bits, `bits_C`, and its old bits."""
     places_K = np.flatnonzero(delta_C).astype(np.int32)
     now_K = bits_C[places_K]
     return places_K, now_K - (now_K ^ delta_C[places_K])

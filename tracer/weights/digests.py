@@ -17,7 +17,7 @@ _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 """Bytes per element -> name of an integer dtype of that size that torch and NumPy both have."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
-"""An int; on an accelerator, an int64 tensor, which `resolved` converts to an int."""
+"""A digest: an int or, on an accelerator, an int64 tensor that `resolved` converts to an int."""
 
 _coefficients: dict[Any, Any] = {}
 
@@ -109,7 +109,7 @@ def _runs(tensor: Any, most: int) -> Iterator[Any]:
 
 
 def _pieces(tensor: Any, most: int) -> Iterator[Any]:
-    """Yield a tensor's elements in pieces of exactly `most`; the last may be shorter; none if it is empty."""
+    """Yield a tensor's elements in pieces of exactly `most`; the last piece may be shorter. Empty tensors have none."""
     import torch
 
     held: list[Any] = []

@@ -1,4 +1,4 @@
-"""Layout of a model's tensors: which of them share memory, and which shard of each this process has."""
+"""Layout of a model's tensors: which tensors share memory, and which shards this process has."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def replicated(tensor: Any) -> Any:
-    """Return a replicated DTensor's value; None for others, since reading them would need a collective."""
+    """Return a replicated DTensor's value; None for other DTensors, since reading them would need a collective."""
     return tensor.to_local() if all(placement.is_replicate() for placement in tensor.placements) else None
 
 

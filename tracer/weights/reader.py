@@ -81,7 +81,7 @@ class WeightReader:
         needs_checksums: bool = False,
         checkpoints: str | None = None,
     ):
-        """`writers` list their files and attempts; `checkpoints` is the recorded folder, for error messages."""
+        """`writers` are the writers' states; `checkpoints` is the recorded checkpoint folder, for error messages."""
         self.store = store
         self.checkpoints = checkpoints
         self.damaged: list[str] = []

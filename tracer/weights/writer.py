@@ -39,14 +39,15 @@ from .chunks import (
 from .layout import layout_of, local_part
 
 VERSIONS_A_KEYFRAME = 16
-"""Versions per segment if many elements change, or more while its deltas together are smaller than its keyframe."""
+"""Versions per segment if many elements change; more if the segment's deltas together are smaller than its keyframe."""
 MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
 """Maximum share of changed elements in an update that is stored as sparse changes; above it, all bits are stored."""
 STRIDE = 4
-"""Row r stores changes to row r - STRIDE ** n, for the largest power that divides r, so few rows rebuild a version."""
+"""Row r stores changes to row r - STRIDE ** n, where STRIDE ** n is the largest power that divides r; rebuilding a
+version then takes few rows."""
 MOST_ON_THE_WAY = 0.36
 """Maximum sum of changed shares since the keyframe; applying them then takes as long as reading a keyframe."""
 
@@ -267,7 +268,7 @@ def _added(several: list[list[Changes]], index: int) -> Changes:
 
 
 def _copy(layout: WeightLayout, tensors: Mapping[str, Any], spare: Bits) -> tuple[Bits, Callable[[], None] | None]:
-    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits, or None once complete."""
+    """Copy tensors' bits to the host, reusing buffers; return them and a function that waits (None if complete)."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
