@@ -275,8 +275,7 @@ _SAME_BITS = 1e-7
 _SAME_LOGPROB = 1e-5
 """Maximum difference, in nats, between the logprobs of an exact engine and its trainer with the same weights."""
 _NEAR = 1e-4
-"""Maximum difference, in nats, between matching logprobs if a single step is compared: chance matches are rare
-there."""
+"""Maximum difference, in nats, between matching logprobs if a single step is compared: chance matches are rare there."""
 _ASIDE = 3.0
 """Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
 _MOST_HELD = 5_000_000

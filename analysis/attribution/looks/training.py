@@ -87,7 +87,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
         return
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
     code = "learning_rate_spike_at_fall" if near else "learning_rate_spike_before_fall"
-    yield fact(code, max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)  # 2: a linear warm-up
+    yield fact(code, max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)  # a linear warm-up reaches 2
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
@@ -151,7 +151,7 @@ def first(facts: Facts) -> Iterator[Fact]:
 
 
 def terms(facts: Facts) -> Iterator[Fact]:
-    """Yield advantages that follow -logprob or the distance to the reference since the drop: a term in the reward."""
+    """Yield advantages that follow -logprob or the distance to the reference since the drop, as a reward term would."""
     assert facts.fall is not None
     begins, last = facts.fall.low, facts.moves.last + int(ft.AHEAD)
     follows = facts.moves.columns.get("follows")
