@@ -200,7 +200,8 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version; `plain`: number of counted tensors (all agree), and of updated ones."""
+        """Compare the next version; `plain`: number of tensors only counted, which all agree, and how many of them
+        changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain

@@ -382,7 +382,7 @@ REASONS: dict[str, tuple[str, str]] = {
         "all tokens are off by about the same (1% of them by at least {times:.2g} times the median)",
     ),
     "near": ("{v:.0%} of the tokens are at the level of rounding", "only {v:.0%} of the tokens are at the level of rounding"),
-    "correlation": ("the two sides' logprobs correlate at {v:.2f}", "the two sides' logprobs correlate at only {v:.2f}"),
+    "correlation": ("the two sides' logprobs have a correlation of {v:.2f}", "the two sides' logprobs have a correlation of only {v:.2f}"),
     "token_score": ("it depends on the token id", "it does not depend on the token id"),
     "bigram": ("{v:.0%} of its variance depends on the last two token ids", "it varies between tokens with the same last two token ids"),
     "later_fall_score": ("it fades along the response", "it does not fade along the response"),

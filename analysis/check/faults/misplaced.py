@@ -40,7 +40,7 @@ MAX_WINDOWS = 4_000
 """Maximum number of misplaced windows searched."""
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
-_AFTER = f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and, shifted by {{lags}} tokens, after it: "
+_AFTER = f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and also after it if shifted by {{lags}} tokens: "
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:
