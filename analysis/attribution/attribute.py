@@ -44,7 +44,7 @@ _LEAST_DIFFERENCE = 0.1
 _SET = ("setting.", "learning_rate", "changed.setting_changed.")
 """Prefixes of features that are configured differences; these count in addition to the first difference in the data."""
 FELL_TOO = 0.6
-"""The baseline run collapsed too if its relative drop is more than this fraction of the judged run's."""
+"""The baseline run collapsed too if its relative drop is more than this fraction of the judged run's drop."""
 
 
 def attribute(

@@ -26,12 +26,12 @@ EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
     "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
-    "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
+    "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "entropy_parts_first": "since the first differing update, entropy is higher than in the baseline run, as with an entropy bonus",
     "loss_moves_down": "the loss drops below its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is subtracted from it",
     "loss_moves_up": "the loss rises above its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is added to it",
     "update_moves_first": "updates grow at step {step} although gradients do not, before the policy changes",
-    "masks_change": "starting at step {step}, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after it",
+    "masks_change": "starting at step {step}, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after that step",
     "gradient_moves_first": "the gradient norm grows at step {step}, before reward and policy change",
     "policy_moves_at_once": "the policy changes abruptly at step {step}, after a normal gradient",
     "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
@@ -39,10 +39,10 @@ EVIDENCE: Mapping[str, str] = {
     "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
     "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
     "gradient_grows": "the update of step {step} has {factor:.3g} times the baseline's gradient norm",
-    "update_is_other": "the update of step {step} is {factor:.3g} times as large as the baseline's, which its gradient does not explain",
+    "update_is_other": "the update of step {step} is {factor:.3g} times as large as the baseline's, although the gradient does not explain it",
     "update_is_equal": "the update of step {step} has the baseline's gradient norm and size, yet gives different weights",
-    "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from it",
-    "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to it",
+    "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from the loss",
+    "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to the loss",
     "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: too much for a loss term",
     "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than that of the baseline run",
     "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
@@ -147,11 +147,11 @@ UNITS: Mapping[str, str] = {
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
     "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the "
-    "baseline's; the others stop where the baseline's continue",
+    "baseline's; the other responses stop where the baseline's continue",
     "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, although both engines return the same "
     "logprobs",
     "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's; the "
-    "others differ first in tokens that were not sampled",
+    "other responses first differ in tokens that were not sampled",
     "engine_parts": "first difference at step {step}: for identical tokens the engine's logprobs differ "
     "(by {apart:.2g} nats) but the trainer's do not",
     "scoring_parts": "first difference at step {step}: for identical tokens the trainer's logprobs differ "

@@ -332,8 +332,8 @@ def growth(data: PairData) -> MismatchGrowth:
 def exact_rows(data: PairData) -> tuple[float, np.ndarray]:
     """Return the share of sequences at the level of rounding, and the indices of the other sequences.
 
-    The others must have more than five times the mismatch, and at least an eighth of what rounding allows. Otherwise the
-    share is 0 and there are no others.
+    The other sequences must have more than five times the mismatch, and at least an eighth of what rounding allows.
+    Otherwise the share is 0 and no indices are returned.
     """
     noise = logit_error(data)
     order = np.lexsort((noise, data.seq))

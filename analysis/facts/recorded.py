@@ -186,7 +186,8 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Yield changes in the number of processes, and processes whose mismatch departs from that of the others."""
+    """Yield changes in the number of processes, and processes whose mismatch departs from that of the other
+    processes."""
     count = read_num_writers(database, pair)
     if count is not None:
         yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
@@ -220,7 +221,7 @@ WRITERS = "writers"
 _MOST = 256
 """Maximum number of writers per pass that are compared one by one."""
 _APART = 2.0
-"""Minimum ratio between a writer's mean |d| and that of the others for the writer to be reported."""
+"""Minimum ratio between a writer's mean |d| and that of the other writers for the writer to be reported."""
 
 # Group by rank, because a restarted rank writes under a new name.
 _WHO = "coalesce('rank ' || nullif(regexp_extract(writer, '^r([0-9]+)-p', 1), ''), writer)"

@@ -293,8 +293,8 @@ def changed_responses(
 def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
     """Return the most likely step of a change, and its 95% confidence interval, from M pairs of values.
 
-    Pairs that span the change differ more often than others. `differs`: [M] bool, True if the values of a pair differ;
-    `low` and `high`: [M] the earlier and the later step of each pair.
+    Pairs that span the change differ more often than other pairs. `differs`: [M] bool, True if the values of a pair
+    differ; `low` and `high`: [M] the earlier and the later step of each pair.
     """
     steps = np.unique(high)
     first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)

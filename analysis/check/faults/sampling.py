@@ -75,7 +75,7 @@ GRAMMAR = Fault(
     broken="recording",
     evidence={
         "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs cover the allowed "
-        "tokens, those of {other} all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
+        "tokens, but those of {other} cover all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
         "more than rounding (at most {largest:.3g} nats), and {num_lower:,} are lower"
     },
 )

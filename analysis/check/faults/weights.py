@@ -51,7 +51,7 @@ WEIGHTS = Fault(
         "{trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, starting at "
         "version {first_version} (by the digest of every tensor)",
         "policy_versions": "{side} scored {num_sequences:,} of {of_sequences:,} sequences with weights {updates_behind} "
-        "optimizer updates behind the other side's, according to the recorded policy versions",
+        "optimizer updates behind those of the other side, according to the recorded policy versions",
         "contract": "the contract of {side} has {setting} {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
