@@ -57,7 +57,7 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""SQL query for steps sampled by a process without digests; a NULL dtype marks one engine shared by all."""
+"""SQL query for steps sampled by a process without digests; a NULL dtype marks an engine that all processes share."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (

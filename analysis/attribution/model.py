@@ -147,7 +147,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 def supported(one: Fact, situation: str) -> str:
-    """Return the suspect that a fact speaks for most; `unknown` if the model does not know the fact."""
+    """Return the suspect that a fact supports most; `unknown` if the model does not know the fact."""
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

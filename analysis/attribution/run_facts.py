@@ -98,7 +98,8 @@ class Facts:
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """The drop of the judged outcome, or a drop that shows only in comparison with a baseline run; None without one."""
+    """The drop of the judged outcome, or a drop that shows only in comparison with a baseline run; None if there is
+    neither."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
     """The result of `check` for train:rollout; None if the two passes share no token."""

@@ -282,9 +282,7 @@ def silent_clause(silent: SilentChange) -> str:
 def supposed_clause(supposed: SilentChange) -> str:
     """Return a clause that names the likely cause, and the step, of a drop that only an evaluation would show."""
     first = supposed.suspects[0]
-    return (
-        f"If an evaluation does show one, the most likely cause is {first.titled()}, starting at step {supposed.step}"
-    )
+    return f"If an evaluation does show a drop, the most likely cause is {first.titled()}, starting at step {supposed.step}"
 
 
 def _cause(result: Attribution) -> str:

@@ -65,7 +65,7 @@ class DataFinding:
     since: int | None
     """First affected step; None if it is the first step."""
     is_notice: bool
-    """True if a healthy run may have this property on purpose."""
+    """True if this property may be intended in a healthy run."""
     numbers: Numbers = field(default_factory=dict)
     next: Advice
     """SQL command that shows the finding."""
@@ -546,7 +546,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[3]] or rows  # a batch that is used again has seen updates in between
+        rows = [row for row in rows if row[3]] or rows  # a reused batch has seen updates in between
         equal = [row for row in rows if row[1]]
         if 2 * len(equal) <= len(rows):
             continue

@@ -400,7 +400,7 @@ def _likely(data: PairData) -> list[Finding]:
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:
-    """Return the finding, marked as expected if a recorded setting explains it and its size."""
+    """Return the finding, marked as expected if a recorded setting explains both the finding and its size."""
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)

@@ -1,4 +1,4 @@
-"""Read the series of a run: from its samples, from logged metrics, and computed from both."""
+"""Read the series of a run from its sequences and from logged metrics, or compute them from both."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ GRADED_ELSEWHERE = 0.9
 """Responses were graded against another prompt if at least this share of them has the reward that the same response got
 under that prompt earlier."""
 GRADED_BY_CHANCE = 0.6
-"""Rewards that match another prompt's are evidence only if at most this share is expected to match by chance."""
+"""Rewards that match those of another prompt are evidence only if at most this share is expected to match by chance."""
 LACKING = 10.0
 """A reordering can be tested only if chance would leave at least this many earlier rewards missing from their steps."""
 LACKING_OF_PERMUTED = 0.1

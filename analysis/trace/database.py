@@ -89,7 +89,7 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if self.damaged and not looked_at:  # whoever examined the sources before has warned already
+        if self.damaged and not looked_at:  # the code that examined the sources has warned already
             tell_damage(self.damaged)
 
     @contextmanager

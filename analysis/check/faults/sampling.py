@@ -125,7 +125,7 @@ class ScaleFit:
     """Fit of logits_b = scale * logits_a."""
 
     scale: float
-    """1 / temperature of b relative to a."""
+    """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
     """`lowest` to `highest` is the range of the scale fitted from either side, widened by two standard errors."""

@@ -25,10 +25,10 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
     """Return a phrase that says what the engine holds instead of the trainer's tensor."""
     tensor, cause = numbers["tensor"], numbers["cause"]
     if cause == "adapter":
-        text = f"the engine's {tensor} is the trainer's without its adapter, at version {numbers['trainer_version']}"
+        text = f"the engine's {tensor} is the trainer's tensor without its adapter, at version {numbers['trainer_version']}"
     elif cause == "quantised":
         a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
-        text = f"the engine's {tensor} is the trainer's rounded to {numbers['dtype']}{a_row}"
+        text = f"the engine's {tensor} is the trainer's tensor rounded to {numbers['dtype']}{a_row}"
     elif cause == "other_weights":
         text = f"the engine's {tensor} matches the trainer's at no recorded version, rounded or not"
     else:
