@@ -42,7 +42,7 @@ _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 """Minimum strength of a difference from a baseline run for it to be listed."""
 _SET = ("setting.", "learning_rate", "changed.setting_changed.")
-"""Prefixes of features that are configured differences; these count in addition to the first difference in the data."""
+"""Prefixes of features for configured differences; these count in addition to the first difference in the data."""
 FELL_TOO = 0.6
 """The baseline run collapsed too if its relative drop is more than this fraction of the judged run's drop."""
 

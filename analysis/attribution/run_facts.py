@@ -271,7 +271,7 @@ class Facts:
 
     @cached_property
     def graded_elsewhere(self) -> OtherPromptsRewards | None:
-        """Rewards equal to those that the same responses got under another prompt; None unless most rewards are."""
+        """Rewards equal to those that the same responses got under another prompt; None unless most are."""
         found = self.changed_rewards
         if found is None or found.share <= ft.MOST:
             return None

@@ -479,7 +479,7 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
         return np.asarray(np.abs(rewards[one] - rewards[two]) > least)
 
     differs = unequal(reward)
-    if (num := int(differs.sum())) < 20:  # so few may become equal by chance
+    if (num := int(differs.sum())) < 20:  # so few pairs may become equal by chance
         return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
     left = {by: int(unequal(reward[firsts + (place - firsts + by) % sizes]).sum()) for by in range(-8, 9) if by}

@@ -203,7 +203,7 @@ class RunOutcomes:
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """Find the changes of every series of the open run. A change that is a drop of an outcome is dated to its onset."""
+    """Find the changes of every series of the open run. The drop of an outcome is dated to its onset."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}

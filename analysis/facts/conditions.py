@@ -86,7 +86,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Advantages by step, rounded: unrounded, constant values would scatter with the order of summation."""
+"""Advantages by step, rounded so that constant values are equal whatever the order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step

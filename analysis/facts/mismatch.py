@@ -319,7 +319,7 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Prefixes that engine and trainer score differently; their engine logprobs are looked up in earlier trainer
+    """Prefixes that engine and trainer score differently; their engine logprobs are looked up among earlier trainer
     logprobs.
     """
 

@@ -25,10 +25,10 @@ from .rollouts import (
 _BY_CHANCE = 1.32
 """Correlation that unrelated values exceed in 10% of cases, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses with a length for it to count, of differing rewards, and of lengths for a fit with a
-turn."""
+"""A length counts if at least this many responses have it. The same minimum applies to differing rewards, and to
+lengths for a fit with a turning point."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Within a single step: a length counts if at least this many responses have it; minimum number of such lengths."""
+"""Within a single step: minimum number of responses with a length for it to count, and of lengths that count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

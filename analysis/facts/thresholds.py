@@ -12,7 +12,8 @@ GROWTH = 1.6
 
 EARLIER_AGREES = 0.5
 """The engine had earlier weights if, for at least this share of prefixes, its logprob equals the trainer's logprob from
-one earlier step (or from a fixed number of steps back). It was at most 0.14 in 57 collapses caused by the mismatch."""
+one earlier step (or from a fixed number of steps back). The share was at most 0.14 in 57 collapses due to the
+mismatch."""
 EARLIER_FEWEST = 8
 """The engine had weights of several earlier steps only if at least this many prefixes match one of them."""
 EARLIER_OVER_CHANCE = 5.0

@@ -25,8 +25,8 @@ _SAME = 1e-5
 _SHOWS = 1e-4
 """Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
 _LASTS = (2, 8)
-"""The mismatch must persist from the first to the second of these numbers of steps after a difference in scoring; at
-the first, the engine has the new weights."""
+"""The mismatch must persist between these two numbers of steps after a difference in scoring. By the first, the engine
+has the new weights."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
