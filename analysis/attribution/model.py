@@ -97,7 +97,7 @@ def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
     """Return the first difference if it can have caused the drop: it must not come later or be due to rounding drift."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
-    return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # other random seeds
+    return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # different seeds
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:

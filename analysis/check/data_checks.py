@@ -666,7 +666,7 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
     last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
     said = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
     ends, counts = np.unique(last[said & (sample.lengths < longest)], return_counts=True)
-    if counts.sum() < 8 or len(ends) > 3:  # a stop string ends with any token
+    if counts.sum() < 8 or len(ends) > 3:  # a stop string may end with any token
         return
     wrong = said & (sample.lengths == longest) & ~np.isin(last, ends)
     if wrong.sum() >= max(3, 0.02 * said.sum()):

@@ -159,7 +159,7 @@ class Database:
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # what was read from these steps is shared as well
+        if key not in self.memory:  # results for these steps are shared as well
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress

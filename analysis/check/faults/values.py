@@ -341,7 +341,7 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
-    # As with scattered values, only the two separate distributions are predicted.
+    # As with uncorrelated values, only the distribution of each side is predicted, not d, so the gain is small.
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
 
 
