@@ -75,7 +75,7 @@ def compact(
 
 
 def _kept_sums(trace: str) -> _Sums:
-    """Read the stored sums that cover all sealed rows. Such sums stay valid after merging."""
+    """Read the stored sums that cover all sealed rows. These sums stay valid after merging."""
     try:
         source = open_source(trace)
         return {
@@ -84,7 +84,7 @@ def _kept_sums(trace: str) -> _Sums:
             for pair, file in pairs.items()
             if pair in source.covered
         }
-    except (DamagedTrace, pa.ArrowException, OSError):  # they are recomputed when needed
+    except (DamagedTrace, pa.ArrowException, OSError):  # missing sums are recomputed when needed
         return {}
 
 
@@ -101,7 +101,7 @@ def _keep_sums(trace: str, sums: _Sums) -> None:
             for name in names:
                 (folder / name).unlink(missing_ok=True)
         write_index(folder)
-    except (OSError, TimTraceError):  # they are recomputed when needed
+    except (OSError, TimTraceError):  # missing sums are recomputed when needed
         return
 
 

@@ -57,7 +57,7 @@ _UNACCOUNTED = """
         WHERE told.step = sampled.step AND (told.writer = sampled.writer OR told.dtype IS NULL)
     )
 """
-"""SQL query for steps sampled by a process without digests; a NULL dtype marks one engine shared by all."""
+"""SQL query for steps sampled by a process without digests; a NULL dtype marks an engine that all processes share."""
 
 _OF_WORKERS = """
     SELECT DISTINCT step FROM engine_weights SEMI JOIN (
@@ -200,7 +200,8 @@ class _Engine:
         updated: Collection[str],
         plain: Sequence[int],
     ) -> EngineVersion:
-        """Compare the next version; `plain`: number of counted tensors (all agree), and of updated ones."""
+        """Compare the next version; `plain`: number of tensors only counted, which all agree, and how many of them
+        changed."""
         agreeing, differences, num_unknown = set(), [], 0
         version, writer, step = at
         num_plain, num_plain_updated = plain

@@ -97,7 +97,7 @@ class Session:
 
 
 def _check_reads(connection: duckdb.DuckDBPyConnection, statement: Any) -> None:
-    """Raise InvalidQuery unless the statement only reads, including one to explain, which EXPLAIN ANALYZE runs."""
+    """Raise InvalidQuery unless the statement only reads; a statement in EXPLAIN counts, as EXPLAIN ANALYZE runs it."""
     kind = statement.type
     if kind == duckdb.StatementType.EXPLAIN:
         inner = connection.extract_statements(_EXPLAIN.sub("", statement.query, count=1))

@@ -1,4 +1,4 @@
-"""Split the mismatch between trainer and engine into the errors of each, measured against a replay in higher precision.
+"""Split the mismatch between trainer and engine into the error of each, measured against a replay in higher precision.
 
 With t, r and f the logprobs of the trainer, the engine and the reference, the errors are e_t = t - f and e_r = r - f, and the
 mismatch is d = t - r = e_t - e_r. So mean d^2 = mean e_t^2 + mean e_r^2 - 2 mean e_t e_r, and the share of a side is
@@ -187,7 +187,7 @@ def _of_steps(tokens: Mapping[str, np.ndarray]) -> Iterator[ErrorSums]:
 
 
 def _num_different(database: Database, steps: list[int]) -> int:
-    """Count the tokens whose bits differ between the recording and its existing replay as recorded."""
+    """Count the tokens whose bits differ between the recording and the existing replay as recorded."""
     query = f"""
         SELECT count(*) FILTER (WHERE d IS DISTINCT FROM 0) FROM pair('replay/as-recorded', 'train')
         WHERE step IN ({_list(steps)}) AND logprob_b IS NOT NULL

@@ -1,4 +1,5 @@
-"""List and export the recorded weights: versions, sizes, and shares of changed elements; render the engine's."""
+"""List and export the recorded weights: versions, sizes, and shares of changed elements; render the comparison with the
+engine's."""
 
 from __future__ import annotations
 

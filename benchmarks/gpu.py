@@ -284,9 +284,10 @@ def _scores(model, sequences, prompt):
 def _recording(arguments, room):
     """Recording from the device.
 
-    A training step (forward, backward and AdamW, eight rows at a time) with a recorder, over the same step without one, measured
-    alternately; the time of the recorder's calls on the training thread; and the time for digests, weights and optimizer
-    statistics of the whole model. The first two versions of weights include first-touch page faults.
+    The table shows the time of a training step (forward, backward and AdamW, eight rows at a time) with a recorder
+    relative to the same step without one, in alternating runs; the time of the recorder's calls on the training thread;
+    and the time for digests, weights and optimizer statistics of the whole model. The first two versions of weights
+    include first-touch page faults.
     """
     return [
         ("a training step alone, ms", partial(_step, arguments, room, "alone")),

@@ -42,9 +42,9 @@ _MOST_STEPS = 12
 _LEAST_DIFFERENCE = 0.1
 """Minimum strength of a difference from a baseline run for it to be listed."""
 _SET = ("setting.", "learning_rate", "changed.setting_changed.")
-"""Prefixes of the features of configured differences, which count in addition to the first difference in the data."""
+"""Prefixes of features for configured differences; these count in addition to the first difference in the data."""
 FELL_TOO = 0.6
-"""The baseline run collapsed too if its relative drop is more than this fraction of the judged run's."""
+"""The baseline run collapsed too if its relative drop is more than this fraction of the judged run's drop."""
 
 
 def attribute(
@@ -58,9 +58,10 @@ def attribute(
     """Report whether a run collapsed or is slowly declining, when that began, what changed first, and the most likely cause.
 
     The outcome is an evaluation if one was logged, else the reward of the sequences. Each suspect comes with evidence for
-    and against it, a probability, and the cheapest replay or rerun that would settle it. From one run it is only an
-    observation: the first change need not be the cause. With `control`, a baseline run with the same seeds and one change,
-    ideally with an exact engine, the first difference is an intervention. A mismatch after the drop is never its cause.
+    and against it, a probability, and the cheapest replay or rerun that would settle it. From one run this is only an
+    observation: the first change need not be the cause. With `control`, a baseline run with the same seeds and one
+    change, ideally with an exact engine, the first difference is an intervention. A mismatch after the drop is never
+    its cause.
 
     `steps` (3:80, -10:, 2:200:2) asks about part of the run: a collapse that begins later is not reported as the
     answer. Earlier steps are still used, and so is the rest of the run if it collapses by the last selected step.
@@ -119,7 +120,8 @@ def _alone(facts: Facts, known: Iterable[Fact]) -> tuple[Suspect, ...]:
 
 
 def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
-    """Judge a run by its facts and its differences from a baseline run. If both collapsed, only shared facts count."""
+    """Judge a run by its facts and its differences from a baseline run; if both collapsed, only by the facts they
+    share."""
     known = table(facts)
     found, parted = table_beside(facts, control, known)
     fell_too = facts.fall and control.fall and control.fall.share > FELL_TOO * facts.fall.share
@@ -278,7 +280,7 @@ def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int)
         suspects = judged(known, ALONE)
     else:
         suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
-    # The change itself is certain, so something that was tested caused it.
+    # The change itself is certain, so one of the tested suspects caused it.
     named = [suspect for suspect in suspects if suspect.code != "unknown"]
     total = sum(suspect.probability for suspect in named)
     shares = [replace(suspect, probability=suspect.probability / total) for suspect in named]

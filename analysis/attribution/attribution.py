@@ -94,7 +94,7 @@ class Suspect:
 
     @property
     def since(self) -> int | None:
-        """Step given by the strongest supporting evidence that has one; None if none has."""
+        """Step named by the strongest supporting evidence that names one; None if no evidence does."""
         return next((int(each.values["step"]) for each in self.for_it if "step" in each.values), None)
 
     @property
@@ -114,7 +114,7 @@ class SilentChange:
     """A change after which the recorded reward no longer measures the trained policy, so a drop would go unnoticed."""
 
     suspects: tuple[Suspect, ...]
-    """Possible suspects, most probable first. For a change that shows by itself, `unknown` is left out."""
+    """Possible suspects, most probable first. If the change is certain by itself, `unknown` is left out."""
     step: int
     """First step after the change."""
     low: int
@@ -158,7 +158,7 @@ class Attribution(Result):
 
     trace: str
     steps: str = ALL_STEPS
-    """The steps asked about, as given. Facts may come from more of the run; see `facts.changes.known_run`."""
+    """The `steps` option as given. Facts may also come from other steps; see `facts.changes.known_run`."""
     control: str | None
     kind: str
     """`intervention` if the baseline run has the same first prompts and, in case of a drop, its differences point to
@@ -177,7 +177,8 @@ class Attribution(Result):
     silent: SilentChange | None = None
     """A change after which the recorded reward no longer measures the policy; None if there is a drop or no such change."""
     supposed: SilentChange | None = None
-    """The most probable cause in case the run got worse without a visible drop; None with a drop, a `silent` change, or no change."""
+    """The most probable cause in case the run got worse without a visible drop; None with a drop, a `silent` change, or
+    no change."""
     later: Fall | None = None
     """Drop of the run that begins after the selected steps; None if there is none."""
     not_finite: tuple[NotFinite, ...] = ()

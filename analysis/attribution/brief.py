@@ -61,7 +61,7 @@ QUESTIONS: dict[str, tuple[str, str]] = {
         "SELECT step, name, value FROM metrics WHERE name ILIKE '%entropy%' AND {near} ORDER BY name, step",
     ),
     "length": (
-        "Do longer responses earn more?",
+        "Do longer responses get higher rewards?",
         "SELECT step, avg(num_response_tokens) AS length, corr(num_response_tokens, reward) AS pays FROM sequences WHERE {near} GROUP BY step ORDER BY step",
     ),
     "unknown": (

@@ -137,7 +137,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
         engine_parts, trainer_parts = True, not apart > t.MISMATCH_DIFFERS * _apart_at(control, step)
         trained = sampled = math.nan
     if engine_parts and trainer_parts and not equal.all() and trained <= t.WEIGHTS_DIFFER < sampled:
-        trainer_parts = False  # other responses change the shape of the batch, and with it the rounding in the trainer
+        trainer_parts = False  # different responses change the batch's shape, and so the trainer's rounding
     if engine_parts and trainer_parts:
         return UPDATE, values | {"apart": trained}
     if trainer_parts and _of_other_rows(beside, least) >= ft.OTHER_ROWS:
@@ -159,7 +159,7 @@ def _first(facts: Facts, control: Facts, beside: _Step, step: int, least: float)
 
 
 def _of_other_rows(beside: _Step, least: float) -> float:
-    """Return the share of differently scored sequences whose logprob is the baseline's for another row of the step."""
+    """Return the share of differently scored sequences whose logprob equals the baseline's logprob for another row."""
     own, least = beside.a.likelihood, max(least, t.WEIGHTS_DIFFER)
     other = np.isfinite(own) & (np.abs(own - beside.b.likelihood) > least)
     if other.sum() < t.FEWEST_SHARED:
@@ -203,7 +203,7 @@ def _of_rewards(
 
 
 def _are_mixed(b: Rollouts, differs: np.ndarray) -> bool:
-    """Return True if the number of rows with a different reward is about that after shuffling rewards within groups."""
+    """Return True if about as many rows have a different reward as after shuffling rewards within groups."""
     by_chance = [
         1
         - float(((np.unique(b.reward[b.group == group], return_counts=True)[1] / (b.group == group).sum()) ** 2).sum())
@@ -219,7 +219,7 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
     gap = np.abs(a.advantage - b.advantage)
     if not (gap > 1e-6 * np.maximum(1.0, np.abs(b.advantage))).any():
         return "", {}
-    if np.allclose(np.abs(a.advantage), np.abs(b.advantage), equal_nan=True):  # some or all with the opposite sign
+    if np.allclose(np.abs(a.advantage), np.abs(b.advantage), equal_nan=True):  # some or all signs are flipped
         return ADVANTAGES, values
     if np.allclose(np.sort(a.first_advantage), np.sort(b.first_advantage), equal_nan=True):
         return ADVANTAGES_PERMUTED, values
@@ -236,7 +236,8 @@ def _of_the_rest(beside: _Step, referred: float, values: dict[str, Measured]) ->
 
 
 def _goes_with(advantage: np.ndarray, b: Rollouts, quantity: np.ndarray) -> float:
-    """Return the correlation of advantages with a quantity (per token or summed), controlling for the baseline's.
+    """Return the partial correlation of advantages with a quantity (per token or summed), given the baseline's
+    advantages.
 
     It does not depend on the scale of the advantages, and is 0 if the quantity was not recorded.
     """

@@ -97,7 +97,7 @@ def decisive(facts: Facts, parted: Divergence | None) -> Divergence | None:
     """Return the first difference if it can have caused the drop: it must not come later or be due to rounding drift."""
     if parted is None or not parted.is_sudden or (facts.fall is not None and parted.step > facts.fall.latest):
         return None
-    return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # other random seeds
+    return None if parted.code == SAMPLING and parted.num_before == 0 else parted  # different seeds
 
 
 def shares_prompts(facts: Facts, control: Facts) -> bool:
@@ -147,7 +147,7 @@ def judged(facts: Iterable[Fact], situation: str, model: Any = None) -> tuple[Su
 
 
 def supported(one: Fact, situation: str) -> str:
-    """Return the suspect that a fact speaks for most; `unknown` if the model does not know the fact."""
+    """Return the suspect that a fact supports most; `unknown` if the model does not know the fact."""
     fitted = _fitted()[situation]
     if one.feature not in fitted["coefficients"]:
         return "unknown"

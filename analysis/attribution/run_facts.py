@@ -98,7 +98,8 @@ class Facts:
     series: Mapping[str, Series]
     outcomes: RunOutcomes
     fall: Fall | None
-    """The drop of the judged outcome, or a drop that shows only in comparison with a baseline run; None without one."""
+    """The drop of the judged outcome, or a drop that shows only in comparison with a baseline run; None if there is
+    neither."""
     mismatch: RunMismatch | None
     checked: CheckResult | None
     """The result of `check` for train:rollout; None if the two passes share no token."""
@@ -259,7 +260,7 @@ class Facts:
 
     @cached_property
     def sorted_in_groups(self) -> tuple[float, float] | None:
-        """Share of groups with sorted rewards, after and before the drop; None unless the sorting began with it."""
+        """Share of groups with sorted rewards, after and before the drop; None unless sorting began with the drop."""
         since, by_chance = sorted_share(self.since_fall)
         if self.fall is not None and not since >= t.SORTED:  # the onset may be imprecise
             since, by_chance = sorted_share(self.rollouts.since(self.fall.fallen))
@@ -270,7 +271,7 @@ class Facts:
 
     @cached_property
     def graded_elsewhere(self) -> OtherPromptsRewards | None:
-        """Rewards equal to those earned under another prompt; None unless most rewards changed this way."""
+        """Rewards equal to those that the same responses got under another prompt; None unless most are."""
         found = self.changed_rewards
         if found is None or found.share <= ft.MOST:
             return None
@@ -297,12 +298,12 @@ class Facts:
 
     @cached_property
     def unequal_in_step(self) -> tuple[float, float]:
-        """Share of pairs of identical responses in a step with different rewards: after the onset, well before it."""
+        """Share of pairs of identical responses in a step with different rewards: after the onset and well before it."""
         return unequal_in_step(self.since_fall)[1], unequal_in_step(self.well_before)[1]
 
     @cached_property
     def pays_length_since(self) -> float:
-        """Correlation of length with the reward changes of identical responses, if length explains these; else 0."""
+        """Correlation of length with reward changes of identical responses, if length explains these changes; else 0."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -337,7 +338,7 @@ class Facts:
 
     @cached_property
     def reward_moved(self) -> float:
-        """Standard deviation of identical responses' reward changes, over that of earlier rewards; 0 if unknown."""
+        """Standard deviation of identical responses' reward changes relative to earlier rewards; 0 if unknown."""
         found = self.changed_rewards
         if found is None:
             return 0.0
@@ -368,7 +369,8 @@ class Facts:
         return found if found is not None and found.share > ft.MOST and not found.share_before > t.CHANGED else None
 
     def _given_otherwise(self, column: str, least: float) -> ChangedResponses | None:
-        """Find identical responses whose value changes by more than `least` near the drop; without one, anywhere."""
+        """Find identical responses whose value changes by more than `least` near the drop, or at any step without a
+        drop."""
         if self.fall is None:
             first, last = int(self.steps[0]) + 1, int(self.steps[-1])
         else:
@@ -464,7 +466,7 @@ class Facts:
 
     @cached_property
     def scored_rows(self) -> ScoredRows | None:
-        """The trainer's logprobs matched with the engine's for other rows; None unless this explains the mismatch."""
+        """The trainer's logprobs matched with engine logprobs of other rows; None unless this explains the mismatch."""
         begins = _mismatch_begins(self)
         if begins is None:
             return None
@@ -493,7 +495,7 @@ class Facts:
 
     @cached_property
     def disagreeing(self) -> tuple[float, float]:
-        """Share of identical prefixes within a step that get two different logprobs: from the engine, from the trainer.
+        """Share of identical prefixes in a step that get two different logprobs from the engine, and from the trainer.
 
         Measured after the onset of the mismatch; 0 if they differed before it as well.
         """

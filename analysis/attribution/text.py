@@ -26,31 +26,31 @@ EVIDENCE: Mapping[str, str] = {
     "prior": "prior, before any evidence",
     "setting_changed": "{series} changes from {from_value} to {to_value} at step {step}",
     "setting_unusual": "{setting} is {value:g}; usual values are {customary_low:g} to {customary_high:g}",
-    "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after it",
+    "rewards_changed": "{share:.0%} of {num_responses:,} responses sampled both before and after step {step} get a different reward after that step",
     "entropy_parts_first": "since the first differing update, entropy is higher than in the baseline run, as with an entropy bonus",
     "loss_moves_down": "the loss drops below its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a bonus is subtracted from it",
     "loss_moves_up": "the loss rises above its usual range at step {step} (by {in_sd:.0f} standard deviations), before the policy changes: a penalty is added to it",
     "update_moves_first": "updates grow at step {step} although gradients do not, before the policy changes",
-    "masks_change": "starting at step {step}, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after it",
+    "masks_change": "starting at step {step}, the loss mask differs in {share:.0%} of {num_responses:,} responses sampled both before and after that step",
     "gradient_moves_first": "the gradient norm grows at step {step}, before reward and policy change",
     "policy_moves_at_once": "the policy changes abruptly at step {step}, after a normal gradient",
-    "relation_breaks_alone": "starting at step {step}, likelier answers no longer earn more, although rewards and policy are unchanged",
+    "relation_breaks_alone": "starting at step {step}, more likely responses no longer get higher rewards, although the reward distribution and the policy are unchanged",
     "mismatch_grows_by_updates": "starting at step {step}, the mismatch grows several-fold over a few updates, as if the engine's weights fell behind",
     "gradient_is_equal": "the update of step {step} has the baseline's gradient norm: the loss has no extra term",
     "gradient_differs": "the update of step {step} has {factor:.3g} times the baseline's gradient norm: the loss differs",
     "gradient_grows": "the update of step {step} has {factor:.3g} times the baseline's gradient norm",
-    "update_is_other": "the update of step {step} is {factor:.3g} times as large as the baseline's, which its gradient does not explain",
+    "update_is_other": "the update of step {step} is {factor:.3g} times as large as the baseline's, although the gradient does not explain it",
     "update_is_equal": "the update of step {step} has the baseline's gradient norm and size, yet gives different weights",
-    "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from it",
-    "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to it",
+    "loss_is_lower": "the loss of step {step} is below the baseline's by {factor:.3g} times its usual size: a bonus is subtracted from the loss",
+    "loss_is_higher": "the loss of step {step} is above the baseline's by {factor:.3g} times its usual size: a penalty is added to the loss",
     "weights_jump": "the update of step {step} gives weights whose logprobs differ from the baseline's by {apart:.2g} nats per token: too much for a loss term",
-    "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than the baseline's",
+    "leaves_reference": "within three steps the policy is {farther:.2g} nats per token farther from the reference than that of the baseline run",
     "evaluation_holds": "the evaluation stays up while the reward of the sampled responses drops: the policy is unchanged",
     "no_passes": "fewer than two passes were recorded, so the mismatch cannot be measured",
     "mismatch_grows_before_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), before the drop",
     "mismatch_grows_with_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), with the drop",
     "mismatch_grows_after_fall": "mean |d| grows {factor:.3g}-fold starting at step {step} (95% CI {low}-{high}), after the drop began: it follows the drop",
-    "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): they are not sampled from the logprobs that the engine returns",
+    "not_sampled_so": "since the drop, the mean -logprob of sampled tokens is {surprisal:.2g} nats but their entropy is {entropy:.2g} (ratio {ratio_since:.2g}, {ratio_before:.2g} before): these tokens are not sampled from the logprobs that the engine returns",
     "engine_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the engine but only one from the trainer: the engine's computation is noisy",
     "trainer_disagrees": "since the mismatch began, {share:.0%} of the prefixes that repeat within a step get two different logprobs from the trainer but only one from the engine: the trainer's scoring is noisy, as with dropout",
     "trainer_moves_first": "when the mismatch jumps, the engine still samples as before but the trainer's scores change: the trainer's weights changed abruptly",
@@ -72,7 +72,7 @@ EVIDENCE: Mapping[str, str] = {
     "advantages_one_sided": "{negative_share:.0%} of the advantages are negative since the drop, {before_share:.0%} before",
     "advantages_changed": "{series} changes from {from_value:.3g} to {to_value:.3g} at step {step} (95% CI {low}-{high}), more than the rewards explain",
     "declared_fresh": "according to the recorded policy versions, each step was sampled with the weights that scored it",
-    "engine_stands_still": "for {still_share:.0%} of {num_openings:,} repeated prefixes the engine's logprobs are bitwise the same as at earlier steps, and the trainer's for {trainer_share:.0%}: the engine gets no new weights",
+    "engine_stands_still": "of {num_openings:,} repeated prefixes, {still_share:.0%} have the same engine logprobs as at earlier steps, bit for bit, and {trainer_share:.0%} have the same trainer logprobs: the engine gets no new weights",
     "declared_lag": "sequences were sampled with weights {lag:g} updates older than those that scored them; mean |d| is {mean_abs_d:.2g} nats",
     "declared_lag_grows": "sequences were sampled with weights {lag:g} updates older than those that scored them, up from {lag_before:g}; mean |d| is {mean_abs_d:.2g} nats",
     "mismatch_grows_beside_lag": "the mismatch grew to {mean_abs_d:.2g} nats while sequences were sampled {lag:g} updates before they were scored, as before: the lag did not cause it",
@@ -89,8 +89,8 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_disagree_in_step": "since the drop, {share:.0%} of the pairs of identical responses within a step have different rewards ({before_share:.1%} before): the reward depends on more than the response",
     "rewards_of_other_rule": "{share:.0%} of {num_responses:,} responses sampled before step {step} get a different reward from then on, while identical responses within a step get equal rewards: the reward rule changed",
     "rewards_noisy": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards, {mean_difference:.2g} apart on average",
-    "likelier_earn_less": "where the drop begins, likelier answers earn less in {negative_share:.0%} of the groups (mean correlation {correlation:.2f}), as if the reward were inverted",
-    "reward_and_relation_move": "at step {step} rewards change and likelier answers stop earning more, while the policy stays the same",
+    "likelier_earn_less": "where the drop begins, more likely responses get lower rewards in {negative_share:.0%} of the groups (mean correlation {correlation:.2f}), as if the reward were inverted",
+    "reward_and_relation_move": "at step {step} rewards change and more likely responses no longer get higher ones, while the policy stays the same",
     "reward_moves_alone": "at step {step} rewards change while the policy stays the same",
     "rewards_beyond_range": "{share:.0%} of the rewards since the drop exceed all earlier ones, up to {highest:.3g} (earlier maximum {highest_before:.3g})",
     "reward_hides_fall": "the recorded reward goes from {reward_before:.3g} to {reward_after:.3g} while {outcome} drops from {outcome_before:.3g} to {outcome_after:.3g}: it rewards something else",
@@ -104,23 +104,23 @@ EVIDENCE: Mapping[str, str] = {
     "rewards_of_last_step": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with the rewards of the next step, only {unequal_shifted_share:.0%} do: rewards are recorded one step late",
     "rewards_in_other_rows": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; with rewards shifted by {shift} rows within the step, only {unequal_shifted_share:.0%} do",
     "rewards_reordered": "{num_responses:,} responses get a different reward than before the drop, and {num_lacking:,} of their earlier rewards are missing from their steps ({by_chance:.0f} expected by chance): the rewards are in the wrong rows",
-    "rewards_move_rows": "starting at step {step}, likelier answers do not earn more, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): they are in the wrong rows",
-    "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses get the reward they earned earlier under the prompt at offset {shift:+d} in the step ({chance_share:.0%} by chance): they are graded against the wrong prompt",
+    "rewards_move_rows": "starting at step {step}, more likely responses do not get higher rewards, while the distribution of rewards is unchanged (mean {mean:.3g}, {mean_before:.3g} before): rewards are in the wrong rows",
+    "rewards_of_other_prompts": "{share:.0%} of {num_responses:,} responses get the reward that they got earlier under the prompt at offset {shift:+d} in the step ({chance_share:.0%} expected by chance): responses are graded against the wrong prompt",
     "advantages_do_not_follow": "within groups, advantages do not follow rewards (correlation {correlation:.2f}; with any baseline and scale it would be 1)",
-    "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are ordered by when responses of that length finish, only {unequal_shifted_share:.0%} do",
-    "logprobs_of_other_rows": "starting at step {step}, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of them match the engine's of another response of the step ({chance_share:.0%} match one of the step before): they are in the wrong rows",
+    "rewards_by_finish": "{unequal_share:.0%} of {num_pairs:,} pairs of identical responses have different rewards; if rewards are put in the order in which responses of these lengths finish, only {unequal_shifted_share:.0%} do",
+    "logprobs_of_other_rows": "starting at step {step}, the trainer's logprobs of {num_responses:,} responses differ from the engine's, and {share:.0%} of them match the engine's logprobs of another response of the step ({chance_share:.0%} match a response of the previous step): logprobs are in the wrong rows",
     "logprobs_in_other_rows": "check finds logprobs of the two passes in the wrong rows",
     "entropy_impossible": _ENTROPY + "more than any vocabulary allows, so the weights are broken, or other weights sampled these tokens",
     "entropy_climbs": _ENTROPY + "it grows from before the drop to the end, as with an entropy bonus",
     "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
     "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): an entropy bonus or a penalty in the reward dominates them",
-    "length_pays": "within groups, longer responses earn more (correlation {correlation:.2f})",
+    "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
     "length_pays_since": "starting at step {step}, the rewards of the same responses change with their length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",
     "likelier_earned_more": "where the drop begins, likelihood and reward have a correlation of {correlation:.2f} within groups ({correlation_before:.2f} before)",
-    "length_costs": "within groups, longer responses earn less (correlation {correlation:.2f})",
+    "length_costs": "within groups, longer responses get lower rewards (correlation {correlation:.2f})",
     "entropy_lower": "since the first differing update, entropy is lower than in the baseline run",
     "moment_is_other": "Adam's second moment at step {step} is {factor:.3g} times the baseline's, which the gradient does not explain",
     "update_grows": "the update of step {step} is {factor:.3g} times as large as the baseline's",
@@ -147,21 +147,21 @@ UNITS: Mapping[str, str] = {
 DIFFERENCES: Mapping[str, str] = {
     "prompts_part": "first difference at step {step}: the prompts",
     "responses_cut_off": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the "
-    "baseline's; the others stop where the baseline's continue",
+    "baseline's; the other responses stop where the baseline's continue",
     "sampling_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's, although both engines return the same "
     "logprobs",
     "tool_parts": "first difference at step {step}: {num_equal} of {num_sequences} responses equal the baseline's; the "
-    "others differ first in tokens that were not sampled",
+    "other responses first differ in tokens that were not sampled",
     "engine_parts": "first difference at step {step}: for identical tokens the engine's logprobs differ "
     "(by {apart:.2g} nats) but the trainer's do not",
     "scoring_parts": "first difference at step {step}: for identical tokens the trainer's logprobs differ "
     "(by {apart:.2g} nats) but the engine's do not",
-    "scored_rows_part": "first difference at step {step}: the trainer's logprobs are the baseline's for other rows",
+    "scored_rows_part": "first difference at step {step}: the trainer's logprobs equal the baseline's logprobs for other rows",
     "rewards_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward",
-    "rewards_permuted_part": "first difference at step {step}: its rewards are the baseline's in a different order",
+    "rewards_permuted_part": "first difference at step {step}: the rewards are those of the baseline in a different order",
     "rewards_by_length_part": "first difference at step {step}: {share:.0%} of identical responses get a different reward, depending on their length (correlation "
     "{correlation:.2f})",
-    "rewards_of_last_step_part": "first difference at step {step}: its rewards are those of the previous step",
+    "rewards_of_last_step_part": "first difference at step {step}: the rewards are those of the previous step",
     "advantages_by_distance_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their distance to the "
     "reference (correlation {correlation:.2f})",
     "advantages_by_surprise_part": "first difference at step {step}: identical responses with equal rewards have different advantages, depending on their -logprob "
@@ -169,7 +169,7 @@ DIFFERENCES: Mapping[str, str] = {
     "advantages_or_rewards_part": "first difference at step {step}: identical responses have different advantages; their rewards were not recorded",
     "reference_parts": "first difference at step {step}: for identical tokens the reference model's logprobs differ (by {apart:.2g} nats)",
     "advantages_part": "first difference at step {step}: identical responses with equal rewards have different advantages",
-    "advantages_permuted_part": "first difference at step {step}: its advantages are the baseline's in a different order",
+    "advantages_permuted_part": "first difference at step {step}: the advantages are those of the baseline in a different order",
     "update_parts": "first difference: from the same sequences, rewards and advantages, the update of step {step} "
     "gives weights whose logprobs differ by {apart:.2g} nats per token",
     "rewards_by_length": "{share:.0%} of {num_responses:,} responses sampled in both runs are rewarded differently, more so the longer they are "
@@ -274,17 +274,15 @@ def silent_clause(silent: SilentChange) -> str:
     """Return a clause: since which step the recorded reward no longer measures the policy, and the likely cause."""
     first = silent.suspects[0]
     return (
-        f"starting at step {silent.step} (interval {silent.low}-{silent.high}) it no longer measures the trained policy; most likely "
+        f"starting at step {silent.step} (interval {silent.low}-{silent.high}) the reward no longer measures the trained policy; most likely "
         f"cause: {first.titled()}. Only an evaluation can show whether the run does worse"
     )
 
 
 def supposed_clause(supposed: SilentChange) -> str:
-    """Return a clause that names the likely cause, and its step, of a drop that only an evaluation would show."""
+    """Return a clause that names the likely cause, and the step, of a drop that only an evaluation would show."""
     first = supposed.suspects[0]
-    return (
-        f"If an evaluation does show one, the most likely cause is {first.titled()}, starting at step {supposed.step}"
-    )
+    return f"If an evaluation does show a drop, the most likely cause is {first.titled()}, starting at step {supposed.step}"
 
 
 def _cause(result: Attribution) -> str:

@@ -49,15 +49,15 @@ MISMATCH_DIFFERS = 3.0
 MATERIAL_MISMATCH = 0.01
 """Mean |d|, in nats, below which a mismatch does not affect a run; bf16 engines show 0.002 to 0.01 in healthy runs of several months."""
 MIXED = 0.5
-"""Rewards have been mixed up if the share of rows with a different reward is at least this fraction of that expected
-after shuffling rewards within groups."""
+"""Rewards have been mixed up if the share of rows with a different reward is at least this fraction of the share
+expected after shuffling rewards within groups."""
 MANY_SHARED = 0.3
 """Anything except the weights is compared only if both runs share at least this fraction of a step's prompts."""
 FEWEST_SHARED = 4
 """Weights are compared only if a step has at least this many sequences with prompts that occur in both runs. Prompts can differ
 because some trainers drop groups with equal rewards, and so choose prompts by rewards."""
 MOSTLY_CUT = 0.8
-"""A length limit has cut responses if at least this share of those that differ does so only by ending early."""
+"""A length limit has cut responses if at least this share of the responses that differ do so only by ending early."""
 LENGTH_SHARE = 0.5
 """A reward depends on length only if at least this share of a step's responses gets a different one."""
 TERM_IN_ADVANTAGE = 0.75

@@ -65,7 +65,7 @@ class CheckResult(Result):
     rounding, then nobody."""
     data: tuple[DataFinding, ...] = ()
     """Faults in rewards, advantages, groups and logged metrics. They do not affect the comparison, which may be valid
-    although the training is not.
+    although the training run is faulty.
     """
     notes: tuple[str, ...] = ()
     """Codes of tests that the trace does not support, and of remarks on its data: keys in text.NOTES."""
@@ -187,7 +187,8 @@ def judge(data: PairData, pair: str, of_data: tuple[DataFinding, ...] = ()) -> C
 
 
 def _owners(data: PairData, findings: list[Finding]) -> tuple[TokenOwner, ...]:
-    """Return the owners of all compared tokens of the sample. Findings after `unexplained` are guesses and own none."""
+    """Return the owners of all compared tokens of the sample. Findings after `unexplained` are guesses and own no
+    tokens."""
     owners, nobody = [], 0
     for finding in findings:
         num = data.num_kept

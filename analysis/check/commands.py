@@ -82,7 +82,7 @@ def _replay(data: PairData, step: int, options: str, verb: str, of: str) -> Advi
     asked = f"tim-trace replay {trace} --steps {step} {options} && tim-trace {verb} {trace}{of}"
     if data.has_weights:
         return Advice(asked)
-    return Advice(supply(data), f"this trace has no weights; afterwards: {asked}")
+    return Advice(supply(data), f"this trace has no weights; then run: {asked}")
 
 
 _COLUMNS = {

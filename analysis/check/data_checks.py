@@ -36,7 +36,7 @@ KINDS = {
     "baseline_unknown": ("group means of the advantages are not 0", "the standard deviation of the group means is {between:.2f} times the rms of the advantages, and no known baseline fits"),
     "advantages_clipped": ("advantages are clipped", "advantages are clipped to {low:.3g} and {high:.3g} (fit {fit:.4f})"),
     "advantages_by_length": ("advantages are scaled by the response length", "advantages are rewards minus the group's mean, {explanation} (fit {fit:.4f}; without the length {own:.4f})"),
-    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have one advantage, except the {end} {zeros:.3g} tokens on average, which have 0"),
+    "advantages_misplaced": ("advantages do not cover the whole response", "in {num:,} rows all tokens have the same advantage, except the {end} ones ({zeros:.3g} on average), which have 0"),
     "advantages_scaled": ("advantages have an unusual scale", "advantages are {factor:.3g} times the rewards minus the group's mean, which no usual normalisation explains"),
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
@@ -65,7 +65,7 @@ class DataFinding:
     since: int | None
     """First affected step; None if it is the first step."""
     is_notice: bool
-    """True if a healthy run may have this property on purpose."""
+    """True if this property may be intended in a healthy run."""
     numbers: Numbers = field(default_factory=dict)
     next: Advice
     """SQL command that shows the finding."""
@@ -93,7 +93,7 @@ _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"},
     "advantages_scaled": {"advantages_by_length"},
 }  # fmt: skip
-"""Code -> codes that explain it."""
+"""Code of a finding -> codes of findings that explain it."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
@@ -298,7 +298,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         yield found("advantages_inverted", off, numbers)
     elif correlation + error < (0.5 if is_grouped else 0.1) and not run.is_per_token:
         yield found("advantages_unrelated", off, numbers)
-    elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change in time
+    elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change during the run
         yield found("baseline_unknown", off, numbers, notice=True)
 
 
@@ -324,7 +324,7 @@ class AdvantageRule:
     fit: float = 0.0
     """Correlation between the recorded advantages and those that the rule gives."""
     own: float = 0.0
-    """The same for the group's mean as baseline."""
+    """The same correlation with the group's mean as the baseline."""
     factor: float | None = None
     """Scale of the advantages that no usual normalisation by group or batch explains; None if there is none."""
 
@@ -479,7 +479,7 @@ def _repeated(run: _Run) -> Iterator[DataFinding]:
         return np.asarray(np.abs(rewards[one] - rewards[two]) > least)
 
     differs = unequal(reward)
-    if (num := int(differs.sum())) < 20:  # fewer pairs may become equal by chance
+    if (num := int(differs.sum())) < 20:  # so few pairs may become equal by chance
         return
     firsts, sizes, place = np.searchsorted(at, at), count_of(at), np.arange(len(at))
     left = {by: int(unequal(reward[firsts + (place - firsts + by) % sizes]).sum()) for by in range(-8, 9) if by}
@@ -508,7 +508,7 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
                 continue
             averaged = np.diff(np.r_[0.0, np.cumsum(mean)[ends]]) / np.diff(
                 np.r_[-1, ends]
-            )  # since it was logged before
+            )  # since the last logged value
             distance = np.abs(value - mean)[ends]
             nearest = np.minimum(distance, np.abs(value[ends] - averaged))
             off = nearest > 1e-3 * np.abs(mean).max(initial=1e-9)
@@ -546,7 +546,7 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
     contracts = dict(execute("SELECT contract, contract_json FROM passes").fetchall())
     for a, b in (("current", "train"), ("train", "rollout")):
         rows = execute(_EQUAL.format(steps=run.inspected), {"a": a, "b": b}).fetchall()
-        rows = [row for row in rows if row[3]] or rows  # a batch that is used again has seen updates in between
+        rows = [row for row in rows if row[3]] or rows  # a reused batch has seen updates in between
         equal = [row for row in rows if row[1]]
         if 2 * len(equal) <= len(rows):
             continue
@@ -597,7 +597,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     assert sample is not None
     seq, tokens = sample.seq, sample.tokens
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
-    if certain.any() and other.logprobs[certain].mean() > -0.1:  # rounding a probability to 1 has a smaller effect
+    if certain.any() and other.logprobs[certain].mean() > -0.1:  # probabilities rounded to 1
         certain[:] = False
     entropy = next((side.entropy for side in (other, engine) if side.entropy is not None), np.nan)
     with np.errstate(invalid="ignore"):
@@ -609,7 +609,7 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
     size = run_lengths(odd, seq)
     inside = odd & (size >= MIN_UNSAMPLED_RUN) & (size < sample.lengths[seq])
     if (missing & (padding | inside)).sum() < 0.9 * missing.sum():
-        return  # sampled tokens lack logprobs, too
+        return  # other tokens, which were sampled, also lack logprobs
     at = np.searchsorted(run.steps, sample.steps)
     for code, found in (("padding_counts", padding), ("unsampled_count", inside)):
         rows, counts = np.unique(seq[found]), np.unique(tokens[found], return_counts=True)[1]
@@ -666,7 +666,7 @@ def _finished(run: _Run) -> Iterator[DataFinding]:
     last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
     said = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
     ends, counts = np.unique(last[said & (sample.lengths < longest)], return_counts=True)
-    if counts.sum() < 8 or len(ends) > 3:  # a stop string ends with any token
+    if counts.sum() < 8 or len(ends) > 3:  # a stop string may end with any token
         return
     wrong = said & (sample.lengths == longest) & ~np.isin(last, ends)
     if wrong.sum() >= max(3, 0.02 * said.sum()):

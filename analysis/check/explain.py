@@ -182,8 +182,8 @@ def _explained(data: PairData) -> list[Finding]:
 
 
 def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, with a place added to the first one if they cover only part of the tokens and nearly all of
-    these that are off are at that place.
+    """Return the findings. If they cover only part of the tokens, and nearly all of those that are off are at one
+    place, that place is added to the first finding.
     """
     part = data.without(~best.tokens)
     if not MIN_LOGPROBS <= part.num_kept < 0.97 * data.num_kept or best.left is not None:
@@ -199,9 +199,11 @@ def _narrowed(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> lis
 
 
 def _dated(data: PairData, best: Hypothesis, found: Sequence[Finding]) -> list[Finding]:
-    """Return the findings, with steps added to the first one if its tokens are missing from more steps than chance explains.
+    """Return the findings, with steps added to the first one if more steps than chance explains have none of its
+    tokens.
 
-    If its tokens occur only since some step, that step is added; otherwise their steps are, if there are at most five.
+    If its tokens occur at every step from some step on, and at none before, that step is added; otherwise the steps
+    with its tokens are added, if there are at most five.
     """
     tokens, steps = best.tokens & data.keep, data.sample.steps[data.sample.seq]
     there, every = np.unique(steps[tokens]), np.unique(steps[data.keep])
@@ -237,7 +239,7 @@ def _candidates(data: PairData) -> list[Hypothesis]:
 
 
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return explanations of the values at each of the best places. The gain of each is that of the place plus its own."""
+    """Return explanations of the values at each of the best places; each gain includes the gain of the place."""
     found = []
     parts = [
         each
@@ -398,7 +400,7 @@ def _likely(data: PairData) -> list[Finding]:
 
 
 def _expected(data: PairData, finding: Finding) -> Finding:
-    """Return the finding, marked as expected if a recorded setting explains it and its size."""
+    """Return the finding, marked as expected if a recorded setting explains both the finding and its size."""
     if finding.signal == "policy_versions":
         same = ~np.isin(data.seq, np.flatnonzero(data.updates_behind))
         fresh_are_fine = not same.any() or np.median(np.abs(data.d[same])) <= allowed_noise(data)

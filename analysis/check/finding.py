@@ -1,4 +1,4 @@
-"""The findings of a check, the description that each fault gives of itself, and the explanations of a mismatch, judged by
+"""The findings of a check, the texts that describe each fault, and the explanations of a mismatch, judged by
 the likelihood of the residuals that they leave.
 """
 
@@ -85,7 +85,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A kind of fault, or a fault-free verdict, as it describes itself."""
+    """A kind of fault or of fault-free verdict, with the texts that describe it."""
 
     code: str
     title: str

@@ -105,12 +105,12 @@ def where_text(numbers: Mapping[str, Any]) -> str:
     if name == "every":
         return f"all at one of every {last} tokens of a row, with an offset that differs by row"
     if name == "not_first_of":
-        return f"all in rows other than the first of every {last}"
+        return f"all in rows that are not the first of every {last} rows"
     if name in ("shorter_prompt_of", "shorter_total_of") and last.isdigit():
-        return f"all in rows whose {name.split('_')[1]} is shorter than the longest among every {last} rows"
+        return f"all in rows whose {name.split('_')[1]} is shorter than the longest one in each block of {last} rows"
     if name in ("phase", "phase_total"):
         counted = "prompt and response" if name == "phase_total" else "the response"
-        return f"all where the position in {counted}, divided by {last}, leaves {values}"
+        return f"all where the position in {counted}, divided by {last}, leaves a remainder of {values}"
     side = f" of side {last}" if last in ("a", "b") else ""
     phrase = FEATURES.get(feature, FEATURES.get(name, name if side else feature).replace("_", " ") + side)
     if kind == "is":

@@ -39,11 +39,11 @@ def compare(
 ) -> Comparison:
     """List the differences between two runs, earliest first, with the step at which each begins.
 
-    Compares settings, sampling settings and contracts (most frequent per pass and step), and over shared steps:
+    Compares settings, sampling settings and contracts (the most frequent per pass and step), and over shared steps:
 
     - prompts, and responses to identical prompts;
     - logprobs, bitwise, of the tokens before two responses to one prompt diverge;
-    - rewards of identical responses, with a tolerance of 1e-6 of the largest;
+    - rewards of identical responses, with a tolerance of 1e-6 of the largest reward;
     - advantages of identical responses if all rewards of their group are equal;
     - policy-version lags;
     - every series that `dynamics` reads: it differs from the start of the first segment (between change points of the

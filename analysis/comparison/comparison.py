@@ -36,7 +36,7 @@ class RunDifference:
     b: Measured | None
     size_in_sd: float | None = None
     """For a series, the mean difference between the runs on the scale of the series, in standard deviations of the
-    difference at a single step. None if that has no noise, and for other kinds."""
+    difference at a single step. None for a difference without noise, and for other kinds."""
     values: Mapping[str, Measured] = field(default_factory=dict)
     """Further values, by name: shares, counts, the largest difference."""
 

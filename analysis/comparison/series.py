@@ -121,7 +121,7 @@ def _beyond(apart_n: np.ndarray, stretch_n: np.ndarray) -> float | None:
 
 
 def sequence_differences(a: Rollouts, b: Rollouts, steps: Sequence[int]) -> Iterator[RunDifference]:
-    """Yield the differences in prompts, responses, rewards and advantages at the steps in both runs."""
+    """Yield the differences in prompts, responses, rewards and advantages at the steps that both runs have."""
     pairs = paired(a, b)
     yield from _prompts(a, b, steps)
     yield from _responses(a, pairs)

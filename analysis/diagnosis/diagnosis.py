@@ -102,13 +102,13 @@ class BrokenSide:
     side: str
     """`recording`, `engine`, `trainer`, `computation`, `versions` or `data`; see check.finding.Broken."""
     since: int | None
-    """First step at which it is broken; None if no command finds a start within the run."""
+    """First broken step; None if no command finds a start within the run."""
     by: tuple[str, ...]
-    """The commands that found it: `check`, `attribute` or both."""
+    """The commands that found the fault: `check`, `attribute` or both."""
     other: str | None = None
     """Side that the other command blames; None if both agree, or only one blames a side."""
     is_stronger: bool = False
-    """True if both explain the same mismatch, and the evidence for `side` is stronger than that for `other`."""
+    """True if both commands explain the same mismatch, with stronger evidence for `side` than for `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,10 +188,10 @@ MIN_VALUES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """The outcomes recorded in a run, and the drop of the judged one."""
+    """The outcomes recorded in a run, and the drop of the outcome that is judged."""
 
     all: tuple[Outcome, ...]
-    """First the evaluations, then the reward."""
+    """Evaluations first, then the reward."""
     fall: Fall | None
     """The drop of the judged outcome, or None; its onset may come from the reward."""
 
@@ -203,7 +203,7 @@ class RunOutcomes:
 
 @cached
 def read_changes(database: Database, pair: Pair) -> dict[str, tuple[ChangePoint, ...]]:
-    """Find the changes of every series of the open run; a drop of an outcome begins at its onset."""
+    """Find the changes of every series of the open run. The drop of an outcome is dated to its onset."""
     fall = read_outcomes(database, pair).fall
     series = read_series(database, pair=pair)
     changes = {}
@@ -233,7 +233,7 @@ def with_onset(changes: tuple[ChangePoint, ...], fall: Fall | None) -> tuple[Cha
 
 @cached
 def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
-    """Read the outcomes of the open run, and the drop of the judged one."""
+    """Read the outcomes of the open run, and the drop of the judged outcome."""
     outcomes = _outcomes(database, read_series(database, pair=pair))
     falls = [find_fall(outcome) for outcome in outcomes]
     fall = falls[0] if falls else None
@@ -246,8 +246,8 @@ def read_outcomes(database: Database, pair: Pair) -> RunOutcomes:
 def known_run(database: Database, pair: Pair) -> tuple[Database, Fall | None]:
     """Return the steps that may be used to answer a question about the selected steps, and any drop that begins later.
 
-    These are the whole run if its drop begins by the last selected step, else the run up to that step, so that a drop
-    counts even if the run recovers later. The selected steps alone would lack the level before them.
+    These steps are the whole run if its drop begins by the last selected step, else the run up to that step. A drop
+    thus counts even if the run recovers later. The selected steps alone would not show the earlier level.
     """
     if not database.kept_steps:
         return database, None
@@ -279,7 +279,7 @@ def _outcomes(database: Database, series: Mapping[str, Series]) -> tuple[Outcome
 
 def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, is_evaluation: bool) -> Outcome:
     known = np.isfinite(values)
-    # The scale of an evaluation may differ: rewards that go down to -1 say nothing about a share of correct answers.
+    # Evaluation and reward may differ in scale: rewards down to -1 say nothing about a share of correct answers.
     has_floor = not is_evaluation or (known.any() and values[known].min() < 0)
     return Outcome(
         name=name, steps=steps[known].astype(np.int64), values=values[known], is_evaluation=is_evaluation,
@@ -288,7 +288,7 @@ def _outcome(name: str, steps: np.ndarray, values: np.ndarray, floor: float, *, 
 
 
 def _agreed(fall: Fall | None, of_reward: Fall | None) -> Fall | None:
-    """Return the evaluation's drop, with the reward's onset if that is narrower; without such a drop, the reward's.
+    """Return the drop of the evaluation, with the reward's onset if that is narrower; else the drop of the reward.
 
     If only the reward drops, the sampled responses got worse but the policy did not."""
     if fall is not None:
@@ -340,10 +340,10 @@ class Moves:
     """Quantities measured around the drop of a run, and the steps at which they leave their earlier level."""
 
     columns: Mapping[str, Quantity]
-    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`, `loss`; `sampled` and `trained`: mean logprob of the
-    responses under engine and trainer; `distance`: `trained` minus the reference's. Correlations within groups:
-    `relation` between likelihood and reward, `follows` between advantage and reward, `leaves` between advantage and
-    distance, `surprises` between advantage and information."""
+    """`reward`, `entropy`, `length`, `mean_abs_d`, `grad_norm`, `update_to_weight`, `loss`; `sampled` and `trained`:
+    mean logprob of the responses under the engine and the trainer; `distance`: `trained` minus the mean under the
+    reference. Correlations within groups: `relation` between likelihood and reward, `follows` between advantage and
+    reward, `leaves` between advantage and distance, `surprises` between advantage and information."""
     first: int
     """First step at which a change may have caused the drop."""
     last: int

@@ -86,7 +86,7 @@ FROM (
 )
 GROUP BY step ORDER BY step
 """
-"""Advantages by step. Rounding makes constant values exactly equal; otherwise they scatter with summation order."""
+"""Advantages by step, rounded so that constant values are equal whatever the order of summation."""
 _METRICS = """
 SELECT name, step, avg(value) AS value FROM metrics
 WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
@@ -94,9 +94,9 @@ WHERE value IS NOT NULL AND isfinite(value) GROUP BY ALL ORDER BY name, step
 
 _QUANTITIES = {
     "prompt_length": (PROMPTS, LOG, "mean prompt length, tokens"),
-    "prompt_shift": (PROMPTS, LINEAR, "total variation distance of prompt tokens from the first tenth of the run"),
-    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance of (position, token) near both ends of prompts from the first tenth of the run"),
-    "prompt_pattern_shift": (PROMPTS, LINEAR, "total variation distance of repetition patterns in prompts from the first tenth of the run"),
+    "prompt_shift": (PROMPTS, LINEAR, "total variation distance between the prompt tokens and those of the first tenth of the run"),
+    "prompt_form_shift": (PROMPTS, LINEAR, "total variation distance of (position, token) pairs near both ends of prompts from those of the first tenth of the run"),
+    "prompt_pattern_shift": (PROMPTS, LINEAR, "total variation distance of repetition patterns in prompts from those of the first tenth of the run"),
     "share_new_places": (PROMPTS, LOG, "share of tokens near the ends of prompts that never occur at that position in the first quarter of the run"),
     "share_new_prompts": (PROMPTS, LOGIT, "share of prompts that occur in no earlier step"),
     "longest_response": (LENGTH, LOG, "longest response of the step, tokens"),
@@ -104,10 +104,10 @@ _QUANTITIES = {
     "group_size": (SAMPLING, LOG, "mean number of sequences per group"),
     "temperature": (SAMPLING, LINEAR, "recorded sampling temperature"),
     "advantage_mean": (ADVANTAGES, LINEAR, "mean advantage"),
-    "advantage_scale": (ADVANTAGES, LOG, "standard deviation of advantages over that of rewards, within groups"),
+    "advantage_scale": (ADVANTAGES, LOG, "ratio of the standard deviations of advantages and rewards within groups"),
     "advantage_correlation": (ADVANTAGES, LINEAR, "correlation between advantages and rewards within groups"),
     "share_masked": (MASK, LOGIT, "share of response tokens that the loss mask excludes"),
-    "reference_k3": (REFERENCE, LOG, "k3 between the trainer's logprobs and the reference's, nats"),
+    "reference_k3": (REFERENCE, LOG, "k3 between the logprobs of trainer and reference, nats"),
 }  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _by_token(step: np.ndarray, token: np.ndarray, n: np.ndarray) -> tuple[np.nd
 def _from_first(steps: np.ndarray, counts: np.ndarray) -> Column:
     """Return the total variation distance of each step's tokens from those of the first tenth of the run.
 
-    Steps within the first tenth, with which the others are compared, are NaN."""
+    Steps in the first tenth, the basis of the comparison, are NaN."""
     begins = max(len(steps) // 10, 3)
     first = counts[:begins].sum(axis=0)
     shares = counts / counts.sum(axis=1, keepdims=True)

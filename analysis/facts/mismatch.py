@@ -268,14 +268,14 @@ def _before(steps: np.ndarray, fall: Fall | None) -> np.ndarray:
 
 
 _SOON = 20
-"""Maximum number of steps between two occurrences of a prefix that show whether the engine kept its weights."""
+"""Two occurrences of a prefix show whether the engine kept its weights if they are at most this many steps apart."""
 _FEWEST_STILL = 4
 _SAME_BITS = 1e-7
 """Maximum difference, in nats, between two means of the same float32 logprobs."""
 _SAME_LOGPROB = 1e-5
 """Maximum difference, in nats, between the logprobs of an exact engine and its trainer with the same weights."""
 _NEAR = 1e-4
-"""Maximum difference, in nats, between matching logprobs if a single step is compared: chance matches are rare then."""
+"""Maximum difference, in nats, between matching logprobs if a single step is compared: chance matches are rare there."""
 _ASIDE = 3.0
 """Offset added to logprobs when counting matches by chance, in units of the matching tolerance."""
 _MOST_HELD = 5_000_000
@@ -290,9 +290,9 @@ class StillEngine:
 
     num_pairs: int
     still: float
-    """Share of these prefixes with bitwise identical logprobs from the engine at both steps."""
+    """Share of the prefixes to which the engine gives bitwise identical logprobs at both steps."""
     of_trainer: float
-    """Share of these prefixes with bitwise identical logprobs from the trainer at both steps."""
+    """Share of the prefixes to which the trainer gives bitwise identical logprobs at both steps."""
 
     @property
     def values(self) -> dict[str, Measured]:
@@ -306,7 +306,7 @@ class StillEngine:
 
 
 def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
-    """Compare the logprobs of repeated prefixes starting at step `first`; None if too few repeat."""
+    """Compare the logprobs of repeated prefixes from step `first` on; None if too few prefixes repeat."""
     opening, step, sampled, trained = _first_of_step(rollouts)
     again = (opening[1:] == opening[:-1]) & (step[1:] - step[:-1] <= _SOON) & (step[:-1] >= first)
     again &= (sampled[1:] < -CERTAIN_LOGPROB) & (trained[1:] < -CERTAIN_LOGPROB)
@@ -319,20 +319,22 @@ def read_still_engine(rollouts: Rollouts, first: int) -> StillEngine | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EarlierWeights:
-    """Engine logprobs of prefixes that the trainer scores differently, looked up among earlier trainer logprobs."""
+    """Prefixes that engine and trainer score differently; their engine logprobs are looked up among earlier trainer
+    logprobs.
+    """
 
     num_pairs: int
-    """Number of such prefixes that were also sampled at an earlier step."""
+    """Number of these prefixes that were also sampled at an earlier step."""
     num_equal: int
-    """Number of them whose engine logprob equals the trainer's at some earlier step."""
+    """Number of these prefixes whose engine logprob equals the trainer's logprob at some earlier step."""
     by_chance: int
     """Number of matches expected by chance: those found after shifting the logprobs slightly."""
     version: int
-    """Trainer step that matches best, or its distance in steps (see `is_distance`); 0 if none has 20 prefixes."""
+    """Trainer step that matches best, or how many steps back it is (see `is_distance`); 0 if none has 20 prefixes."""
     is_distance: bool
-    """True if `version` is a distance in steps, False if it is a step."""
+    """True if `version` is a number of steps back, False if it is a step."""
     agreement: float
-    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's at that step."""
+    """Share of the prefixes sampled at `version` whose engine logprob equals the trainer's logprob at that step."""
     num_agreeing: int
     """Number of prefixes sampled at `version`."""
 
@@ -346,21 +348,21 @@ class EarlierWeights:
 
     @property
     def is_one(self) -> bool:
-        """True if the engine had the trainer's weights of one step, or of one fixed number of steps earlier."""
+        """True if the engine had the trainer's weights from one earlier step, or from a fixed number of steps back."""
         return self.agreement >= t.EARLIER_AGREES
 
     @property
     def explains(self) -> bool:
-        """True if the engine had earlier trainer weights, of one step or of several."""
+        """True if the engine had earlier weights of the trainer, from one step or from several."""
         are_several = self.num_equal >= t.EARLIER_FEWEST and self.num_equal >= t.EARLIER_OVER_CHANCE * self.by_chance
         return self.is_one or are_several
 
 
 def read_earlier_weights(rollouts: Rollouts, first: int) -> EarlierWeights | None:
-    """Look up the engine's logprobs of prefixes, starting at step `first`, among the trainer's from earlier steps.
+    """Look up the engine's logprobs of prefixes, from step `first` on, among the trainer's logprobs from earlier steps.
 
     Only prefixes that trainer and engine score differently are used, because one of several replicas may lag. None if
-    none of them was sampled before.
+    no such prefix was sampled before.
     """
     opening, step, sampled, trained = _first_of_step(rollouts)
     off = (step >= first) & (np.abs(sampled - trained) > CERTAIN_LOGPROB) & (sampled < -CERTAIN_LOGPROB)

@@ -12,21 +12,23 @@ from . import thresholds as t
 from .rollouts import FARTHEST, FEWEST_COMPARED, Rollouts, hash_pair, least_reward
 
 _KEPT_STEPS = 8
-"""Maximum number of steps compared on each side of a step; over so few, the policy hardly changes."""
+"""Maximum number of steps compared before and after a step. Over so few steps, the policy hardly changes."""
 _FEWEST_KEPT = 3
-"""Minimum number of steps compared on each side of a step."""
+"""Minimum number of steps compared before and after a step."""
 _PROMPTS_AWAY = 8
 """Largest offset, in prompts of the step, at which to look for the prompt that a response was graded against."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
-    """Sequences that trainer and engine score differently, compared with the engine's logprobs of other rows."""
+    """Sequences that trainer and engine score differently, compared with the engine's logprobs for other rows."""
 
     step: int
     num_other: int
     share: float
-    """Share of sequences whose mean logprob equals the engine's of some other row, or of the row at one fixed offset."""
+    """Share of sequences whose mean trainer logprob equals the engine's mean logprob for another row, or for the row at
+    one fixed offset.
+    """
     by_chance: float
     """Share of sequences that match by chance: with rows of the previous step, or the median over other offsets."""
 
@@ -43,9 +45,10 @@ class ScoredRows:
 
 
 def scored_rows(rollouts: Rollouts, step: int, least: float) -> ScoredRows | None:
-    """Compare the trainer's mean logprobs since `step` with the engine's of other rows; None if fewer than 30 differ.
+    """Compare the trainer's mean logprobs from `step` on with the engine's mean logprobs for other rows.
 
-    `least`: smallest difference between two mean logprobs, in nats, that counts.
+    `least`: smallest difference between two mean logprobs, in nats, that counts. None if fewer than 30 sequences
+    differ.
     """
     shifts = [by for by in range(-FARTHEST, FARTHEST + 1) if by]
     counts, beside = np.zeros(3, int), np.zeros(len(shifts))
@@ -87,9 +90,9 @@ class ReorderedRewards:
     num_other: int
     """Number of repeated responses whose reward changed."""
     num_lacking: int
-    """Number of earlier rewards that are missing from their step; a lower bound."""
+    """Number of earlier rewards that no row of their step has now; a lower bound."""
     lacking_by_chance: float
-    """Number that would be missing if the changed rewards were random draws from all later rewards."""
+    """Number of rewards that would be missing if the changed rewards were random draws from all later rewards."""
 
     @property
     def is_permuted(self) -> bool:
@@ -101,7 +104,7 @@ class ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptRewards:
-    """Comparison of the rewards before and after a step, regardless of their rows."""
+    """Comparison of the distributions of rewards before and after a step."""
 
     step: int
     mean_before: float
@@ -122,7 +125,7 @@ class KeptRewards:
 
 
 def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
-    """Compare the rewards of up to eight steps before `step` with those of up to eight steps that start at it.
+    """Compare the rewards of up to eight steps before `step` with those of up to eight steps from `step` on.
 
     None if there are fewer than three steps on either side.
     """
@@ -149,7 +152,7 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
 
 
 def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
-    """Compare the rewards of each step since `step`, regardless of rows, with the earlier rewards of its responses."""
+    """For each step from `step` on, compare its rewards, in any order, with the earlier rewards of the same responses."""
     least = least_reward(rollouts)
     known = _earned_before(rollouts, step)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)
@@ -167,16 +170,16 @@ def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPromptsRewards:
-    """Responses whose reward is one that they earned earlier under another prompt of the step."""
+    """Responses with a reward that the same response got earlier under another prompt of the step."""
 
     shift: int
-    """Offset from a response's own prompt to the one that it was graded against, in prompts of the step."""
+    """Offset from a response's own prompt to the prompt that it was graded against, in prompts of the step."""
     num_responses: int
-    """Number of responses with an earlier reward under that prompt."""
+    """Number of responses that got a reward under that prompt earlier."""
     equal: float
     """Share of these responses whose reward now equals that earlier one."""
     by_chance: float
-    """Share of them expected to be equal if rewards were random draws from all later rewards."""
+    """Share of these responses expected to have equal rewards if rewards were random draws from all later rewards."""
 
     @property
     def explains(self) -> bool:
@@ -185,9 +188,9 @@ class OtherPromptsRewards:
 
 
 def rewards_of_other_prompts(rollouts: Rollouts, step: int) -> OtherPromptsRewards | None:
-    """Compare rewards since `step` with those that the same responses earned earlier under neighbouring prompts.
+    """Compare rewards from `step` on with the rewards that the same responses got earlier under neighbouring prompts.
 
-    None if no neighbour has 30 such responses.
+    None if no neighbouring prompt has 30 such responses.
     """
     least = least_reward(rollouts)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)

@@ -1,4 +1,4 @@
-"""Read the series of a run: from its samples, from logged metrics, and computed from both."""
+"""Read the series of a run from its sequences and from logged metrics, or compute them from both."""
 
 from __future__ import annotations
 
@@ -102,7 +102,8 @@ def read_entropy(
     estimate: Column | None,
     given: Given | None = None,
 ) -> list[Column]:
-    """Read the token entropy of `train` or `current`; if missing, use the logged one in `metrics`, else the estimate.
+    """Read the token entropy of `train` or `current`; if it is missing, the logged entropy in `metrics`, else an
+    estimate.
 
     The estimate is -mean logprob of pass a, whose expected value over samples of the policy is the entropy. `given`
     describes the whole run if the database has only some of its steps.
@@ -123,10 +124,10 @@ def read_entropy(
 
 
 def read_lags(database: Database, pair: Pair, run: str, given: Given | None = None) -> list[Column]:
-    """Read the number of updates from sampling to loss, and from pass b to pass a; `given` is as in read_entropy."""
+    """Read the number of updates between sampling and loss, and between passes b and a; `given` is as in read_entropy."""
     given = given or read_given(database, run)
     loss = "current" if "current" in given.version else "train"
-    # Without its own policy version, an engine's score has that of the sequence.
+    # If an engine's score has no policy version of its own, the sequence's version applies.
     sampled = "s.policy_version" if pair[1] == "rollout" else "NULL"
     query = _LAGS.format(a=quoted(pair[0]), b=quoted(pair[1]), sampled=sampled)
     sources = {
@@ -186,7 +187,7 @@ def read_series(database: Database, *, pair: Pair = MISMATCH, run: str | None = 
       share_groups_without_spread: share of groups with equal rewards, which give no gradient.
     - policy_lag: number of updates from the sampling weights to the loss weights; version_lag: from pass b to pass a.
     - clip_share: share of the tokens with an advantage that the recorded loss clips.
-    - reward: mean over sequences, or the logged value if they have none.
+    - reward: mean over sequences, or the logged value if sequences have no rewards.
     - changed_weights: share of elements whose bits differ from the last recorded version.
 
     Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
@@ -360,7 +361,7 @@ def read_sampled(database: Database, run: str) -> list[Column]:
 
 
 def read_changed(database: Database, run: str) -> list[Column]:
-    """Read the share of weight elements whose bits changed at each version; it comes from metadata only."""
+    """Read the share of weight elements whose bits changed at each version; only metadata is read."""
     source = next(source for source in database.sources if source.run == run)
     reader = open_weights(source.store)
     if not isinstance(reader, WeightReader):

@@ -186,7 +186,8 @@ def _contracts(database: Database) -> Iterator[RecordedChange]:
 
 
 def _writers(database: Database, pair: Pair) -> Iterator[RecordedChange]:
-    """Yield changes in the number of processes, and processes whose mismatch departs from that of the others."""
+    """Yield changes in the number of processes, and processes whose mismatch departs from that of the other
+    processes."""
     count = read_num_writers(database, pair)
     if count is not None:
         yield from _set(count) if is_held(count.values) else (_of_series(count, one) for one in change_points(count))
@@ -220,7 +221,7 @@ WRITERS = "writers"
 _MOST = 256
 """Maximum number of writers per pass that are compared one by one."""
 _APART = 2.0
-"""Minimum ratio between a writer's mean |d| and that of the others for the writer to be reported."""
+"""Minimum ratio between a writer's mean |d| and that of the other writers for the writer to be reported."""
 
 # Group by rank, because a restarted rank writes under a new name.
 _WHO = "coalesce('rank ' || nullif(regexp_extract(writer, '^r([0-9]+)-p', 1), ''), writer)"
@@ -237,7 +238,7 @@ WHERE isfinite(mean_abs_d) GROUP BY ALL ORDER BY step, writer
 
 
 def read_num_writers(database: Database, pair: Pair) -> Series | None:
-    """Return the number of processes that recorded scores of the pair, by step; None if it has no scores."""
+    """Return the number of processes that recorded scores of the pair, by step; None if the pair has no scores."""
     rows = database.connection.execute(_COUNTS, {"a": pair[0], "b": pair[1]}).fetchnumpy()
     steps, counts = np.asarray(rows["step"], np.int64), np.asarray(rows["num_writers"], float)
     return (
@@ -246,9 +247,9 @@ def read_num_writers(database: Database, pair: Pair) -> Series | None:
 
 
 def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, ChangePoint]]:
-    """Yield each pass's writers whose mean |d| departs from that of the others, with the change.
+    """Yield, for each pass, the writers whose mean |d| departs from that of the other writers, with the change.
 
-    The series is a writer's mean |d| divided by that of all others at the same step.
+    The series is a writer's mean |d| divided by the mean |d| of all other writers at the same step.
     """
     names = {name: database.connection.execute(_NAMES, {"name": name}).fetchall() for name in pair}
     is_one = names[pair[0]] == names[pair[1]]  # each process recorded both passes of its sequences
@@ -265,7 +266,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
         for place, writer in enumerate(writers):
             series = Series(
                 f"mean_abs_d of {whose}{writer}", steps, ratio_nW[:, place], LOG, WRITERS,
-                "mean |d| of the writer's tokens over that of the other writers",
+                "mean |d| of the writer's tokens, divided by that of the other writers",
             )  # fmt: skip
             for change in change_points(series):
                 factor = change.after / change.before if change.before > 0 else np.inf
@@ -274,7 +275,7 @@ def writers_apart(database: Database, pair: Pair) -> Iterator[tuple[Series, Chan
 
 
 def _beside_others(total_nW: Array, count_nW: Array) -> Array:
-    """Return each writer's mean divided by that of all others, [n, W]; NaN if either is missing."""
+    """Return each writer's mean divided by the mean of all other writers, [n, W]; NaN if either is missing."""
     others = total_nW.sum(1, keepdims=True) - total_nW, count_nW.sum(1, keepdims=True) - count_nW
     with np.errstate(divide="ignore", invalid="ignore"):
         found = (total_nW / count_nW) / (others[0] / others[1])

@@ -25,9 +25,10 @@ from .rollouts import (
 _BY_CHANCE = 1.32
 """Correlation that unrelated values exceed in 10% of cases, in standard errors of 1 / sqrt(n - 1)."""
 _FEWEST_OF_LENGTH = 5
-"""Minimum number of responses for a length to count, of differing rewards, and of lengths for a fit with a turning point."""
+"""A length counts if at least this many responses have it. The same minimum applies to differing rewards, and to
+lengths for a fit with a turning point."""
 _FEWEST_OF_LENGTH_IN_STEP, _FEWEST_LENGTHS_IN_STEP = 3, 3
-"""Within a single step: minimum number of responses for a length to count, and of such lengths."""
+"""Within a single step: minimum number of responses with a length for it to count, and of lengths that count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Relation:
     num_groups: int
     """Number of groups in which both quantities vary."""
     negative: float
-    """Share of groups whose correlation is so negative that chance reaches it in 10% of cases: -0.5 for eight members."""
+    """Share of groups with a correlation so negative that chance gives it in 10% of cases: -0.5 for eight members."""
 
 
 def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
@@ -107,7 +108,7 @@ def length_correlation(difference: np.ndarray, length: np.ndarray, step: np.ndar
 
 
 def explained_by_length(run: Rollouts, control: Rollouts) -> tuple[float, float]:
-    """Return the share of reward differences between identical responses that length explains (as variance), and the
+    """Return the share of the variance of reward differences between identical responses that length explains, and the
     sign of the relation.
 
     The share is the largest of three: by length; by length minus its group mean; and, if they vary enough, by length
@@ -222,11 +223,11 @@ class ChangedResponses:
     share: float
     """Share of the responses sampled on both sides of the step whose value changed."""
     share_before: float
-    """Share of the responses repeated before `first` whose value had changed by then; NaN if none repeat."""
+    """Share of the responses repeated before `first` whose value had changed by then; NaN if no response repeats."""
     length_correlation: float
     """Correlation of value differences with lengths, over all pairs or within steps; 0 if either is constant."""
     agreement: float = 0.0
-    """Correlation of the values before the step with those after it; 0 if either are constant."""
+    """Correlation of the values before the step with those after it; 0 if either is constant."""
     low: int = 0
     """First step of the 95% confidence interval of the change."""
     high: int = 0
@@ -243,7 +244,7 @@ class ChangedResponses:
         return {"step": self.step, "num_responses": self.num_responses, "share": self.share}
 
     def around(self, rollouts: Rollouts) -> tuple[Rollouts, Rollouts]:
-        """Return the sequences after the change and those before it; those within its interval are left out."""
+        """Return the sequences after the change and those before it, without the sequences in its confidence interval."""
         return rollouts.since(self.high), rollouts.until(self.low - 1)
 
 
@@ -292,8 +293,8 @@ def changed_responses(
 def step_interval(differs: np.ndarray, low: np.ndarray, high: np.ndarray) -> tuple[int, int, int]:
     """Return the most likely step of a change, and its 95% confidence interval, from M pairs of values.
 
-    Pairs that span the change differ more often than others. `differs`: [M] bool, True if the values of a pair differ;
-    `low` and `high`: [M] its earlier and its later step.
+    Pairs that span the change differ more often than other pairs. `differs`: [M] bool, True if the values of a pair
+    differ; `low` and `high`: [M] the earlier and the later step of each pair.
     """
     steps = np.unique(high)
     first, last = np.searchsorted(steps, low, side="right"), np.searchsorted(steps, high)

@@ -66,7 +66,8 @@ FEWEST_COMPARED = 30
 FEWEST_SPANNING = 10
 """Minimum number of responses sampled both before and after a step."""
 CERTAIN_LOGPROB = 1e-3
-"""The policy is certain of a prefix if its -logprob, in nats, is below this; it then cannot show a change of weights."""
+"""The policy is certain of a prefix if its -logprob, in nats, is below this; such prefixes do not show a weight
+change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,17 +149,17 @@ class Rollouts:
 
     @property
     def likelihood_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with a known `likelihood`, and its mean over the responses of each."""
+        """The n steps with a known `likelihood`, and the mean likelihood of each step's responses."""
         return self._by_step(self.likelihood)
 
     @property
     def sampled_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with engine logprobs, and their mean over the responses of each."""
+        """The n steps with engine logprobs, and the mean engine logprob of each step's responses."""
         return self._by_step(self.sampled)
 
     @property
     def reference_distance_by_step(self) -> tuple[np.ndarray, np.ndarray]:
-        """The n steps with reference logprobs, and the mean of policy minus reference logprob, nats per token."""
+        """The n steps with reference logprobs, and each step's mean of policy minus reference logprob, nats per token."""
         return self._by_step(self.likelihood - self.reference)
 
     def _by_step(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -257,7 +258,7 @@ def reward_differences(first: np.ndarray, second: np.ndarray, scale_of: np.ndarr
 
 
 def shared_responses(run: Rollouts, control: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each run, the [M] indices of the first occurrence of each prompt and response that both sampled."""
+    """Return, for each run, the [M] indices of the first occurrence of each prompt and response that both runs sampled."""
     _, at_a, at_b = np.intersect1d(run.whole, control.whole, return_indices=True)
     return at_a, at_b
 
@@ -338,14 +339,15 @@ ORDERS = (
     "reversed", "reversed_in_groups", "members_first", "groups_first", "next_in_groups", "previous_in_groups", "halves",
     "shortest_first", "longest_first", "shortest_first_in_groups", "last_step",
 )  # fmt: skip
-"""Row orders that a bug may produce: the step reversed; each group reversed; first the first members of all groups, or
-the inverse; each member replaced by the next or the last one in its group; the halves of the step swapped; ordered by
-ascending or descending response length, in the step or in each group; the rewards of the previous step."""
+"""Row orders that a bug may produce: the step reversed; each group reversed; all first members, then all second ones
+and so on, or the inverse; each member replaced by the next or the last one in its group; the halves of the step
+swapped; rows sorted by response length in either direction, in the step or in each group; the rewards of the previous
+step."""
 
 
 def _ordered(rollouts: Rollouts, name: str) -> np.ndarray:
     """Return [N] indices: the row whose reward each row takes in the named order. If groups differ in size, rows keep
-    their own.
+    their own rewards.
     """
     firsts = np.flatnonzero(np.r_[True, rollouts.step[1:] != rollouts.step[:-1]])
     lasts = np.r_[firsts[1:], len(rollouts.step)]
@@ -404,7 +406,7 @@ def sorted_share(rollouts: Rollouts) -> tuple[float, float]:
 
 def _unequal(reward: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], least: float) -> tuple[int, float, float]:
     """Return the number of pairs with known rewards, the share that differs by more than `least`, and the mean
-    difference of these.
+    difference of those that do.
     """
     difference = _differences(reward, *pairs)
     if len(difference) < FEWEST_COMPARED:
@@ -446,8 +448,8 @@ def unequal_in_step(rollouts: Rollouts) -> tuple[int, float]:
 
 
 def unequal_openings(rollouts: Rollouts) -> tuple[float, float]:
-    """Return the share of identical prefixes within a step that get two different logprobs: from the engine, from the
-    trainer.
+    """Return the share of identical prefixes within a step that get two different logprobs from the engine, and from
+    the trainer.
 
     NaN with fewer than 20 pairs.
     """

@@ -178,7 +178,7 @@ and from 0.00 to 0.03 (200 values); with autocorrelation 0.95, from 0.20 to 0.31
 FALL_SD = 3.0
 """Minimum size of a drop, in standard errors beyond the bias of choosing the best window."""
 FALLEN = 0.35
-"""A change is too late to be the cause once the outcome has lost this share of its total loss."""
+"""A change comes too late to be the cause once this share of the whole drop has happened."""
 
 COLLAPSE, SLOW_DECLINE = "collapse", "slow_decline"
 
@@ -220,17 +220,17 @@ class Fall:
     onset_of: str
     """Name of the series that located the onset: `outcome`, or the reward if that is more precise."""
     kind: str
-    """`collapse` if most of the loss falls within a tenth of the run, else `slow_decline`."""
+    """`collapse` if most of the drop happens within a tenth of the run, else `slow_decline`."""
     step: int
     """Onset: the last step before the values leave their earlier level for good."""
     low: int
     high: int
-    """Last onset, `low` being the first, that fits about as well as the best one if the levels before and after are fixed.
+    """`low` to `high` are the onsets that fit about as well as the best one if the levels before and after are fixed.
     This range is narrower than a confidence interval."""
     interval: tuple[int, int]
     """95% confidence interval of the onset, with fitted levels and autocorrelation; see docs/evidence/intervals.md."""
     fallen: int
-    """First step at which the outcome has lost FALLEN of its total loss; later changes cannot be the cause."""
+    """First step at which the share FALLEN of the drop has happened; later changes cannot be the cause."""
     before: float
     """Level of the outcome before the drop."""
     after: float
@@ -337,7 +337,7 @@ def _is_beyond_what_was(outcome: Outcome, means: np.ndarray, best: int, width: i
 
 
 def _ends_below(outcome: Outcome, beside: Outcome, least: float) -> bool:
-    """Return True if the last fifth of the run is below the baseline's by `least` and by more than the noise."""
+    """Return True if the last fifth of the run is below that of the baseline run by `least` and by more than the noise."""
     _, of_run, of_control = np.intersect1d(outcome.steps, beside.steps, return_indices=True)
     lacks = beside.values[of_control] - outcome.values[of_run]
     width = max(3, len(lacks) // 5)
@@ -373,7 +373,7 @@ def _slope_in_sd(values: np.ndarray, noise: float) -> float:
 
 
 def _settled_above(means: np.ndarray, best: int, before: float, after: float) -> bool:
-    """Return True for a temporary dip: the windows later stay above the midpoint or the FALLEN level for long."""
+    """Return True for a temporary dip, after which the windows stay above the midpoint or the FALLEN level for long."""
     for share in (0.5, FALLEN):
         lower = means[best:] < before - share * (before - after)
         if lower[int(np.argmax(lower)) :].mean() >= FALL_STAYS:

@@ -11,18 +11,19 @@ GROWTH = 1.6
 """The mismatch grows if, in the last quarter of the run, it is at least this many times its settled size."""
 
 EARLIER_AGREES = 0.5
-"""The engine had earlier weights if, for at least this share of prefixes, its logprob equals the trainer's from one
-earlier step (or from a fixed number of steps earlier). The share was at most 0.14 in 57 collapses caused by the mismatch."""
+"""The engine had earlier weights if, for at least this share of prefixes, its logprob equals the trainer's logprob from
+one earlier step (or from a fixed number of steps back). The share was at most 0.14 in 57 collapses due to the
+mismatch."""
 EARLIER_FEWEST = 8
 """The engine had weights of several earlier steps only if at least this many prefixes match one of them."""
 EARLIER_OVER_CHANCE = 5.0
-"""The engine had weights of several earlier steps only if at least this many times more prefixes match than chance
+"""The engine had weights of several earlier steps only if at least this many times as many prefixes match as chance
 explains; the factor is at most 2.3 in collapses caused by the mismatch."""
 NONE_LEFT = 0.1
 """If many rows match by chance, an explanation may leave at most this share of the other rows unexplained."""
 STILL = 0.5
 """The engine kept its weights if it gives at least this share of the prefixes repeated within a few steps bitwise
-identical logprobs; with new weights every other step, half get them."""
+identical logprobs; with new weights at every other step, the share is one half."""
 STILL_BY_CHANCE = 0.1
 """The trainer's weights changed if it gives at most this share of repeated prefixes bitwise identical logprobs."""
 
@@ -46,14 +47,14 @@ cause 0.01."""
 SAME_ORDER = 0.95
 """Only the scale of rewards has changed if the old and new rewards of identical responses correlate more than this."""
 GRADED_ELSEWHERE = 0.9
-"""Responses were graded against another prompt if at least this share of them has the reward earned earlier under
-it."""
+"""Responses were graded against another prompt if at least this share of them has the reward that the same response got
+under that prompt earlier."""
 GRADED_BY_CHANCE = 0.6
-"""Rewards that match another prompt's are evidence only if at most this share is expected to match by chance."""
+"""Rewards that match those of another prompt are evidence only if at most this share is expected to match by chance."""
 LACKING = 10.0
 """A reordering can be tested only if chance would leave at least this many earlier rewards missing from their steps."""
 LACKING_OF_PERMUTED = 0.1
-"""Rewards were reordered if few are missing: at most this share of the number expected by chance. Timeouts cause a few."""
+"""Rewards were reordered if at most this share of the number expected by chance is missing; timeouts remove a few."""
 LENGTH_PAYS = 0.5
 """The reward depends on length if the two correlate more than this within groups; in correct tasks they do not."""
 LENGTH_EXPLAINS = 0.8
@@ -76,7 +77,7 @@ BREAKABLE = 0.2
 BREAK_LOSES = 0.5
 """A correlation is lost only if it decreases permanently by at least this share."""
 MATERIAL_REST = 0.1
-"""Responses with equal rewards are tested separately if they have at least this share of the variance of reward
+"""Responses with equal rewards are tested separately if they account for at least this share of the variance of reward
 differences."""
 OTHER_ROWS = 0.4
 """Rows are reordered if at least this share of the differing logprobs match another row. Not all can match, because

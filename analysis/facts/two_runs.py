@@ -147,7 +147,7 @@ class SharedTokens:
     apart: dict[str, float]
     """Pass -> mean absolute difference between the runs' logprobs, nats; only passes recorded in both runs."""
     num_cut: int
-    """Number of responses of run A that are proper prefixes of run B's."""
+    """Number of responses of run A that are proper prefixes of the paired responses of run B."""
     num_in_tool: int
     """Number of responses that diverge at a token outside the loss mask, i.e. one that was not sampled."""
 

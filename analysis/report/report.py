@@ -39,11 +39,11 @@ def report(
 ) -> Report:
     """Write everything known about a run to a single HTML page, or export it as figures for papers.
 
-    The report is about the first trace; its charts also show the series of the others. d = logprob(a) - logprob(b) of
-    `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps` (3:80, -10:,
-    2:200:2) selects steps of every trace. The verdict lists the questions that the trace cannot answer. `output` is the
-    HTML file to write; an existing file is replaced only with `force`. In a notebook, the result displays its page;
-    printing it prints the verdict.
+    The report is about the first trace; its charts also show the series of the other traces. d = logprob(a) -
+    logprob(b) of `pair`, nats. `control` is a baseline run with the same seeds and one change (see attribute). `steps`
+    (3:80, -10:, 2:200:2) selects steps of every trace. The verdict lists the questions that the trace cannot answer.
+    `output` is the HTML file to write; an existing file is replaced only with `force`. In a notebook, the result
+    displays its page; printing it prints the verdict.
 
     Figures for papers: `png` and `svg` are folders for one picture and one CSV file per figure; `pdf` is a file (NAME.pdf)
     with one page per figure and a folder of CSV files next to it, or a folder with one PDF per figure. `width` is in

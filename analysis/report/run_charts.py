@@ -148,7 +148,7 @@ class Term:
 
 
 SERIES: dict[str, Term] = {
-    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, d = the trainer's logprob minus the engine's: an estimate of the KL divergence between them that is never negative."),
+    "k3": Term("Mismatch k3", "nats", "Mean of exp(d) - 1 - d over tokens, where d is the trainer's logprob minus the engine's: an estimate of the KL divergence between them that is never negative."),
     "p99_abs_d": Term("p99 of |d|", "nats", "99 of 100 tokens have a smaller |d|, the difference between the trainer's and the engine's logprob of the same token."),
     "max_abs_d": Term("Largest |d|", "nats", "The largest difference between the two logprobs of a token in the step. "
     "At 0.69 nats, one side gives the token twice the probability."),
@@ -183,13 +183,13 @@ WORDS: dict[str, str] = {name: term.note for name, term in SERIES.items() if "_"
     "valid": "Both logprobs measure the same quantity: same tokens, temperature, mask, weights and position. Otherwise their difference says nothing about numerics.",
     "contract": "Everything that affects the numbers of a pass: engine, versions, dtypes, kernels, parallelism, "
     "sampling.",
-    "advantage": "How much better a response did than the others in its group; if positive, training makes it "
+    "advantage": "How much better a response did than other responses in its group; if positive, training makes it "
     "likelier.",
     "|d|": "Absolute difference between the trainer's and the engine's logprob of a token, in nats.",
     "sum |f|": "Sum over tokens of the absolute contribution to the objective: ratio times advantage, as the loss clips it.",
     "k3": "Mean of exp(d) - 1 - d: an estimate of the KL divergence between trainer and engine, in nats.",
     "alerts": "Levels at which a framework or paper warns, each under its own definition.",
-    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled others.",
+    "interval": "Confidence interval from resampling groups of sequences: the range to expect if the run had sampled other groups.",
     "replay": "Recorded steps scored again under different numerics, from the weights in the trace.",
     "ln ratio": "Natural logarithm of the ratio between a token's probabilities under two policies.",
     "arm": "A replay of recorded steps under different numerics, stored as its own pass.",

@@ -35,9 +35,7 @@ PARTS = 20
 """Maximum number of parts of a jackknife, each made of whole groups."""
 
 _RESAMPLES = (1_000, 20_000)
-"""Minimum and maximum number of resamples. In between, there are enough for _BEYOND of them to fall beyond each
-bound.
-"""
+"""Minimum and maximum number of resamples. In between, there are enough for _BEYOND of them to fall beyond each bound."""
 _BEYOND = 25
 
 _STEP = 1e-5
@@ -47,7 +45,7 @@ _NOISE = 1e-9
 """A standard error below this, relative to its terms, is rounding error; all groups are then equal."""
 
 _NO_SPREAD = 1e-6
-"""Standard error of a resample, relative to the run's, below which the resample's groups count as equal."""
+"""Standard error of a resample, relative to that of the run, below which the resample's groups count as equal."""
 
 
 _BLOCK = 1 << 15

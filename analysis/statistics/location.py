@@ -44,7 +44,7 @@ class Located:
     after: float
     """Fitted value at the end of the segment."""
     gain: float
-    """Reduction of the sum of squares from that of a single line, in long-run variances, if slope and level may both
+    """Reduction of the sum of squares relative to a single line, in long-run variances, if slope and level may both
     change.
     """
 

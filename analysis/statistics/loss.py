@@ -46,7 +46,7 @@ class Bounds:
     def cut(self, ratio: Array, positive: np.ndarray) -> Array:
         """Return the ratio clipped to the bounds for the sign of its advantage; `positive` marks A > 0."""
         at_most = np.minimum(ratio, self.positive_high)
-        if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # the sign does not matter
+        if (self.negative_low, self.negative_high) == (-math.inf, self.positive_high):  # same bounds for both signs
             return at_most
         return np.where(positive, at_most, np.clip(ratio, self.negative_low, self.negative_high))
 

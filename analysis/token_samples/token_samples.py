@@ -184,7 +184,7 @@ def read_token_samples(
     choice.look_at), `notable` steps first. Whole sequences are omitted to limit the number of tokens shown, and long
     responses are cut to a window around their worst token. `choice` of the result describes all of this with numbers.
 
-    If the trace has one pass of the pair, there is no d; an empty trace has no sequences. Raises DamagedTrace.
+    If the trace has only one pass of the pair, there is no d; an empty trace has no sequences. Raises DamagedTrace.
     """
     source = database.sources[0]
     names = list(dict.fromkeys([*pair, CURRENT, REFERENCE]))

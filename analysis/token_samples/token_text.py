@@ -42,9 +42,9 @@ class Decoding:
     """The settings of a tokenizer's decoder that matter for single tokens."""
 
     byte_level: bool = False
-    """True if each character is a byte (GPT-2, Qwen, Llama 3)."""
+    """True if each character stands for a byte (GPT-2, Qwen, Llama 3)."""
     byte_fallback: bool = False
-    """True if <0xE2> is a byte (SentencePiece)."""
+    """True if a piece such as <0xE2> stands for a byte (SentencePiece)."""
     replaced: tuple[tuple[str, str], ...] = ()
     """(old, new) replacements in order, such as a space for a metaspace or an end-of-word mark."""
     prefix: str | None = None

@@ -39,7 +39,7 @@ def is_limited() -> bool:
 
 
 def mapped(pool: Executor, function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
-    """Yield a function's results in the order of the items, while only a few items are submitted ahead."""
+    """Yield a function's results in the order of the items, with only a few items submitted ahead."""
     waiting: deque[Future[Made]] = deque()
     for item in items:
         waiting.append(pool.submit(function, item))

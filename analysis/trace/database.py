@@ -89,7 +89,7 @@ class Database:
         if steps != ALL_STEPS:
             self.kept_steps, condition = self.views.choose_steps(steps)
             self.sums.narrow(condition)
-        if self.damaged and not looked_at:  # whoever examined the sources before has warned already
+        if self.damaged and not looked_at:  # the code that examined the sources has warned already
             tell_damage(self.damaged)
 
     @contextmanager
@@ -159,7 +159,7 @@ class Database:
         if steps == self.steps:
             return self
         key = ("of_steps", steps)
-        if key not in self.memory:  # what was read from these steps is shared as well
+        if key not in self.memory:  # results for these steps are shared as well
             self.memory[key] = Database(self, steps, ray=self.ray, catalogue=self.catalogue)
         other: Database = self.memory[key]
         other.progress = self.progress
@@ -283,7 +283,7 @@ def _is_of_function(error: Exception) -> bool:
 
 
 def _unreadable(sources: Sequence[Source], error: Exception) -> DamagedTrace | None:
-    """Return an error that names the first unreadable file, of those without a checksum."""
+    """Return an error that names the first unreadable file among those without a checksum."""
     for source in sources:
         for entries in source.files.values():
             for entry in entries:

@@ -130,7 +130,7 @@ class LargeTables:
         return FileChoice(names={table.pattern: table.needed([_ALL]) for table in self._tables})
 
     def _planned(self, query: str, parameters: Parameters) -> FileChoice | None:
-        """Return the files that a query needs; None if its plan does not tell."""
+        """Return the files that a query needs; None if its plan does not show them."""
         for table in self._tables:
             self._probe(table)
             self._define(table, f" WHERE writer IS DISTINCT FROM '{table.marker}'")

@@ -65,7 +65,7 @@ _FACTORIALS = np.cumprod(np.arange(1.0, 11.0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FiniteTokens:
-    """Tokens that count in the loss and have a finite logprob in both passes, and the numbers of the others."""
+    """Tokens that count in the loss and have a finite logprob in both passes, and counts of NaN and infinities."""
 
     a_T: np.ndarray
     b_T: np.ndarray

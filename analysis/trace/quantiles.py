@@ -102,7 +102,7 @@ def bins_of(abs_d_T: np.ndarray) -> np.ndarray:
 
 
 class Gathered:
-    """The values in those bins of a histogram that have the ranks of its quantiles."""
+    """The values in the bins of a histogram that contain the ranks of its quantiles."""
 
     def __init__(self, histogram: Histogram):
         self._num_values = histogram.num_values

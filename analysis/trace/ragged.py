@@ -177,7 +177,7 @@ def fitted(lists: Any, lengths_N: np.ndarray) -> Array:
 
 
 def _by_token(advantages: Any, advantage_N: Array | None, lengths_N: np.ndarray) -> Array | None:
-    """Return each token's advantage, or else its sequence's, [T]; None if no token has its own."""
+    """Return [T] the advantage of each token, or of its sequence if it has none; None if no token has its own."""
     values, own_N = flat(advantages)
     if not len(values):
         return None

@@ -439,9 +439,7 @@ def _quantiles_of(run: str, sizes: Sequence[np.ndarray]) -> Quantiles:
 
 
 def _run_quantiles(database: Database, pair: Pair, run: str, progress: Progress) -> Quantiles:
-    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, else from
-    histograms.
-    """
+    """Return a run's quantiles: exact for up to EXACT_TOKENS tokens, which are read again, else from histograms."""
     histogram = _histogram_of(database, pair, run)
     if histogram.num_values <= EXACT_TOKENS:
         return _read_again(database, pair, run, progress)
@@ -467,7 +465,7 @@ def _read_again(database: Database, pair: Pair, run: str, progress: Progress) ->
 
 
 def _gather(database: Database, unit: tuple[Pair, Chunk, Histogram]) -> Iterator[Gathered]:
-    """Yield a range's values in the bins that have the quantiles of the run."""
+    """Yield a range's values in the bins that contain the quantiles of the run."""
     pair, chunk, histogram = unit
     gathered = Gathered(histogram)
     for sizes in sizes_read(database.connection, _lists(pair, (chunk,)), _mean_tokens((chunk,))):

@@ -1,4 +1,5 @@
-"""Read tokens: sequences joined with scores, as batches of rows or flat arrays, here or by the actors of a Ray cluster."""
+"""Read tokens (sequences joined with their scores) as batches of rows or flat arrays, in this process or on a Ray
+cluster."""
 
 from __future__ import annotations
 
@@ -85,9 +86,7 @@ def token_query(
 
 
 def tokens_of_rows(rows: pa.RecordBatch | pa.Table, passes: Sequence[str], *, optional: Sequence[str] = ()) -> Tokens:
-    """Return the tokens of rows of `token_query`; every pass in `passes` is required, those in `optional` are
-    not.
-    """
+    """Return the tokens of rows of `token_query`; every pass in `passes` is required, those in `optional` are not."""
     names = rows.schema.names
 
     def column(name: str) -> object:
@@ -225,7 +224,8 @@ def _in_order(address: str, reader: _Reader[Unit, Made], units: Sequence[Unit]) 
 
 
 def unit_tokens(database: Database, most: int, num_tokens: int) -> int:
-    """Return the number of tokens per unit: `most` here, fewer on a cluster, so that every actor gets work."""
+    """Return the number of tokens per unit: `most` in this process, fewer on a cluster, so that every actor gets
+    work."""
     return most if database.ray is None else max(min(most, num_tokens // UNITS), 1)
 
 
@@ -279,4 +279,4 @@ class _Reader(Generic[Unit, Made]):
         return list(self._function(self._database, unit))
 
     def close(self) -> None:
-        """Do nothing: a reader writes nothing."""
+        """Do nothing, because a reader has nothing to write."""

@@ -313,8 +313,8 @@ def test_another_pair_is_not_judged_by_the_engine_s_weights(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "sentence"),
     [
-        (lambda: [row(v, UP, 100 + v, given=100, unmerged=100) for v in range(4)], "is the trainer's without its adapter"),
-        (lambda: [row(v, UP, 100 + v, given=900 + v, cast="float16") for v in range(4)], "is the trainer's rounded to float16"),
+        (lambda: [row(v, UP, 100 + v, given=100, unmerged=100) for v in range(4)], "is the trainer's tensor without its adapter"),
+        (lambda: [row(v, UP, 100 + v, given=900 + v, cast="float16") for v in range(4)], "is the trainer's tensor rounded to float16"),
         (lambda: [row(v, UP, 100 + v, given=900 + v) for v in range(4)], "matches the trainer's at no recorded version"),
         (lambda: [row(v, UP, 100 + v, held=100) for v in range(4)], "it was never sent"),
         (lambda: [row(v, UP, 100 + v, given=100 + v, held=100) for v in range(4)], "at version 3 was not loaded"),

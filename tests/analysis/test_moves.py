@@ -967,7 +967,7 @@ def attribution(probability, *, code="truncation", **given):
 def test_a_supposed_cause_is_more_probable_than_all_others(probability, code, is_told):
     found = attribution(probability, code=code)
     assert (found.supposed_cause is found.supposed) == is_told
-    assert ("If an evaluation does show one" in verdict_sentence(found)) == is_told
+    assert ("If an evaluation does show a drop" in verdict_sentence(found)) == is_told
     assert verdict_sentence(found).startswith("No collapse detected: reward shows no lasting drop beyond noise")
     assert found.cause is None
 
@@ -1008,10 +1008,10 @@ def test_responses_that_are_broken_off_are_told_where_no_reward_shows_it(tmp_pat
     found = attribute(record(tmp_path / "run", broken_off))
     assert (found.fall, found.cause) == (None, None)
     assert (found.supposed_cause.step, found.supposed_cause.suspects[0].code) == (20, "truncation")
-    assert "If an evaluation does show one" in verdict_sentence(found)
+    assert "If an evaluation does show a drop" in verdict_sentence(found)
 
 
 def test_of_a_run_in_which_nothing_was_changed_nothing_is_supposed(tmp_path):
     found = attribute(record(tmp_path / "run", lambda step, row, token: [token, 5, 6, 7, 8, 2]))
     assert (found.fall, found.silent, found.supposed) == (None, None, None)
-    assert "If an evaluation does show one" not in verdict_sentence(found)
+    assert "If an evaluation does show a drop" not in verdict_sentence(found)

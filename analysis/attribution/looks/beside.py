@@ -25,8 +25,8 @@ _SAME = 1e-5
 _SHOWS = 1e-4
 """Minimum change that an update makes to the policy, in nats per token, for a loss term to show in the gradient norm."""
 _LASTS = (2, 8)
-"""Steps after a difference in scoring, first to last, in which the mismatch must last; by the first, the engine has the
-new weights."""
+"""The mismatch must persist between these two numbers of steps after a difference in scoring. By the first, the engine
+has the new weights."""
 
 
 def first(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
@@ -167,7 +167,7 @@ def _permuted(a: Rollouts, b: Rollouts) -> bool:
 
 
 def rest(facts: Facts, control: Facts, parted: Divergence | None) -> Iterator[Fact]:
-    """Yield differences of advantages, lag, mismatch and learning rate."""
+    """Yield differences in advantages, lag, mismatch and learning rate."""
     of_run, of_control = (relation(run.since_fall, "reward", "advantage").by_group for run in (facts, control))
     if of_run < of_control:
         yield fact(

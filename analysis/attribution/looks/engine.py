@@ -62,7 +62,7 @@ def rise(facts: Facts) -> Iterator[Fact]:
 
 
 def carried(facts: Facts) -> float:
-    """Return the share of the mismatch, at most 1, that check's first finding accounts for; 1 if either has no size."""
+    """Return the share of the mismatch, at most 1, that check's first finding accounts for; 1 if either of them is 0."""
     finding, values = facts.checked.findings[0], facts.values("mean_abs_d")  # type: ignore[union-attr]
     mean, effect = float(np.nanmean(values)) if np.isfinite(values).any() else 0.0, finding.effect * finding.share
     return 1.0 if not mean or not effect else min(effect / mean, 1.0)

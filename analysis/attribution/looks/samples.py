@@ -85,7 +85,7 @@ def changed(facts: Facts) -> Iterator[Fact]:
 
 
 def likelihood(facts: Facts) -> Iterator[Fact]:
-    """Yield how reward relates to likelihood at the onset, and before it; training on the reward makes better answers likelier."""
+    """Yield how reward relates to likelihood at the onset and before it. Training makes rewarded responses likelier."""
     assert facts.fall is not None
     now, usual = (
         relation(part, "likelihood", "reward") for part in (facts.around_fall(), facts.rollouts.until(facts.breaks - 1))
@@ -187,7 +187,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
     (mean, scatter), (mean_now, _) = (_mean_and_sd(part.advantage) for part in (last, near))
     reward = _mean_and_sd(near.reward)[0] - _mean_and_sd(last.reward)[0]
     moved = mean_now - mean
-    # A slow baseline lets the mean move by up to the reward's change, divided by its spread if advantages are normalised.
+    # A slow baseline lets the mean move by up to the reward's change, divided by the reward's spread if advantages are normalised.
     by_reward = abs(reward) * max(1.0, scatter / max(_mean_and_sd(last.reward)[1], 1e-9)) if scatter else 0.0
     early = facts.well_before
     means = [_mean_and_sd(early.advantage[early.step == step])[0] for step in np.unique(early.step)]
@@ -218,7 +218,7 @@ def sizes(facts: Facts) -> Iterator[Fact]:
 
 
 def length(facts: Facts) -> Iterator[Fact]:
-    """Yield how response length changes, and whether rewards pay for it."""
+    """Yield how response length changes, and whether the reward depends on length."""
     assert facts.fall is not None
     changes, paid = facts.changes.get("length", ()), _known(facts.pays_length)
     if changes and paid and order(facts, changes[0]) != AFTER:

@@ -45,7 +45,7 @@ class DeclaredLag:
     at_fall: float
     """Largest median lag over a tenth of the run around the onset; without a drop, over the whole run."""
     usual: float
-    """Median lag before the onset, with which the run learned. If less than a tenth of the run precedes the onset, it
+    """Median lag before the onset, while the run still learned. If less than a tenth of the run precedes the onset, it
     covers the steps until a good part of the outcome is lost; without a drop, all steps."""
 
     @property

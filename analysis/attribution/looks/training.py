@@ -32,7 +32,7 @@ def values_of(change: RecordedChange) -> dict[str, float | int | str]:
 
 
 def nearness(facts: Facts, change: RecordedChange) -> float:
-    """Return how well a change's step fits the onset: 1 within its interval, less before it."""
+    """Return how well a change's step fits the onset: 1 within the onset interval, less before it."""
     assert facts.fall is not None
     early = facts.fall.interval[0] - ft.AHEAD - change.high
     return 1.0 if early <= 0 else 0.4 + 0.6 * math.exp(-early / max(len(facts.steps) / 20, 2.0))
@@ -87,7 +87,7 @@ def rate(facts: Facts) -> Iterator[Fact]:
         return
     near = first >= facts.fall.low - max(len(facts.steps) // 10, 5)
     code = "learning_rate_spike_at_fall" if near else "learning_rate_spike_before_fall"
-    yield fact(code, max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)  # 2: a linear warm-up
+    yield fact(code, max(of_ratio(factor, 2.0, 10.0), 0.0), factor=factor, step=first)  # a linear warm-up reaches 2
 
 
 def updates(facts: Facts) -> Iterator[Fact]:
@@ -151,7 +151,7 @@ def first(facts: Facts) -> Iterator[Fact]:
 
 
 def terms(facts: Facts) -> Iterator[Fact]:
-    """Yield advantages that follow -logprob or the distance to the reference since the drop: a term in the reward."""
+    """Yield advantages that follow -logprob or the distance to the reference since the drop, as a reward term would."""
     assert facts.fall is not None
     begins, last = facts.fall.low, facts.moves.last + int(ft.AHEAD)
     follows = facts.moves.columns.get("follows")
@@ -202,7 +202,7 @@ def entropy(facts: Facts) -> Iterator[Fact]:
 
 
 def reference(facts: Facts) -> Iterator[Fact]:
-    """Yield a reference model that changed, a jump of the distance to it, or a return of the policy to it."""
+    """Yield a change of the reference model, a jump of the distance to it, or a return of the policy to it."""
     assert facts.fall is not None
     used = any(
         suspect_of(name) == "reference" and isinstance(value, float) and value for name, value in facts.settings.items()

@@ -64,7 +64,7 @@ _HINTS = {
     "turns": "a template that drops or rewrites earlier turns or tool output, positions that start again",
     "neighbours": "attention over padding, positions that count padding, packed rows that see each other",
     "padding": "attention over padding, or positions that count it; rows with padding are off",
-    "packing": "attention across the rows of a pack; only the first row of each is right",
+    "packing": "attention across the rows of a pack; only the first row of each pack is right",
 }
 ROW_CONTEXT = Fault(
     code="row_context",
@@ -302,7 +302,7 @@ def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
 
 _EVIDENCE = {
     "place": "{num_tokens:,} of {of_tokens:,} tokens are off by {size:.3g} nats on average{sign_text}: {where}; all others by "
-    "{elsewhere:.2g}"
+    "{elsewhere:.2g} nats"
 }
 
 ONE_PLACE = Fault(
@@ -391,12 +391,12 @@ def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
 
 
 def _is_id_range(place: Where) -> bool:
-    """Return True if a place consists of all token ids at or above some id, or of all below it."""
+    """Return True if a place consists of all token ids at or above some id, or of all ids below one."""
     return place.feature in ("token_id", "token_before") and place.kind != "one_of"
 
 
 def _since(steps: np.ndarray, rows: np.ndarray) -> int | None:
-    """Return the first step of the sequences `rows` if these are all sequences since that step; None otherwise."""
+    """Return the first step of the sequences `rows` if these are all sequences from that step on; None otherwise."""
     marked = np.zeros(len(steps), bool)
     marked[rows] = True
     first = int(steps[marked].min())

@@ -27,7 +27,8 @@ REALIGNED_SHARE = 0.35
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
 """Shifts tried, in tokens; a positive shift means that the values of pass b come later."""
 LAG_SWITCH_NATS = 2.0
-"""Cost, nats, of each change of the lag within a row. It equals about two unrelated tokens, so noise alone causes no change."""
+"""Cost, nats, of each change of the lag within a row. It is about the cost of two unrelated tokens, so noise alone
+causes no change."""
 MAX_ALIGNED_ROWS = 256
 PAIRED_SHARE = 0.15
 """Maximum share of a difference that may remain after pairing a row with another: a chance match leaves a third."""
@@ -40,7 +41,7 @@ MAX_WINDOWS = 4_000
 """Maximum number of misplaced windows searched."""
 
 _ROWS_OFF = "{num_sequences:,} of {of_sequences:,} mismatched rows"
-_AFTER = f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and, shifted by {{lags}} tokens, after it: "
+_AFTER = f"{_ROWS_OFF} agree up to a token (at position {{first_place}} to {{last_place}}) and also after it if shifted by {{lags}} tokens: "
 
 
 def _shift_words(numbers: Mapping[str, Any]) -> dict[str, str]:

@@ -54,12 +54,12 @@ _EVIDENCE = {
     "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
     "{differing}: {copied_text}",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
-    "contracts name {differing}: these rows were copied from the other pass",
+    "contracts name {differing}: in these rows one pass is a copy of the other",
 }
 _REASONS = {
     "improbable": "; elsewhere it has {elsewhere_mean:.3g}: these tokens were not sampled from the policy",
-    "after_end": "; they follow the first end of the response: padding counts in the loss",
-    "floor": "; all lower values of {other} have it: the values are cut off there",
+    "after_end": "; they come after the first end token of the response: padding counts in the loss",
+    "floor": "; all tokens with a lower logprob in {other} have this value: the values are cut off there",
     "none": "",
 }
 
@@ -157,7 +157,7 @@ def _missing(
     rows = np.unique(seq)
     lost, counted = (np.bincount(each, minlength=sample.num_sequences) for each in (seq, sample.seq[sample.mask]))
     place = "whole" if np.all(lost[rows] == counted[rows]) else "end" if in_tail >= in_head else "beginning"
-    cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two can be at the end of a sequence by chance
+    cut = num >= 3 and max(in_tail, in_head) >= 0.8  # one or two may be at an end by chance
     kinds = {"NULL": nulls, "-inf": np.isneginf(values), "inf": np.isinf(values)}
     return (LENGTHS if cut else HOLES).finding(
         data, signal, np.zeros(data.num_kept, bool), effect=float("nan"), share=float(share),
@@ -213,7 +213,7 @@ def find_constants(data: PairData) -> list[Hypothesis]:
             where = data.keep & (side.logprobs == value)
             if _stands_for_none(data, side, other, value, where):
                 far = where & (np.abs(other.logprobs - value) > 0.1)
-                if value == 0.0 and far.sum() < 0.02 * where.sum():  # 0 is correct for certain tokens
+                if value == 0.0 and far.sum() < 0.02 * where.sum():  # a certain token has a logprob of 0
                     where = far
                 finding = _constant(data, side, other, value, where)
                 zeros = np.zeros(data.num_kept)
@@ -243,7 +243,7 @@ def _stands_for_none(data: PairData, side: PassSample, other: PassSample, value:
         # Logits in 16 bits repeat values: two tokens whose logits differ by 1 have a logprob of -0.3133.
         if num <= _REPEATED_FACTOR * _repeats(side.logprobs, data.keep & ~where, value, 0.5):
             return False
-    # A certain token has a logprob of 0, too, and a token that is alone in its nucleus.
+    # Certain tokens have a logprob of 0, and so have tokens that are alone in their nucleus.
     off = off[far] if value == 0.0 else off
     elsewhere = np.mean(np.abs(other.logprobs[rest] - value)) if rest.any() else 0.0
     return bool(np.mean(np.abs(off)) > elsewhere / 2 or (value < 0 and np.mean(off < 0) > 0.9))

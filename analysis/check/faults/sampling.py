@@ -75,7 +75,7 @@ GRAMMAR = Fault(
     broken="recording",
     evidence={
         "allowed_tokens": "{side} was sampled under a grammar (structured outputs): its logprobs cover the allowed "
-        "tokens, those of {other} all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
+        "tokens, but those of {other} cover all tokens; of {of_tokens:,} such tokens, {num_tokens:,} are higher in {side} by "
         "more than rounding (at most {largest:.3g} nats), and {num_lower:,} are lower"
     },
 )
@@ -125,7 +125,7 @@ class ScaleFit:
     """Fit of logits_b = scale * logits_a."""
 
     scale: float
-    """1 / temperature of b relative to a."""
+    """1 / temperature of pass b relative to pass a."""
     lowest: float
     highest: float
     """`lowest` to `highest` is the range of the scale fitted from either side, widened by two standard errors."""
@@ -238,7 +238,7 @@ def _scaled(data: PairData, fit: ScaleFit, exact: tuple[float, float, float] | N
     recorded = float(np.nanmedian(settings)) if np.isfinite(settings).any() else temperature
     nearest = recorded if abs(np.log(recorded / temperature)) < 0.3 else temperature
     declared_ones = [value for name, value in known.items() if name != "logprobs_mode"]
-    # A scale is more general than a temperature; it is named if every recorded temperature is 1.
+    # If every recorded temperature is 1, the cause is reported as a scale, which need not be a temperature.
     cause = {"cause": "scale"} if declared_ones and all(value == 1.0 for value in declared_ones) else {}
     finding = TEMPERATURE.finding(
         data, "scaled_logits", weight=fit.r2, next=_confirming(data, nearest, has_contexts=exact is not None),
@@ -342,7 +342,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
-    """Return True if the recording names a filter that is consistent with the mass kept, by its top-p if it has one."""
+    """Return True if the recording names a filter that may keep this mass; a recorded top-p must be consistent with
+    it."""
     if not recorded_filter(data) or data.names[raised] == "train":
         return False
     least = float(np.min(np.nan_to_num(data.sample.settings["top_p"], nan=1.0), initial=1.0))
@@ -418,7 +419,7 @@ def find_grammar(data: PairData) -> list[Hypothesis]:
 # --- Some logits shifted
 
 MIN_SIGNS = 0.9
-"""Minimum share of the tokens off whose d has the sign that a penalty would cause; by chance, half do."""
+"""Minimum share of the tokens that are off whose d has the sign that a penalty would cause; by chance, half have it."""
 
 
 def find_penalty(data: PairData) -> list[Hypothesis]:

@@ -146,7 +146,8 @@ def find_positive(data: PairData) -> list[Hypothesis]:
 
 
 def find_unit(data: PairData) -> list[Hypothesis]:
-    """Detect that the values of one side are a function of the other side's, in all sequences or in those that differ."""
+    """Detect that one side's values are a function of the other side's values, in all sequences or in those that
+    differ."""
     found = [each for side in "ab" for each in _functions(data, side)]
     _, rows = exact_rows(data)
     if any(each.finding.numbers["unit"] != "curve" for each in found) or not len(rows):
@@ -163,7 +164,7 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
     values, other = (data.a, data.b) if side == "a" else (data.b, data.a)
     if data.num_kept < 8 or min(np.std(values), np.std(other)) < 1e-3:
         return []
-    # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor, and a constant any function.
+    # Where logprobs hardly vary, a constant difference, such as a lost mass, resembles a factor, and a constant fits any function.
     found = []
     for unit, nats, numbers, cost in _conversions(data, values, other):
         typical = _rms if unit == "floor" else _typical  # a floor changes only the least probable tokens
@@ -340,7 +341,7 @@ def _of_distribution(data: PairData, side: str, other: str) -> list[Hypothesis]:
         return []
     numbers |= {"num_equal": int(equal.sum()), "num_pairs": int(differ.sum())}
     finding = UNRELATED.finding(data, "same_in_context", next=commands.tokens(data), numbers=numbers)
-    # As with scattered values, only the two separate distributions are predicted.
+    # As with uncorrelated values, only the distribution of each side is predicted, not d, so the gain is small.
     return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.1 * data.num_kept)]
 
 

@@ -25,10 +25,10 @@ def _tensor(numbers: Mapping[str, Any]) -> dict[str, str]:
     """Return a phrase that says what the engine holds instead of the trainer's tensor."""
     tensor, cause = numbers["tensor"], numbers["cause"]
     if cause == "adapter":
-        text = f"the engine's {tensor} is the trainer's without its adapter, at version {numbers['trainer_version']}"
+        text = f"the engine's {tensor} is the trainer's tensor without its adapter, at version {numbers['trainer_version']}"
     elif cause == "quantised":
         a_row = " per row" if str(numbers["dtype"]).endswith("values") else ""
-        text = f"the engine's {tensor} is the trainer's rounded to {numbers['dtype']}{a_row}"
+        text = f"the engine's {tensor} is the trainer's tensor rounded to {numbers['dtype']}{a_row}"
     elif cause == "other_weights":
         text = f"the engine's {tensor} matches the trainer's at no recorded version, rounded or not"
     else:
@@ -51,7 +51,7 @@ WEIGHTS = Fault(
         "{trainer_version}, and for at least one tensor at {num_versions:,} of {of_versions:,} versions, starting at "
         "version {first_version} (by the digest of every tensor)",
         "policy_versions": "{side} scored {num_sequences:,} of {of_sequences:,} sequences with weights {updates_behind} "
-        "optimizer updates behind the other side's, according to the recorded policy versions",
+        "optimizer updates behind those of the other side, according to the recorded policy versions",
         "contract": "the contract of {side} has {setting} {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",

@@ -51,7 +51,7 @@ def page(report: Report) -> str:
             theme=THEME,
             groups=grouped(report.mismatch),
             steps=[int(step) for step in first.steps],
-            style=Markup(_own("report.css")),  # our own file
+            style=Markup(_own("report.css")),  # a file of this package, so it needs no escaping
             script=Markup(_own("report.js")),
             packs={
                 "bokeh": pack_text(bokeh_script()),
