@@ -638,7 +638,7 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
     earlier[order] = np.arange(len(full)) - np.searchsorted(prompt[order], prompt[order])
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
     # Sampling may be sharper than the recorded distribution: half of a logprob belongs to a temperature of about 0.5.
-    probability = np.exp(np.add.reduceat(np.nan_to_num(engine.logprobs), starts[full]) / 2)
+    probability = np.exp(np.add.reduceat(np.nan_to_num(engine.logprobs, posinf=0.0, neginf=-1e4), starts[full]) / 2)
     expected = float(-np.expm1(earlier[asked] * np.log1p(-np.minimum(probability[asked], 1 - 1e-9))).sum())
     temperature = sample.settings["temperature"]
     is_greedy = np.all((temperature == 0) | (sample.settings["top_k"] == 1))
