@@ -37,7 +37,7 @@ class Correction:
     low: float = 0.0
     """Lower bound on the ratio; ratios below the bound get a weight of 0."""
     high: float = _INFINITY
-    """Upper bound on the ratio; the weight for a larger ratio is `high` if the rule truncates, else 0."""
+    """Upper bound on the ratio; a larger ratio gets the weight `high` if the rule truncates, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
     """Minimum sum of d for a sequence to be kept, nats; each d is clamped to +-20 nats."""
@@ -120,7 +120,7 @@ MACROS = MacroFile[Database](
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """Return the lower and the upper token bounds of all rules, each ascending; they divide token ratios into zones."""
+    """Return the lower and upper token bounds of all rules, in ascending order. These bounds separate the zones."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
@@ -176,7 +176,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Its bounds on k1 = -d bound the inverse ratio."""
+    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Bounds on k1 = -d are bounds on the inverse ratio."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

@@ -35,10 +35,10 @@ class WriterInfo:
     pid: int
     rank: int | None
     attempt: int | None
-    """Training attempt to which the writer belongs; None outside of training, or if not recorded."""
+    """Training attempt to which the writer belongs; None if it wrote outside a training run, or if not recorded."""
     known_by: str
-    """Evidence for `state`: the writer `closed`, its `process` was found, its machine `restarted`, or the `age` of its last
-    sign of life."""
+    """Evidence for `state`: the writer `closed`, the writer's `process` was found, its machine `restarted`, or the
+    `age` of the last sign of life."""
     silent_s: float | None
     """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int
@@ -62,7 +62,7 @@ class PassInfo:
     num_routed: int
     """Number of score rows that have router choices."""
     note: str | None
-    """Note that scores cover only a sample, or on why the pass has none (from its contract); None without a note."""
+    """Note that scores cover only a sample, or why the pass has no scores (from its contract); None without a note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class TraceInfo(Result):
     source: str
     command: tuple[str, ...]
     exit_code: int | None
-    """Exit code of the recorded command; None while it runs, or if there was none."""
+    """Exit code of the recorded command; None while the command runs, or if there was no command."""
     state: str
     """`live`, `finished`, `killed` or `stopped`."""
     capture: str
@@ -125,7 +125,7 @@ class TraceInfo(Result):
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
     has_checksums: bool = True
-    """True if every file has checksums; without them (earlier releases) damage inside a file goes undetected."""
+    """True if every file has checksums. Without checksums (earlier releases), damage inside a file goes undetected."""
     judged: tuple[str, ...] = field(default=())
     """Why each process not visible from this machine counts as live or ended, one sentence each."""
     missing: tuple[str, ...] = field(default=())
@@ -244,7 +244,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Maximum number of sequences whose names are compared at once; a larger step is processed alone."""
+"""Maximum number of sequences whose names are compared at once. A step with more sequences is processed alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -256,7 +256,7 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
-    """Describe data that a reader would expect but the trace lacks."""
+    """Describe data that a reader would expect but that the trace lacks."""
     found = []
     sequences = dict(database.connection.execute(_STEPS).fetchall())
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
@@ -302,7 +302,7 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences without its scores, first step, last step) for every pass except replays."""
+    """Yield (pass, number of sequences not scored by it, first step, last step) for every pass except replays."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
     for name in names:

@@ -57,8 +57,8 @@ def location_text(found: Location, width: int | None = None) -> str:
         facts.append(
             (
                 "",
-                "the check of the others does not need them; to check them too, run code that computes each separately, "
-                "such as transformers",
+                "the other operators can be checked without them; to check these too, run code that computes each one "
+                "separately, such as transformers",
             )
         )
     parts = [location_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
@@ -70,7 +70,7 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    """Return at most _MOST_ROWS rows with the largest values, leaving out negligible ones."""
+    """Return at most _MOST_ROWS rows with the largest values, without negligible rows."""
     kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
         :_MOST_ROWS
     ]

@@ -1,4 +1,4 @@
-"""The formulas of the objective's figures, from totals over sequences: one value, or arrays over updates or resamples.
+"""Formulas of an objective's figures. They take totals over sequences: numbers, or arrays over updates or resamples.
 
 Shapes: N sequences, U updates (step and inner iteration).
 """
@@ -69,7 +69,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the formula of a covariance from totals centred near the means, which avoids cancellation."""
+    """Return the formula that computes a covariance from totals centred near the means, which avoids cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -94,11 +94,11 @@ def _clipped_used(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""Marks figures that only a loss with a clip has."""
+"""Marks a figure that exists only for a loss with a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
-"""Ranges of figures: sizes, shares, and shares with a sign."""
+"""Ranges of three kinds of figures: sizes, shares, and signed shares."""
 
 FIGURES: Mapping[str, FigureFormula] = {
     "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how far the mismatch raises the objective"),

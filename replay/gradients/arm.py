@@ -39,8 +39,8 @@ class GradientArm(Arm):
         for name in self.lacking(GRADIENT):
             raise InvalidOption(
                 f"arm {name.replace('_', '-')}: not supported by gradient, which supports "
-                f"{', '.join(names_for(GRADIENT))}, logprobs and correction; or replay this arm and use its logprobs: "
-                f"--arm logprobs=replay/{self._replayed}"
+                f"{', '.join(names_for(GRADIENT))}, logprobs and correction; alternatively, replay this arm and pass "
+                f"its logprobs: --arm logprobs=replay/{self._replayed}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
             raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
