@@ -1,4 +1,4 @@
-"""The pass `replay/<arm>`: read an arm's scores from the trace, and add more."""
+"""The pass `replay/<arm>`: read an arm's scores from the trace, and add scores."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return a step's stored scores, for the rows that have any.
+        """Return a step's stored scores for the rows that have scores.
 
-        With a `contract`, return None if any score is missing or was computed under another contract.
+        If `contract` is given, return None if any score is missing or was computed under another contract.
         """
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]

@@ -1,4 +1,4 @@
-"""Attention over rows packed end to end in one forward pass; a row sees only itself and its prefixes.
+"""Attention over rows packed end to end in one forward pass. A row sees only itself and its prefixes.
 
 Shapes: N heads, G key-value heads, W tokens in a forward pass, D head width.
 """
@@ -16,7 +16,7 @@ NAME = "tim_trace_packed"
 
 
 def register() -> None:
-    """Register the attention with transformers. It takes no mask; the argument `packed` defines the rows."""
+    """Register the attention with transformers. Instead of a mask, its argument `packed` defines the rows."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -16,7 +16,7 @@ EXACT = ("exact", "token_exact", "sequence_exact")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
-    """Changes to a recorded gradient: to forward and backward, and to the loss; none by default."""
+    """Changes to the forward and backward and to the loss of a recorded gradient. By default, nothing changes."""
 
     logprobs: str | None = arm_option(
         "Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train, "
@@ -48,12 +48,12 @@ class GradientArm(Arm):
 
     @property
     def _replayed(self) -> str:
-        """Name of the `replay` arm with the same changes to the forward."""
+        """Name of the `replay` arm that makes the same changes to the forward."""
         return Arm(**{name: value for name, value in self.changes.items() if name in OPTIONS}).name
 
 
 def parse_gradient_arm(text: str) -> GradientArm:
-    """Parse `dtype=bf16,logprobs=rollout,correction=token_truncate:2`: changes to the replay and to the loss.
+    """Parse changes to the replay and to the loss, such as `dtype=bf16,logprobs=rollout,correction=token_truncate:2`.
 
     Raises InvalidOption.
 

@@ -104,7 +104,8 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Return the gradient and, if there are enough micro-batches, the squared norms [M] of each one's share."""
+        """Return the gradient and, if there are enough micro-batches, the squared norms [M] of the micro-batches'
+        shares."""
         total: list[Any] | None = None
         squares = []
         places = self.update.places.values()
@@ -179,7 +180,7 @@ class _Seen:
 
 
 def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
-    """Compare with the reference gradient, for the whole model and then for each kind of module in it."""
+    """Compare with the reference gradient, for the whole model and then for each kind of module."""
     n, variances_M = len(squares), None
     if n > 1:  # the sum of |n a_i - a|^2 / (n (n - 1)) over micro-batches
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)

@@ -36,14 +36,14 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference between the float64 log-probabilities of two codes that compute the same function, nats."""
+"""Maximum difference, in nats, between float64 log-probabilities of two implementations of the same function."""
 _SHARE_OF_MEMORY = 0.25
 """Maximum share of the free memory for recorded operator values."""
 _TASKS = 4
 """Number of progress units per sequence: one for running both executions, one for judging each of the two, and one for
 propagating errors to the logprobs."""
 _NEAR_VERSIONS = 8
-"""Number of policy versions, before and after the step's own, that are searched for a tensor that differs."""
+"""Number of policy versions, before and after the step's own version, that are searched for a tensor that differs."""
 
 
 def locate(
@@ -147,7 +147,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Side whose code differs from the recorded model's -> an execution of that code in float64."""
+        """Side whose code differs from the recorded model's code -> an execution of this code in float64."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -189,8 +189,8 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """Return the result. `only` describes the layers and operators that the search is limited to; `tapped_bytes` is
-        the memory for operator values."""
+        """Return the result. `only` describes the layers and operators to which the search is limited. `tapped_bytes`
+        is the memory for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
@@ -238,7 +238,7 @@ class _Location:
         )
 
     def _pooled(self, tapped_bytes: int) -> Pooled:
-        """Return the findings for all sequences, judged in parts that fit into memory."""
+        """Return the findings for all sequences. Sequences are judged in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
         rows = self._chosen.rows
         per_token = sum(bytes_per_token(each.model) for each in self._executions.values())
@@ -266,7 +266,8 @@ class _Location:
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return the given rows' log-probabilities in an execution, and the inputs and outputs of its operators."""
+        """Return the given rows' log-probabilities in an execution, and the inputs and outputs of the execution's
+        operators."""
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -320,7 +321,8 @@ class _Location:
                     )
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """Return the recorded policy version nearest to the step's that contains this tensor; None if there is none."""
+        """Return the recorded policy version that contains this tensor and is nearest to the step's version; None if
+        none does."""
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
         for version in versions[: 2 * _NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)
