@@ -131,8 +131,7 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Implementation of a mixture's experts. By default, an fp64 arm gets the implementation that computes in
-        float64."""
+        """Implementation of a mixture's experts. By default, an fp64 arm gets the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts

@@ -41,8 +41,7 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Time to load the weights of the most recent version, seconds; 0 if an engine was started with these
-        weights."""
+        """Seconds to load the weights of the most recent version; 0 if an engine started with these weights."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], advance: Advance) -> Scored:
         """Score each row with the weights of the row's policy version, or of the version that the arm sets.

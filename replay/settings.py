@@ -18,9 +18,10 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic algorithms with cuBLAS; no effect on a CPU."""
+"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic cuBLAS algorithms. It has no effect on a
+CPU."""
 _cuda_began: list[str | None] = []
-"""First element: CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty before that."""
+"""Its only element is the value of CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty before that."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
@@ -59,7 +60,7 @@ def autocast_dtype(contract: Contract) -> Any:
 
 
 def autocast(device: Any, dtype: Any) -> Any:
-    """Return a context manager that autocasts to the torch dtype `dtype`; it does nothing if `dtype` is None."""
+    """Return a context manager that autocasts to the torch dtype `dtype`, or does nothing if `dtype` is None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -67,7 +68,7 @@ def autocast(device: Any, dtype: Any) -> Any:
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value within the block.
 
-    CUDA reads the variable when it starts. If none was recorded, deterministic algorithms get the value that torch
+    CUDA reads the variable when it starts. If no value was recorded, deterministic algorithms get the value that torch
     requires. The previous value is restored afterwards.
     """
     before = os.environ.get(CUBLAS)

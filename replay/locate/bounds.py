@@ -44,8 +44,7 @@ def tiny(dtype: Any) -> float:
 
 
 def growth(length: int) -> float:
-    """Return g(n), the error bound of a sum of n products, in roundoffs of the sum of the absolute values of the
-    terms."""
+    """Return g(n), the error bound of a sum of n products, in roundoffs of the sum of the terms' absolute values."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 

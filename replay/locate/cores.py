@@ -27,8 +27,7 @@ _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Minimum relative difference from the float64 queries or keys that indicates a missing norm or another order of
-dimensions."""
+"""Minimum relative difference from float64 queries or keys that shows a missing norm or another order of dimensions."""
 
 
 class Cores:
@@ -41,7 +40,7 @@ class Cores:
         """Layers whose norm was observed, as one set for each of queries, keys and values."""
 
     def note_norm(self, name: str) -> None:
-        """If a module is a norm of queries, keys or values, note that it was observed."""
+        """Note that a norm of queries, keys or values was observed; other modules are ignored."""
         for layers, norm in zip(self._normed, _NORMS, strict=True):
             if norm.search(name):
                 layers.add(layer_of(name))
@@ -49,7 +48,7 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D], and return the execution's
+        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return that execution's
         output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
@@ -126,8 +125,7 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: the index of each dimension in the execution's queries and keys; None if the order is that of the
-    float64 model.
+    """Return [D]: the index of each dimension in the execution's queries and keys; None if it is the float64 order.
 
     Attention scores do not depend on the order of dimensions, if queries and keys share it. Some code rotates
     neighbouring pairs and leaves them in place.

@@ -266,8 +266,7 @@ class _Location:
     def _listen(
         self, side: str, part: list[RecordedRow], window: Window
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Return the given rows' log-probabilities in an execution, and the inputs and outputs of the execution's
-        operators."""
+        """Return the given rows' log-probabilities in an execution, and the inputs and outputs of its operators."""
         execution = self._executions[side]
         try:
             return execution.listen(part, self._rows, lambda name: self._wanted(name) and window.needs(name))
@@ -321,8 +320,7 @@ class _Location:
                     )
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """Return the recorded policy version that contains this tensor and is nearest to the step's version; None if
-        none does."""
+        """Return the nearest recorded policy version that contains this tensor; None if there is none."""
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
         for version in versions[: 2 * _NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)

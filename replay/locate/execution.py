@@ -41,7 +41,7 @@ class Execution:
 
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """Part of each weighted value that the engine's attention cuts off, as a share of the largest one."""
+    """Part of each weighted value that the engine's attention cuts off, as a share of the largest weighted value."""
     _keeps_double = True
     """True if torch has to keep every value of a float64 model in float64."""
     reference: Reference | None = None
@@ -199,7 +199,7 @@ class ExactExecution(Execution):
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """Part of each weighted value that the engine's attention cuts off, as a share of the largest one."""
+        """Part of each weighted value that the engine's attention cuts off, as a share of the largest weighted value."""
         slices = self.built.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 

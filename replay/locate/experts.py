@@ -1,8 +1,7 @@
 """Compare mixtures of experts with float64: the router's choice, the weights that the experts use, and their sum.
 
 Logits alone do not determine how a router selects experts (by the highest logits, or by groups, with a bias, or from
-scaled scores). So the router runs again, and the execution's logits replace the router's logits as soon as it has
-computed them.
+scaled scores). So the router runs again, and the execution's logits replace the router's as soon as these are computed.
 
 Shapes: T tokens, E experts, S experts selected per token.
 """
@@ -43,7 +42,7 @@ def judge_router(
     call: Call,
     again: Callable[[], list[Any]],
 ) -> None:
-    """Judge a router's logits, whether the router's choice follows from its logits, and the scores of the choice.
+    """Judge a router: its logits, whether the choice follows from the logits, and the scores of the choice.
 
     If the code run by `again` computes no logits that could be replaced, a choice is accepted if its smallest logit is
     below that of the float64 choice by at most twice the bound.
@@ -103,7 +102,7 @@ def judge_router(
 
 
 def judge_choice(heard: Heard, name: str, found: Sequence[Any], takes: Sequence[Any]) -> None:
-    """Judge the weights [T, S] used by experts if the weights are not the router's output, or if it was not observed.
+    """Judge the weights [T, S] used by experts, if they are not the observed output of the router.
 
     Tokens with other experts are skipped, unless there are more such tokens than rounding can explain.
     """
