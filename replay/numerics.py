@@ -26,8 +26,7 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """Torch name of the built model's dtype: the arm's dtype, or the dtype of the parameters in the recorded
-        forward."""
+        """Torch name of the built model's dtype: the arm's dtype, or the parameters' dtype in the recorded forward."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -45,14 +44,13 @@ class Numerics:
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype to which FSDP cast buffers such as rotary frequencies; None without such a cast, or if the arm
-        sets a dtype."""
+        """torch dtype to which FSDP cast buffers such as rotary frequencies; None if not cast, or if the arm sets a
+        dtype."""
         return self._cast("buffers_dtype")
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype to which FSDP rounded the model's logprobs; None without such rounding, or if the arm sets a
-        dtype.
+        """torch dtype to which FSDP rounded the model's logprobs; None if not rounded, or if the arm sets a dtype.
 
         Logits need no rounding, because the head's weights were cast and so the logits already have this dtype.
         """

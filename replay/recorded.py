@@ -116,8 +116,8 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """Name of the pass that is scored again: the trainer's pass or, in imported traces without a trainer pass, the
-        engine's."""
+        """Name of the pass that is scored again: the trainer's pass, or the engine's pass in an imported trace that has
+        no trainer pass."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
@@ -318,8 +318,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return the given columns of the table rows that meet a condition. Only the newest attempt at each step is
-        read."""
+        """Return the given columns of the table rows that meet a condition. Only the newest attempt counts."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:

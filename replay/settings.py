@@ -18,8 +18,7 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic cuBLAS algorithms. It has no effect on a
-CPU."""
+"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic cuBLAS algorithms; no effect on a CPU."""
 _cuda_began: list[str | None] = []
 """Its only element is the value of CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty before that."""
 

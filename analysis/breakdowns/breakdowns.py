@@ -25,8 +25,8 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Number of entropy bins. The last bin includes all higher entropies. 16 nats means nine million equally likely
-tokens."""
+"""Number of entropy bins. The last bin includes all higher entropies. 16 nats is the entropy of nine million equally
+likely tokens."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)

@@ -109,8 +109,8 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return step -> last logged value, for the first of these metrics that the trace has; empty without any of
-    them."""
+    """Return step -> last logged value, for the first of these metrics that the trace has; empty if the trace has none
+    of these metrics."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}

@@ -96,8 +96,8 @@ class Graft:
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
-        """Return the dtype of inputs under autocast, which would not narrow float64: the giver's dtype instead of
-        float64."""
+        """Return the dtype of inputs under autocast. Autocast would keep float64, so the giver's dtype is used
+        instead."""
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property

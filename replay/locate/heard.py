@@ -189,7 +189,7 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return how much unobserved projections add to the error bound at the input of an activation or last
+        """Return how much unobserved projections add to the bound on the input of an activation or of the last
         projection."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)

@@ -69,8 +69,7 @@ class Judgement:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, keep the error
-        there."""
+        """Compare values [T, ...] with exact values, given a bound for each. The error is kept at `point`, if given."""
         if not self._owns(layer):
             return
         off = found.double() - exact

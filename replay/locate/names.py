@@ -19,8 +19,8 @@ def layer_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Return an operator's kind: the last word of its name (q_proj, input_layernorm), or the name of the list it is
-    in."""
+    """Return an operator's kind: the last word of the operator's name (q_proj, input_layernorm), or of the name of the
+    list that contains the operator."""
     return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]
 
 

@@ -42,8 +42,8 @@ class Reference:
     """The float64 model that judges the operators of executions."""
 
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has the recorded weights in float64, and unfused attention. `recorded_dtypes` are the weights'
-        recorded dtypes."""
+        """`model` has float64 weights and unfused attention. `recorded_dtypes` are the dtypes of the recorded
+        weights."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)

@@ -27,14 +27,12 @@ _RECENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: input and output tensors [T, ...], or None for a tensor without a token
-    axis."""
+    """One call of an operator for one row: input and output tensors [T, ...], or None if there is no token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs. `takes` has the rounded sum, but the operator may use the unrounded
-    sum."""
+    """True if the operator first adds two inputs. `takes` has the rounded sum; the operator may use the exact sum."""
     is_other_code: bool = False
     """True if the operator runs code other than the recorded model's code. Such code may round at each step."""
 
@@ -162,8 +160,7 @@ def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return all tensors in a call's arguments, including nested tensors. Keyword arguments come last, sorted by
-    name."""
+    """Return all tensors in a call's arguments, even nested tensors. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
@@ -298,8 +295,7 @@ class Taps:
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Running operator -> row -> the operator's inputs, recorded before the operator can change its inputs in
-        place."""
+        """Running operator -> row -> the operator's inputs, recorded before they can be changed in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),
@@ -309,8 +305,7 @@ class Taps:
             yield
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's part of a tensor. A tensor that one operator returns and other operators take is copied only
-        once."""
+        """Return a row's part of a tensor. A tensor that several operators return or take is copied only once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:
