@@ -63,7 +63,8 @@ def published(
     geometric: tuple[float, float] = (0.999, 1.002),
     veto: float = 1e-4,
 ) -> list[Correction]:
-    """Return the published corrections, by default with published thresholds; verl's presets always use verl's."""
+    """Return the published corrections, by default with published thresholds. verl's presets always use verl's
+    thresholds."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -127,7 +128,7 @@ def token_bounds(rules: Iterable[Correction]) -> Bounds:
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return an SQL expression for one integer that encodes which of the rules' bounds a sequence's statistics pass."""
+    """Return an SQL expression for an integer that encodes which bounds of the rules a sequence's statistics pass."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),

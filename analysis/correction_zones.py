@@ -119,7 +119,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     def total(values_T: Array) -> Array:
         return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
 
-    # Each group repeats the values of its whole sequence. Any ratio within the zone can represent the zone.
+    # Each group repeats the values of the whole sequence. Any ratio within the zone can represent the zone.
     starts_N = tokens.starts_N
     max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
     min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)

@@ -127,9 +127,9 @@ class TraceInfo(Result):
     has_checksums: bool = True
     """True if every file has checksums. Without checksums (earlier releases), damage inside a file goes undetected."""
     judged: tuple[str, ...] = field(default=())
-    """Why each process not visible from this machine counts as live or ended, one sentence each."""
+    """One sentence for each process that is not visible from this machine: why it counts as live or ended."""
     missing: tuple[str, ...] = field(default=())
-    """Descriptions of data missing from the trace, one sentence each."""
+    """Descriptions of data that the trace lacks, one sentence each."""
     damaged: tuple[str, ...] = field(default=())
     """Descriptions of unreadable or missing files, which no result includes, one sentence each."""
     ignored: tuple[str, ...] = field(default=())

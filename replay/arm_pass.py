@@ -34,7 +34,7 @@ class ArmPass:
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._there: tuple[Snapshot | None, set[int]] = (None, set())
-        """A snapshot of the trace, and the steps in which it has scores of this pass."""
+        """A snapshot of the trace, and the steps in which the snapshot has scores of this pass."""
 
     @property
     def steps(self) -> list[int]:
@@ -68,8 +68,7 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add scores for a step's sequences as one record: if the replay is killed, either all of them are kept or
-        none.
+        """Add scores for a step's sequences as one record: if the replay is killed, either all scores are kept or none.
 
         Sequences that a concurrent replay has added in the meantime are skipped.
         """
@@ -112,7 +111,7 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove the pass by deleting the files of its writers, which contain nothing else.
+        """Remove the pass by deleting its writers' files, which contain only this pass.
 
         Each writer is first marked as removed, so that files left behind by a killed process are ignored.
         """

@@ -207,7 +207,7 @@ def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
 
 
 def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
-    """Pad rows to the recorded width or, with `is_tight`, to the smallest possible one."""
+    """Pad rows to the recorded width or, with `is_tight`, to the smallest possible width."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
     width = before + max(len(row.response_ids) + row.pad_right for row in rows)
     if padding == RIGHT:

@@ -305,7 +305,7 @@ class HfScorer:
         return logprobs_N if rounded is None else logprobs_N.to(rounded).float()
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores: the recorded one, updated with the settings in use."""
+        """Return the contract of this arm's scores: the recorded contract, updated with the settings in use."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
         if self._experts is not None:

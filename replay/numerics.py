@@ -109,7 +109,7 @@ class Numerics:
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
-        # TRL is imported last, and only for an arm that it can score.
+        # TRL is imported last, and only for an arm that TRL can score.
         return not shaped and all(value is None for value in own) and trl.scores(self.recorded)
 
     @property

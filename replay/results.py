@@ -67,7 +67,7 @@ class ReplayedStep:
     step: int
     num_tokens: int
     num_equal: int
-    """Number of tokens whose logprob matches the recorded one bit for bit."""
+    """Number of tokens whose logprob matches the recorded logprob bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
@@ -88,7 +88,7 @@ class ReplayedArm:
     num_steps: int
     num_tokens: int
     share_equal: float
-    """Share of tokens whose logprob matches the recorded one bit for bit."""
+    """Share of tokens whose logprob matches the recorded logprob bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: int

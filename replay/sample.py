@@ -18,7 +18,7 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Seed of every sample, so that a trace always gives the same groups and a larger sample includes every smaller one."""
+"""Seed of every sample: a trace always gives the same groups, and a larger sample includes every smaller sample."""
 STEPS_AT_ONCE = 64
 """Number of steps whose sequences are read at a time when a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949

@@ -100,7 +100,8 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings with the arm's changes within the block; restore the previous ones afterwards."""
+    """Apply the recorded settings with the arm's changes within the block, and restore the previous settings
+    afterwards."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:
@@ -129,6 +130,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A torch build without CUDA has fewer libraries. The arm's contract records the one that is used.
+        # A torch build without CUDA has fewer libraries. The arm's contract records the library that is used.
         with suppress(RuntimeError):
             change(value)

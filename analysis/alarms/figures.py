@@ -98,7 +98,7 @@ def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """Return a metric at the steps that have it; None if the trace has none.
+    """Return a metric at the steps that have a value; None if the trace has no value.
 
     With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
     """

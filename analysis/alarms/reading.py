@@ -45,7 +45,7 @@ class Alarm:
     """A level that was published for one metric, or one of tim-trace's own rules."""
 
     who: str
-    """Framework or paper that published the level; `tim-trace` for its own rules."""
+    """Framework or paper that published the level; `tim-trace` for tim-trace's own rules."""
     metric: str
     """Name of the per-step metric that the level applies to; see alarms.figures."""
     definition: str

@@ -38,7 +38,7 @@ TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where the rows of one side are stored, and the keys of their head and contract."""
+    """Where the rows of one side are stored, and the keys of the head and contract of these rows."""
 
     run: str
     group: str

@@ -258,9 +258,10 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Summary of the run, as codes in text.SUMMARY."""
     fall: Fall | None
-    """Collapse of the run's outcome that `attribute` finds; None if there is none, or if it begins after `steps`."""
+    """Collapse of the run's outcome that `attribute` finds; None if there is no collapse or if it begins after
+    `steps`."""
     later: Fall | None = None
-    """Collapse that begins after `steps`; None if there is none."""
+    """Collapse that begins after `steps`; None if there is no such collapse."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
     """First change of each series, earliest first."""

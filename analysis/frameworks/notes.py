@@ -86,7 +86,7 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Return a note on each run that was trained with options other than the given ones."""
+    """Return a note on each run that was trained with options other than the given options."""
     from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
 
     told = []

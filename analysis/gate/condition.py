@@ -145,7 +145,7 @@ class Verdict:
     steps_beyond: int | None
     """Number of steps whose value violates the condition; None for `check`, and for counts that grow with each step."""
     worst_step: int | None
-    """Step whose value is furthest beyond the bound, or nearest to it."""
+    """Step whose value is furthest beyond the bound, or nearest to the bound if no value is beyond it."""
     how: str
     """Steps beyond the bound, and how the interval was computed; for `check`, the faults found."""
 

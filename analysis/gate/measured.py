@@ -57,7 +57,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Metric -> (lower, upper) limit of the metric and of the ends of its interval."""
+"""Metric -> lower and upper limit of the metric, which also limit its interval."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}

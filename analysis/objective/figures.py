@@ -40,7 +40,7 @@ class FigureFormula:
 
     @property
     def description(self) -> str:
-        """The meaning of the figure, with the coverage of its interval if that is low."""
+        """The meaning of the figure, with the coverage of its interval if the coverage is low."""
         if self.in_tails is None:
             return self.meaning
         return (

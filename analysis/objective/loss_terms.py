@@ -38,7 +38,7 @@ class Differences:
     advantage_N: Array
     """Mean advantage over the tokens of a sequence."""
     has_one: bool
-    """True if all tokens of a sequence share one advantage, in every sequence."""
+    """True if, in every sequence, all tokens have the same advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
@@ -87,7 +87,7 @@ class LossTerms:
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """Return [K] w f(rho_used) as the loss applies it, given f(rho_used)."""
+        """Return w f(rho_used) [K] as it appears in the loss, given f(rho_used)."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)
@@ -104,7 +104,7 @@ class LossTerms:
         return np.add.reduceat(values_K, self.starts_N)
 
     def _signed(self, name: str, values_K: Array) -> dict[str, Array]:
-        """Return the sums over terms with A > 0, and over those with A < 0."""
+        """Return the sums over terms with A > 0 and the sums over terms with A < 0."""
         if self.sign_N is None:
             sides = [np.where(self.advantage > 0, values_K, 0.0), np.where(self.advantage < 0, values_K, 0.0)]
             positive, negative = (self._total(side) for side in sides)

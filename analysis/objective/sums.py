@@ -131,7 +131,7 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """Sums as [N] arrays in a fixed order, one element per row that can be compared."""
+    """Sums as [N] arrays in a fixed order, with one element for each row that can be compared."""
 
     unit_N: np.ndarray
     """Index of the row's group (group_id and step), or of the sequence if it has no group."""
@@ -186,7 +186,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # the single term of a sequence stands for its compared tokens
+    if sides.loss.aggregation == "sequence":  # the single term of a sequence stands for the sequence's compared tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -240,7 +240,7 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """All rows that went through the loss, which determine its divisors, as [R] arrays."""
+    """All rows that went through the loss, as [R] arrays. They determine the divisors of the loss."""
 
     update_R: np.ndarray
     """Index of the row's update."""

@@ -24,7 +24,7 @@ class Estimate:
     """Lower end of the interval over groups; None if there is no interval."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval; None if there is one."""
+    """Reason why there is no interval; None if there is an interval."""
     meaning: str
 
 
@@ -126,7 +126,7 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
+    """Return the sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
 
     The clip of f(rho*) alone raises b. So no sign is reported if the bias without the clip (`unclipped`) has the
     opposite sign.
@@ -143,7 +143,7 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the bias with the loss's clip and the one without it have opposite signs."""
+    """Return True if the bias with the loss's clip and the bias without the clip have opposite signs."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 

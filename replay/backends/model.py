@@ -268,7 +268,7 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """Return a weight rounded to the format `kind`, with one symmetric scale per group, set by its largest magnitude.
+    """Return a weight rounded to the format `kind`. Each group has one symmetric scale, set by its largest magnitude.
 
     int8 has 255 values and int4 has 15.
     """

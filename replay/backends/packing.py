@@ -60,7 +60,7 @@ def _attention(
     module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
     packed: RowSpans, scaling: float | None = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Return [1, W, N, D]: causal scaled_dot_product_attention for each span with its prefix."""
+    """Return [1, W, N, D]: causal scaled_dot_product_attention of each span to itself and to the span's prefix."""
     import torch
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]

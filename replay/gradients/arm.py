@@ -70,7 +70,7 @@ def parse_gradient_arm(text: str) -> GradientArm:
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with the arm's correction in place of the recorded one. Raises InvalidOption."""
+    """Return the loss with the arm's correction instead of the recorded correction. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")

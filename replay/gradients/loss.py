@@ -38,7 +38,7 @@ class StepLoss:
     """Loss of an optimizer step under an arm."""
 
     loss: Loss
-    """The recorded loss, with the arm's correction in place of the recorded one."""
+    """The recorded loss, with the arm's correction instead of the recorded correction."""
     below: str
     """Name of the pass in the denominator of the importance ratio."""
     above: str
@@ -220,5 +220,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a key that identifies a row within its optimizer step, which may contain a sequence more than once."""
+    """Return a key that identifies a row in an optimizer step. A step may contain the same sequence more than once."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

@@ -42,7 +42,7 @@ class GradientScorer(HfScorer):
 
     @property
     def trains(self) -> bool:
-        """True if the model was in train mode when it was recorded."""
+        """True if the model was in train mode when the pass was recorded."""
         return bool(self.contract.get("training_mode", False))
 
     @property

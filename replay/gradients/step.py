@@ -1,4 +1,4 @@
-"""One optimizer step under each arm. Each arm's gradient is compared with the first arm's, which is the reference.
+"""One optimizer step under each arm. The first arm's gradient is the reference for all others.
 
 Shapes: n micro-batches, M kinds of modules.
 """
@@ -132,7 +132,7 @@ class StepPasses:
         return notes
 
     def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        """Return the known reasons why the gradient norm differs from the logged one."""
+        """Return the known reasons why the gradient norm differs from the logged norm."""
         update, why = self.update, []
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
@@ -163,7 +163,7 @@ class StepPasses:
 
 
 class _Seen:
-    """Compares the logprobs of the forward passes with the recorded ones."""
+    """Compares the logprobs of the forward passes with the recorded logprobs."""
 
     def __init__(self) -> None:
         self.held = True

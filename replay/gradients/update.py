@@ -22,7 +22,7 @@ GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
 """Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
-"""Identity of a recorded forward pass: its writer, and its index among that writer's forward passes."""
+"""Identity of a recorded forward pass: the writer, and the index of the pass among the writer's forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,7 +61,7 @@ class Rounding:
     recorded: Any = None
     """torch dtype of the recorded weight, from which the operator's weight may have been rounded."""
     adds: bool = False
-    """True if the operator adds two tensors to get its input, and may use the unrounded sum."""
+    """True if the operator adds two tensors to get its input and may use the unrounded sum."""
 
     @property
     def out(self) -> float:
@@ -298,7 +298,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised values are rounded to the input's dtype before they are multiplied by a wider weight.
     out = max(rounding.out, unit(rounding.taken))
-    # If the sum was not rounded, each value is off by one rounding, and so is the norm.
+    # If the sum was not rounded, each value is off by one rounding, and the norm is too.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__

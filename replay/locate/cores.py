@@ -1,4 +1,4 @@
-"""Compare the core of an attention layer with float64: the queries, keys and values that reach it, and its output.
+"""Compare the core of an attention layer with float64: its queries, keys and values, and its output.
 
 Shapes: T tokens, N heads, G key-value heads, D head width.
 """
@@ -97,7 +97,7 @@ class Cores:
                 # The same tables rotate queries and keys, so if only the keys are wrong, they were changed after the
                 # rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
-                # A rotation, or its absence, preserves the norm of each head's vector.
+                # The norm of each head's vector is the same with and without a rotation.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
                 kind = ROTARY if slot == 0 or is_right or not are_right or bool(keeps.all()) else kind
                 are_right = is_right

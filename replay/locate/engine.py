@@ -40,7 +40,7 @@ _SAME_FUNCTION = 1e-9
 _SHARE_OF_MEMORY = 0.25
 """Maximum share of the free memory for recorded operator values."""
 _TASKS = 4
-"""Number of progress units per sequence: one for running both executions, one for judging each of the two, and one for
+"""Number of progress units per sequence: one for running both executions, one for judging each execution, and one for
 propagating errors to the logprobs."""
 _NEAR_VERSIONS = 8
 """Number of policy versions, before and after the step's own version, that are searched for a tensor that differs."""
@@ -138,7 +138,7 @@ class _Location:
         is_asked: Callable[[str], bool],
         progress: Progress,
     ):
-        """`wanted` selects the operators to observe, `is_asked` those to judge and patch."""
+        """`wanted` selects the operators to observe, `is_asked` the operators to judge and patch."""
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
@@ -299,7 +299,7 @@ class _Location:
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
-        """Yield each side's weights that differ from the recorded ones."""
+        """Yield the weights of each side that differ from the recorded weights."""
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self._executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):

@@ -147,7 +147,7 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return the dtypes of an operator's weight: the one in use, and the recorded one.
+        """Return two dtypes of an operator's weight: the dtype in use, and the recorded dtype.
 
         If the execution has no weight of this name, the dtype in use is the coarsest dtype of its weights.
         """

@@ -45,7 +45,7 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The sequences chosen from a step, at least one, all with the same policy version."""
+    """The sequences chosen from a step. There is at least one, and all have the same policy version."""
 
     rows: tuple[RecordedRow, ...]
     how: str

@@ -98,7 +98,8 @@ def _is_router(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return name -> module for each mixture of experts: the module that sums all experts, including a shared one."""
+    """Return name -> module for each mixture of experts: the module that sums all experts, including a shared
+    expert."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -289,7 +290,7 @@ class Taps:
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Observe one forward pass. `chosen` maps a row's index to where its values are recorded."""
+        """Observe one forward pass. `chosen` maps the index of a row to the object that records the row's values."""
         self._chosen, self._shape = chosen, batch.tokens_BW.shape
         self._places = places(batch, chosen, self._device)
         self._calls = CallNames()

@@ -52,7 +52,7 @@ class KeyValueCache:
         """True for tokens whose value vector is not finite; only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
-        """Store the keys and values of consecutive tokens; `start` is the index of the first one."""
+        """Store the keys and values of consecutive tokens; `start` is the index of the first token."""
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
         keys = sliced(keys_BNTD, self._key_bits, self._count)
@@ -73,7 +73,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Skip keys before the first and after the last one that the block sees.
+            # Skip keys before the first key and after the last key that the block sees.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]

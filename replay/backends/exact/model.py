@@ -131,7 +131,7 @@ class ExactModel:
         return self._heads[key]
 
     def caches(self, num_rows: int, width: int) -> list[KeyValueCache]:
-        """Return one empty cache per layer. Raises CannotReplay if sums over this many tokens are not exact."""
+        """Return one empty cache per layer. Raises CannotReplay if sums over `width` tokens would not be exact."""
         if width > MOST_KEYS:
             raise CannotReplay(
                 f"engine exact: got {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}; "

@@ -114,7 +114,7 @@ class ExactArmScorer(HfScorer):
         )
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores: the recorded one, updated with the settings in use."""
+        """Return the contract of this arm's scores: the recorded contract, updated with the settings in use."""
         made = super().made_by()
         return made | {
             "engine": "exact",
