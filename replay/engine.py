@@ -153,9 +153,7 @@ def _wanted(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if (
-        dry_run
-    ):  # Our scoring code is as fast as TRL's code, and importing TRL would take most of the time of a dry run.
+    if dry_run:  # Our scoring code is as fast as that of TRL; importing TRL would take most of a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]

@@ -231,7 +231,7 @@ def rounded_up(value: float) -> float:
 def _steps(
     database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
 ) -> tuple[tuple[int, ...], str]:
-    """Choose the steps to read from the steps scored by both passes. Return them with a phrase that describes the
+    """Choose the steps to read among those scored by both passes. Return them, and a phrase that describes the
     choice."""
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]

@@ -52,8 +52,7 @@ class Framework:
         """Raise InvalidOption if the options contradict each other."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per run or per step, according to `by`. Pass a of the pair is the trainer; pass b is the
-        rollout.
+        """Return one row per run or per step, according to `by`. Pass a is the trainer, pass b the rollout.
 
         `only` names the columns of the macro `<name>_<by>s` to compute; empty means all.
         """

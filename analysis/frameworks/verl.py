@@ -47,8 +47,7 @@ class Verl(Framework):
     rollout_rs_threshold: str | None = option_field(
         None, "One bound for all, or one per rejection; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
-    """One bound for all rejections, or one bound per rejection. For k1, `lower_upper` bounds 1 / rho from both
-    sides."""
+    """One bound for all rejections, or one per rejection. For k1, `lower_upper` bounds 1 / rho from both sides."""
 
     name: ClassVar[str] = "verl"
     version: ClassVar[str] = "0.9.0"

@@ -215,8 +215,7 @@ def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the engine's tensors that cannot be read or that differ from the given tensors, rounded to the engine's
-    dtype."""
+    """Yield the engine's tensors that cannot be read or that differ from the given tensors as rounded by the engine."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)

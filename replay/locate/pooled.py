@@ -16,8 +16,7 @@ CODE_DIFFERS = 4e-6
 limit. Code that uses float32 internally stays below the limit."""
 _UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
-"""Minimum share of differing elements for a tensor to count as another tensor. Below it, the tensor counts as
-modified."""
+"""Minimum share of differing elements for a tensor to count as another tensor. Otherwise, it counts as modified."""
 
 Apart = tuple[float, float]
 """Two sums of squares: of the difference between the values of both executions, and of the values of execution a. NaN
@@ -111,8 +110,7 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator, in forward order, whose result rounding cannot explain; None if there is no such
-    operator.
+    """Return the first operator, in forward order, whose result rounding cannot explain; None if rounding explains all.
 
     If a side's code gives the recorded model's log-probabilities in float64, a different intermediate result has no
     effect: it is noted in `pooled.unjudged`, but does not count.

@@ -98,8 +98,7 @@ def _is_router(module: Any) -> bool:
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return name -> module for each mixture of experts: the module that sums all experts, including a shared
-    expert."""
+    """Return name -> module for each mixture of experts: the module that sums all experts, shared expert included."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
