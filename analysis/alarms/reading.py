@@ -100,7 +100,7 @@ ALARMS = (
         summary="above the acceptable range", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); called KL on their page", level=1.0,
+        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); called KL in the docs", level=1.0,
         summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(

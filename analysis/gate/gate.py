@@ -96,7 +96,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
     if math.isfinite(value) and interval is not None and not _is_decided(condition, interval):
         verdict = CANNOT_TELL
     low, high = (None if interval is None else ends(interval)) or (None, None)
-    says = f"{len(beyond)} of {len(by_step)} steps violate it" + (f", first step {beyond[0]}" if beyond else "")
+    says = f"{len(beyond)} of {len(by_step)} steps violate the bound" + (f", first step {beyond[0]}" if beyond else "")
     if condition.any_step:
         if worst is None:
             raise NothingToCompare(f"{measured.metric}: no step has a value to check; remove this condition")

@@ -224,7 +224,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
-            f"{len(extra)} are unknown to it ({', '.join(extra[:3])}); check that they belong to this model. A trace "
+            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that they belong to this model. A trace "
             "with adapters must include their configuration (record it with this release of tim-trace, or a later one)"
         )
     with torch.no_grad():

@@ -19,13 +19,13 @@ class GradientArm(Arm):
     """Changes to the forward and backward and to the loss of a recorded gradient. By default, nothing changes."""
 
     logprobs: str | None = arm_option(
-        "Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train, "
-        "rollout (bypass), current (ratio 1), or replay/<arm>.",
+        "Pass to use as the denominator of the importance ratio, and instead of train in the ratio train / rollout of the "
+        "correction: train, rollout (bypass), current (ratio 1), or replay/<arm>.",
         users=(HF, GRADIENT), metavar="PASS",
     )  # fmt: skip
     correction: str | None = arm_option(
-        "none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, "
-        "sequence_mask:C, where C is the largest allowed ratio, or LOW_HIGH.",
+        "Correction: none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, "
+        "sequence_mask:C, where C is the largest allowed ratio, or two bounds LOW_HIGH.",
         users=(HF, GRADIENT), metavar="RULE",
     )  # fmt: skip
 
