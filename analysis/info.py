@@ -62,7 +62,8 @@ class PassInfo:
     num_routed: int
     """Number of score rows that have router choices."""
     note: str | None
-    """Note that scores cover only a sample, or why the pass has no scores (from its contract); None without a note."""
+    """Note that scores cover only a sample, or why the pass has no scores (from its contract); None if there is no
+    note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +268,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     if count:
         found.append(
             f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}) and are counted twice: two processes "
-            "used the same seq_id; give each sequence its own"
+            "used the same seq_id; give each sequence its own seq_id"
         )
     for writer in writers:
         if writer.state == KILLED:

@@ -165,7 +165,7 @@ class HfScorer:
             if self.arm.routing and not self._routers:
                 raise CannotReplay(
                     f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its "
-                    "experts; drop it"
+                    "experts; drop this option"
                 )
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)

@@ -147,7 +147,7 @@ class RecordedRun:
                 return state.model, state.tokenizer
         if self.manifest.is_import:
             raise CannotReplay(
-                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored it with: "
+                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored the dump: "
                 f"tim-trace weights {shlex.quote(self.store.url)} --attach VERSION DIR"
             )
         raise CannotReplay(

@@ -109,7 +109,7 @@ ALARMS = (
     ),
     Alarm(
         who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
-        summary="its own CI fails", source="prime-rl CI",
+        summary="prime-rl's own CI fails", source="prime-rl CI",
     ),
     Alarm(
         who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,

@@ -251,7 +251,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract lacks the head for its hidden states; record them again with one"
+                f"{self.store.url}: a contract lacks the head for its hidden states; record them with a head"
             )
         if version is None:
             raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")

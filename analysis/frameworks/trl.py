@@ -84,7 +84,7 @@ class Trl(Framework):
         if self.trainer == "rloo":
             for name in ("delta", "off_policy_mask_threshold"):
                 if getattr(self, name) is not None:
-                    raise InvalidOption("TRL's RLOO trainer does not have it; use trainer grpo", option=name)
+                    raise InvalidOption("TRL's RLOO trainer does not have this option; use trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         from ..trace.columns import num_scored, why_nothing  # imports DuckDB, which a command's help does not need

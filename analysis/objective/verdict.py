@@ -41,7 +41,7 @@ class Objective(Result):
     loss_basis: tuple[Statement, ...]
     """Where the loss settings come from, as codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """The passes in the roles of trainer at the sampling weights, engine, and policy inside the loss."""
+    """The passes that act as trainer (at the sampling weights), as engine, and as policy inside the loss."""
     num_updates: int
     """Number of updates (step, inner iteration); `steps` has one row for each."""
     num_rows: int

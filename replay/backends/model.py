@@ -72,7 +72,7 @@ def build(
     except Exception as error:  # If a config does not fit the class, transformers may raise anything.
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
-            f"recorded in the trace (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
+            f"recorded in the trace (tim-trace info), choose another attention, or build the model with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return _placed(model, device)
 
@@ -224,7 +224,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
-            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that they belong to this model. A trace "
+            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this model. A trace "
             "with adapters must include their configuration (record it with this release of tim-trace, or a later one)"
         )
     with torch.no_grad():

@@ -101,7 +101,7 @@ class TransformersScorer(BatchScorer):
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             raise CannotReplay(
-                f"compile: torch.compile failed on this model and machine: {first_line(error)}; replay without it"
+                f"compile: torch.compile failed on this model and machine: {first_line(error)}; replay without compile"
             ) from error
 
 

@@ -184,7 +184,7 @@ class VllmEngine:
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
-                f"attention-backend {wanted}: for this model and device, this vLLM uses {', '.join(used)} instead; "
+                f"attention-backend {wanted}: for this model and device, this vLLM version uses {', '.join(used)} instead; "
                 "use that name, or omit the option"
             )
 

@@ -124,7 +124,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("its grad norm cannot be told apart from those of the step's other updates")
+            notes.append("the logged grad norm cannot be told apart from those of the step's other updates")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
@@ -140,7 +140,7 @@ class StepPasses:
             why.append("the trace does not record which rows formed each micro-batch")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
-            why.append(f"{writers} processes computed it, so the summation order differs here")
+            why.append(f"{writers} processes computed the gradient, so the summation order differs here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
                 f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer step "
@@ -157,7 +157,7 @@ class StepPasses:
         why.append(
             "the forward reproduced the recorded logprobs bit for bit"
             if seen.held
-            else f"the forward's logprobs differ from the recorded ones by up to {seen.largest:.2g} nats"
+            else f"the forward's logprobs differ from the recorded logprobs by up to {seen.largest:.2g} nats"
         )
         return why
 

@@ -177,7 +177,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
             dropped += 1
     notes = [
         f"{dropped} rows were scored again with other weights under the same policy version; their optimizer steps "
-        f"cannot be told apart, so only the first one is used (record versions with "
+        f"cannot be told apart, so only the first step is used (record versions with "
         f"Recorder.add_scores(policy_version=...))"
     ]
     kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
@@ -223,8 +223,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
         if values.is_valid
     }
     if not found:
-        how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
-            f"record it, or set a loss without it, e.g. "
+        how = f"replay this arm first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
+            f"record this pass, or set a loss that does not need it, e.g. "
             f"{option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(

@@ -41,7 +41,7 @@ def check(identity: Mapping[str, Any]) -> None:
     if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise CannotReplay(
             f"engine exact: rotary embedding {kind!r} is not supported, because its angles depend on the sequence "
-            "length or it covers only part of a head; default, linear, llama3 and yarn over the whole head work; use "
+            "length or it covers only part of a head; supported are default, linear, llama3 and yarn over the whole head; use "
             f"{option('engine', 'hf')}"
         )
 
@@ -135,7 +135,7 @@ class ExactModel:
         if width > MOST_KEYS:
             raise CannotReplay(
                 f"engine exact: got {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}; "
-                "replay shorter ones"
+                "replay shorter sequences"
             )
         shape = (num_rows, self.config.num_key_value_heads, width, self._head_width)
         return [KeyValueCache(*shape, self.precision, self.device) for _ in range(self.config.num_hidden_layers)]

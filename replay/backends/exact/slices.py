@@ -86,7 +86,7 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul`, for left elements that already include right's exponents; right's parts are [..., K, N]."""
+    """Do the same as `matmul` for left elements that include the exponents of `right`, whose parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
