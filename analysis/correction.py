@@ -63,7 +63,8 @@ def published(
     geometric: tuple[float, float] = (0.999, 1.002),
     veto: float = 1e-4,
 ) -> list[Correction]:
-    """Return the published corrections, by default with published thresholds. verl's presets always use their own."""
+    """Return the published corrections, by default with published thresholds. verl's presets always use their own
+    thresholds."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [

@@ -177,7 +177,7 @@ class RecordedRun:
         return found
 
     def unsealed(self, pass_name: str) -> list[tuple[int, str]]:
-        """Return the step and sequence of the scores of a pass that are in journals that are not sealed yet."""
+        """Return the step and sequence of a pass's scores in journals that are not sealed yet."""
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
             return []
@@ -318,7 +318,7 @@ class RecordedRun:
         )  # fmt: skip
 
     def table(self, table: str, condition: ds.Expression, columns: list[str]) -> pa.Table:
-        """Return the given columns of the table rows that meet a condition. Only the newest attempt counts."""
+        """Return the given columns of the table rows that meet a condition, from the newest attempt at each step."""
         paths = [name.removeprefix(f"{PROTOCOL}://") for name in self._names[table]]
         schema = TABLES[table].schema
         if not paths:

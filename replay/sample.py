@@ -91,7 +91,8 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """Entry that a sampled pass adds to its contract. It is the same for every share, so samples can grow."""
+        """Entry that a sampled pass adds to its contract. It does not depend on the share, so that samples can be
+        extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:

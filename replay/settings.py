@@ -100,8 +100,8 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings with the arm's changes within the block, and restore the previous settings after
-    it."""
+    """Within the block, apply the recorded settings with the arm's changes. Restore the previous settings
+    afterwards."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:

@@ -123,7 +123,7 @@ class VllmScorer:
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
         """Score rows with the loaded weights.
 
-        The temperature is applied here, because vLLM returns logprobs without temperature.
+        The temperature is applied here, because vLLM's logprobs do not include the temperature.
         """
         assert self._engine is not None
         values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)

@@ -125,7 +125,8 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: the index of each dimension in the execution's queries and keys; None if it is the float64 order.
+    """Return [D]: the index of each dimension in the execution's queries and keys; None if the order is the same as in
+    the float64 model.
 
     Attention scores do not depend on the order of dimensions, if queries and keys share it. Some code rotates
     neighbouring pairs and leaves them in place.

@@ -69,7 +69,8 @@ class Judgement:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        """Compare values [T, ...] with exact values, given a bound for each. The error is kept at `point`, if given."""
+        """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, the error is kept
+        under this key."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -78,7 +79,8 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks unequal ones."""
+        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks the unequal
+        integers."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs

@@ -110,7 +110,8 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator, in forward order, whose result rounding cannot explain; None if rounding explains all.
+    """Return the first operator, in forward order, whose result rounding cannot explain; None if rounding explains
+    every result.
 
     If a side's code gives the recorded model's log-probabilities in float64, a different intermediate result has no
     effect: it is noted in `pooled.unjudged`, but does not count.
