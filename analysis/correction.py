@@ -37,7 +37,7 @@ class Correction:
     low: float = 0.0
     """Lower bound on the ratio; ratios below the bound get a weight of 0."""
     high: float = _INFINITY
-    """Upper bound on the ratio; the weight for a larger ratio is `high` if the rule truncates, else 0."""
+    """Upper bound on the ratio; a larger ratio gets the weight `high` if the rule truncates, else 0."""
     truncates: bool = False
     sum_low: float = -_INFINITY
     """Minimum sum of d for a sequence to be kept, nats; each d is clamped to +-20 nats."""
@@ -63,7 +63,8 @@ def published(
     geometric: tuple[float, float] = (0.999, 1.002),
     veto: float = 1e-4,
 ) -> list[Correction]:
-    """Return the published corrections, by default with published thresholds; verl's presets always use verl's."""
+    """Return the published corrections, by default with published thresholds. verl's presets always use their own
+    thresholds."""
     ratio = f"{a}/{b}"
     token, sequence, low, high = token_threshold, sequence_threshold, *icepop
     return [
@@ -120,14 +121,14 @@ MACROS = MacroFile[Database](
 
 
 def token_bounds(rules: Iterable[Correction]) -> Bounds:
-    """Return the lower and the upper token bounds of all rules, each ascending; they divide token ratios into zones."""
+    """Return the lower and upper token bounds of all rules, in ascending order. These bounds separate the zones."""
     of_tokens = [rule for rule in rules if rule.level == "token"]
     lows = {rule.low for rule in of_tokens if math.isfinite(rule.low)}
     return tuple(sorted(lows)), tuple(sorted({rule.high for rule in of_tokens if math.isfinite(rule.high)}))
 
 
 def _sequence_class(rules: list[Correction]) -> str:
-    """Return an SQL expression for one integer that encodes which of the rules' bounds a sequence's statistics pass."""
+    """Return an SQL expression for an integer that encodes which bounds of the rules a sequence's statistics pass."""
     weighed = [rule for rule in rules if rule.level == "sequence"]
     bounds: dict[str, tuple[list[float], list[float]]] = {
         "seq_ratio": ([rule.low for rule in weighed], [rule.high for rule in weighed]),
@@ -176,7 +177,7 @@ def _mean_bounds(low: float, high: float) -> dict[str, Any]:
 
 
 def _presets_of_verl(a: str, b: str) -> list[Correction]:
-    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Its bounds on k1 = -d bound the inverse ratio."""
+    """Return the presets in verl 0.9.0's RolloutCorrectionConfig. Bounds on k1 = -d are bounds on the inverse ratio."""
     ratio = f"{a}/{b}"
     k3 = {"k3_high": 0.01}
     geo = {"mean_low": -math.log(1.001), "mean_high": -math.log(0.999)}

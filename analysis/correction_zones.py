@@ -1,4 +1,4 @@
-"""Sum tokens by zone: the interval between two bounds that contains their ratio. Corrections need only these sums.
+"""Sum tokens by zone, the interval between two bounds that contains a token's ratio; corrections need only these sums.
 
 A sequence's sums depend only on its own tokens, so they are bitwise identical in any batch.
 
@@ -51,7 +51,7 @@ def register(connection: duckdb.DuckDBPyConnection, bounds: Bounds) -> None:
 
 
 def zones_of_rows(bounds: Bounds, rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert rows of the macro `correction_lists` to one row per group, with the key of its sequence."""
+    """Convert rows of the macro `correction_lists` to one row per group, with the keys of the group's sequence."""
     names = ("logprobs_a", "logprobs_b", "mask", "advantage", "advantages")
     row_G, columns = _groups(bounds, *(rows.column(name) for name in names))
     keys = [rows.column(name).take(pa.array(row_G)) for name in KEYS]
@@ -67,7 +67,7 @@ def _of_lists(bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advanta
 def _groups(
     bounds: Bounds, a: Any, b: Any, mask: Any, advantage: Any, advantages: Any
 ) -> tuple[np.ndarray, list[pa.Array]]:
-    """Return the index of the sequence that each group belongs to, [G], ascending; and the groups' columns (TYPES)."""
+    """Return the index [G] of each group's sequence, in ascending order, and the groups' columns (TYPES)."""
     one = advantage.combine_chunks() if isinstance(advantage, pa.ChunkedArray) else advantage
     tokens = tokens_of({"a": a, "b": b}, mask=mask, advantage=one.fill_null(np.nan), advantages=advantages)
     kept = tokens.where(tokens.counted_T)
@@ -92,7 +92,8 @@ def _groups(
 
 
 def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Array]]:
-    """Return [G] indices within the block of the groups' sequences, and column in TYPES -> [G] values, NaN for NULL."""
+    """Return the index [G] of each group's sequence within the block, and column in TYPES -> values [G], NaN for
+    NULL."""
     a_T, b_T, row_T = tokens.logprobs["a"], tokens.logprobs["b"], tokens.sequence_T
     assert tokens.advantage_N is not None
     own_T = np.repeat(tokens.advantage_N, tokens.lengths_N) if tokens.advantage_T is None else tokens.advantage_T
@@ -118,7 +119,7 @@ def _of_block(bounds: Bounds, tokens: Tokens) -> tuple[np.ndarray, dict[str, Arr
     def total(values_T: Array) -> Array:
         return np.where(inside_G, np.bincount(group_T, values_T, len(cells)), np.nan)
 
-    # Each group repeats the values of its whole sequence. Any ratio within the zone can represent the zone.
+    # Each group repeats the values of the whole sequence. Any ratio within the zone can represent the zone.
     starts_N = tokens.starts_N
     max_k2_N = np.maximum.reduceat(np.where(finite_T, c_T * c_T / 2, -np.inf), starts_N)
     min_ratio_N = np.minimum.reduceat(np.where(finite_T, ratio_T, np.inf), starts_N)

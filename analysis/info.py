@@ -35,10 +35,10 @@ class WriterInfo:
     pid: int
     rank: int | None
     attempt: int | None
-    """Training attempt to which the writer belongs; None outside of training, or if not recorded."""
+    """Training attempt to which the writer belongs; None if it wrote outside a training run, or if not recorded."""
     known_by: str
-    """Evidence for `state`: the writer `closed`, its `process` was found, its machine `restarted`, or the `age` of its last
-    sign of life."""
+    """Evidence for `state`: the writer `closed`, the writer's `process` was found, its machine `restarted`, or the
+    `age` of the last sign of life."""
     silent_s: float | None
     """Seconds since the writer's last sign of life, if `known_by` is `age`."""
     num_sequences: int
@@ -62,7 +62,8 @@ class PassInfo:
     num_routed: int
     """Number of score rows that have router choices."""
     note: str | None
-    """Note that scores cover only a sample, or on why the pass has none (from its contract); None without a note."""
+    """Note that scores cover only a sample, or why the pass has no scores (from its contract); None if there is no
+    note."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class TraceInfo(Result):
     source: str
     command: tuple[str, ...]
     exit_code: int | None
-    """Exit code of the recorded command; None while it runs, or if there was none."""
+    """Exit code of the recorded command; None while the command runs, or if there was no command."""
     state: str
     """`live`, `finished`, `killed` or `stopped`."""
     capture: str
@@ -125,11 +126,11 @@ class TraceInfo(Result):
     attempts: tuple[AttemptInfo, ...] = field(default=())
     """Training attempts, if the run resumed from a checkpoint."""
     has_checksums: bool = True
-    """True if every file has checksums; without them (earlier releases) damage inside a file goes undetected."""
+    """True if every file has checksums. Without checksums (earlier releases), damage inside a file goes undetected."""
     judged: tuple[str, ...] = field(default=())
-    """Why each process not visible from this machine counts as live or ended, one sentence each."""
+    """One sentence for each process that is not visible from this machine: why it counts as live or ended."""
     missing: tuple[str, ...] = field(default=())
-    """Descriptions of data missing from the trace, one sentence each."""
+    """Descriptions of data that the trace lacks, one sentence each."""
     damaged: tuple[str, ...] = field(default=())
     """Descriptions of unreadable or missing files, which no result includes, one sentence each."""
     ignored: tuple[str, ...] = field(default=())
@@ -244,7 +245,7 @@ _TWICE = """
 """
 
 RANGE_SEQUENCES = 1 << 18
-"""Maximum number of sequences whose names are compared at once; a larger step is processed alone."""
+"""Maximum number of sequences whose names are compared at once. A step with more sequences is processed alone."""
 
 
 def _passes(database: Database) -> tuple[PassInfo, ...]:
@@ -256,7 +257,7 @@ def _passes(database: Database) -> tuple[PassInfo, ...]:
 
 
 def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> list[str]:
-    """Describe data that a reader would expect but the trace lacks."""
+    """Describe data that a reader would expect but that the trace lacks."""
     found = []
     sequences = dict(database.connection.execute(_STEPS).fetchall())
     ranges, total = step_ranges(sequences, RANGE_SEQUENCES), sum(sequences.values())
@@ -267,7 +268,7 @@ def _missing(database: Database, source: Source, writers: list[WriterInfo]) -> l
     if count:
         found.append(
             f"{count} sequences were recorded twice (first: step {step}, {seq_id!r}) and are counted twice: two processes "
-            "used the same seq_id; give each sequence its own"
+            "used the same seq_id; give each sequence its own seq_id"
         )
     for writer in writers:
         if writer.state == KILLED:
@@ -302,7 +303,7 @@ def _replay_lacks(source: Source, counts: Mapping[str, int]) -> list[str]:
 
 
 def _unscored(database: Database, ranges: Sequence[range]) -> Iterator[tuple[str, int, int, int]]:
-    """Yield (pass, number of sequences without its scores, first step, last step) for every pass except replays."""
+    """Yield (pass, number of sequences not scored by it, first step, last step) for every pass except replays."""
     names = [name for name in scored_passes(database) if not name.startswith(REPLAY_PREFIX)]
     rows = _of_ranges(database, _UNSCORED, ranges if names else (), names=names)
     for name in names:

@@ -68,7 +68,7 @@ _WORTH_TELLING = 0.05
 
 
 def _is_telling(writer: WriterInfo) -> bool:
-    """Return True if a writer should be listed: it did not finish, or training waited for it."""
+    """Return True if a writer should be listed: it did not finish, or it made training wait for the disk."""
     return writer.state != FINISHED or writer.waited_s >= _WORTH_TELLING
 
 

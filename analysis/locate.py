@@ -35,12 +35,12 @@ def locate(
 ) -> Location:
     """Find the operator where two executions of recorded tokens diverge, with proof.
 
-    Sequences of one recorded step run through two executions of the recorded weights: a, `arm` (by default as recorded), and b,
-    `against` (by default the recorded model in float64). `engine=vllm` selects vLLM for either, `engine=exact` the exact
-    engine. Each operator's output is compared with that of a float64 model on the same inputs, so errors from earlier
-    operators do not count. The divergence is the first operator whose error exceeds what rounding can cause, given its
-    dtype and the length of its sums. `carried` is the share of the mismatch that each operator's own error accounts
-    for.
+    Sequences of one recorded step run through two executions of the recorded weights: a is `arm` (by default as
+    recorded), and b is `against` (by default the recorded model in float64). `engine=vllm` selects vLLM for either
+    execution, `engine=exact` the exact engine. Each operator's output is compared with that of a float64 model on the
+    same inputs, so errors from earlier operators do not count. The divergence is the first operator whose error exceeds
+    what rounding can cause, given its dtype and the length of its sums. `carried` is the share of the mismatch that
+    each operator's own error accounts for.
 
     `steps` selects one step. `sequences` is a number (those with the largest mismatch between trainer and engine, if
     both were recorded), `random:N`, or comma-separated ids. `layers` (3 or 2:8) and `operators` (comma-separated parts
@@ -77,7 +77,7 @@ def locate(
 def question_id(question: LocateQuestion) -> str:
     """Return the XXH3-64 hash of a question's canonical JSON, 16 hexadecimal digits.
 
-    The hash includes an arm's changes rather than its name, so options added in later releases do not change ids.
+    The hash includes an arm's changes but not its name, so options that later releases add do not change ids.
     """
     arms = {"arm": Arm() if question.arm is None else parse_arm(question.arm), "against": parse_arm(question.against)}
     asked: dict[str, Any] = asdict(question) | {side: arm.changes for side, arm in arms.items()}

@@ -57,8 +57,8 @@ def location_text(found: Location, width: int | None = None) -> str:
         facts.append(
             (
                 "",
-                "the check of the others does not need them; to check them too, run code that computes each separately, "
-                "such as transformers",
+                "the other operators can be checked without them; to check these too, run code that computes each one "
+                "separately, such as transformers",
             )
         )
     parts = [location_sentence(named), "\n".join(f"{name:<9}  {value}" for name, value in facts)]
@@ -70,7 +70,7 @@ def location_text(found: Location, width: int | None = None) -> str:
 
 
 def _largest(rows: Rows, value: str) -> Rows | None:
-    """Return at most _MOST_ROWS rows with the largest values, leaving out negligible ones."""
+    """Return at most _MOST_ROWS rows with the largest values, without negligible rows."""
     kept = sorted((row for row in rows.dicts() if abs(row[value] or 0.0) >= _LEAST), key=lambda row: -row[value])[
         :_MOST_ROWS
     ]
@@ -141,7 +141,7 @@ def _first(first: Divergence, found: Location) -> str:
     whose = f"{first.side} ({found.a if first.side == 'a' else found.b})"
     if first.why == "weights":
         of = f"; they are from version {first.version}" if first.version is not None else ""
-        return f"The first divergence is {first.operator}: its weights in {whose} are not the recorded ones{of}."
+        return f"The first divergence is {first.operator}: its weights in {whose} differ from the recorded weights{of}."
     if first.why == "beyond":
         size = "an expert choice that rounding does not explain" if first.ratio == float("inf") else (
             f"its own error is {first.ratio or 0.0:,.3g} times what rounding can cause"
@@ -154,5 +154,5 @@ def _first(first: Divergence, found: Location) -> str:
 
 
 def _weights(each: WeightDifference) -> str:
-    of = f" (that of version {each.version})" if each.version is not None else ""
-    return f"{each.tensor} in {each.side} is not the recorded one{of}: differs by up to {each.largest:.3g}"
+    of = f"; it is from version {each.version}" if each.version is not None else ""
+    return f"{each.tensor} in {each.side} differs from the recorded tensor by up to {each.largest:.3g}{of}"

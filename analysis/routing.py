@@ -24,7 +24,7 @@ FUNCTIONS = ("routing_sums_of", "routing_counts_of")
 """Names of the SQL functions: agreement per layer of a sequence, and per token."""
 
 _ARGUMENTS = ["VARCHAR", "VARCHAR", "BIGINT", "VARCHAR", "BIGINT", "BIGINT"]
-"""SQL types of run, group and first row in pass a, group and first row in pass b, and number of tokens."""
+"""SQL types of the run, the group and first row in pass a and then in pass b, and the number of tokens."""
 _SUMS = {
     "num_tokens": "BIGINT", "num_same_experts": "BIGINT", "num_same_order": "BIGINT", "sum_overlap": "DOUBLE",
     "num_weights": "BIGINT", "sum_abs_dweight": "DOUBLE",
@@ -91,7 +91,8 @@ def by_layer(found: Agreement) -> list[dict[str, Any]]:
 
 
 def by_token(found: Agreement) -> list[dict[str, Any]]:
-    """Return, per token, the number of layers that both passes routed, and how many of them chose different experts."""
+    """Return, for each token, the number of layers that both passes routed, and the number in which their experts
+    differ."""
     known, same = found.known_NL.sum(axis=1).tolist(), found.same_experts_NL.sum(axis=1).tolist()
     return [
         {"num_layers": layers, "num_layers_differing": layers - equal}
@@ -102,7 +103,7 @@ def by_token(found: Agreement) -> list[dict[str, Any]]:
 def register(connection: duckdb.DuckDBPyConnection, sources: Sequence[Source]) -> None:
     """Register `routing_sums_of` and `routing_counts_of`, which read the traces' Zarr groups, on a connection.
 
-    They are safe in confined queries: they open only groups in these traces' dense/ folders.
+    They are safe in confined queries, because they open only groups in the dense/ folders of these traces.
     """
     stores = {source.run: source.store for source in sources}
 

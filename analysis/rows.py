@@ -76,8 +76,8 @@ def table(values: Sequence[Any]) -> Rows:
 
 
 def to_json(value: Any) -> str:
-    """Return a value as JSON. NaN and infinities, which JSON lacks, become the strings `NaN`, `Infinity` and `-Infinity`; null
-    means "not recorded". Terminal control characters are escaped."""
+    """Return a value as JSON. NaN and infinities, which JSON lacks, become the strings `NaN`, `Infinity` and
+    `-Infinity`; null means "not recorded". Terminal control characters are escaped."""
     text = json.dumps(_jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)
     if text.isascii() and "\x7f" not in text:
         return text
@@ -94,10 +94,10 @@ def to_csv(rows: Rows) -> Iterator[str]:
 
 
 def to_text(rows: Rows, width: int | None = None, main: Sequence[str] = ()) -> str:
-    """Render a table with numbers to six digits, one line per row; a few long rows become lists of names and values.
+    """Render a table with six-digit numbers, one line per row. A few long rows become lists of names and values.
 
-    A table wider than `width` keeps the columns that fit: those of `main` in that order, then the others in table order. A
-    ColumnsLeftOut warning lists the dropped columns.
+    A table wider than `width` keeps the columns that fit: first those in `main`, in that order, then the others in
+    table order. A ColumnsLeftOut warning lists the dropped columns.
     """
     if not rows.columns:
         return ""
@@ -144,11 +144,11 @@ class _Column:
 
 
 _SHORTEST_TEXT = 12
-"""Minimum width to which texts and names are cut, characters."""
+"""Minimum width, in characters, to which texts and names are cut."""
 _MOST_NAMED = 6
 """Maximum number of dropped columns named in the warning."""
 _LONG_TEXT = 40
-"""Minimum length of a text that may be wrapped, characters."""
+"""Minimum length, in characters, of a text that may be wrapped."""
 _MOST_LISTS = 4
 """Maximum number of long rows rendered side by side as lists."""
 
@@ -158,7 +158,7 @@ def _line_width(columns: Sequence[_Column]) -> int:
 
 
 def _folded(name: str, width: int) -> list[str]:
-    """Break a name after `/` and `_` into lines of at most `width`, where possible."""
+    """Break a name after `/` and `_` into lines of at most `width` characters, if possible."""
     lines = [""]
     for part in re.findall(r"[^/_]*[/_]?", name):
         if lines[-1] and len(lines[-1] + part) > width:
@@ -290,7 +290,7 @@ def of_steps(steps: str) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Apply `printable` to all texts in a result, so that text from a trace cannot imitate our output.
+    """Apply `printable` to all texts in a result, so that text from a trace cannot imitate the program's output.
 
     Values other than texts, dataclasses and collections stay unchanged.
     """

@@ -1,4 +1,4 @@
-"""Description of an arm's option: the single source for its checks, messages, command-line flag and docs."""
+"""Descriptions of an arm's options, from which checks, messages, command-line flags and docs are derived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..schemas.errors import InvalidOption, option
 HF, VLLM, EXACT = "hf", "vllm", "exact"
 ENGINES = (HF, VLLM, EXACT)
 GRADIENT, LOCATE, FACTORY = "gradient", "locate", "factory"
-"""Users of arms besides engines: the commands `gradient` and `locate`, and models that return only logits."""
+"""Users of arms other than engines: the commands `gradient` and `locate`, and models that return only logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +22,11 @@ class Clash:
     other: str
     why: str
     values: tuple[str, ...] = ()
-    """Values of this option; empty for all."""
+    """Values of this option; empty means all values."""
     others: tuple[str, ...] = ()
-    """Values of the other option, compared up to the colon; empty for all."""
+    """Values of the other option, compared up to the colon; empty means all values."""
     engine: str | None = None
-    """Engine that has this restriction; None for all engines."""
+    """Engine that has this restriction; None if all engines have it."""
 
     def meets(self, value: Any, other: Any) -> bool:
         """Return True if these two values cannot be combined."""
@@ -52,7 +52,7 @@ class ArmOption:
     most: float | None = None
     """Upper bound of a float option, which must be above 0; None for an integer option."""
     label: str | None = None
-    """Prefix of the value in a generated arm name; None for the option's name and a hyphen."""
+    """Prefix of the value in a generated arm name; None means the option's name and a hyphen."""
 
     @property
     def takes_numbers(self) -> bool:
@@ -113,5 +113,5 @@ def check_clashes(options: Mapping[str, ArmOption], values: Mapping[str, Any]) -
 
 
 def phrase(name: str, value: Any) -> str:
-    """Return an option with its value, as in a sentence: `batch-size 1`, `compile`."""
+    """Return an option with its value for use in a sentence: `batch-size 1`, `compile`."""
     return name.replace("_", "-") + ("" if value is True else f" {value}")

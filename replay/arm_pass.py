@@ -1,4 +1,4 @@
-"""The pass `replay/<arm>`: read an arm's scores from the trace, and add more."""
+"""The pass `replay/<arm>`: read an arm's scores from the trace, and add scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ArmPass:
         self.name = REPLAY_PREFIX + arm.name
         self._recorder: Recorder | None = None
         self._there: tuple[Snapshot | None, set[int]] = (None, set())
-        """A snapshot of the trace, and the steps in which it has scores of this pass."""
+        """A snapshot of the trace, and the steps in which the snapshot has scores of this pass."""
 
     @property
     def steps(self) -> list[int]:
@@ -52,9 +52,9 @@ class ArmPass:
         return any(found.get("arm") != self.arm.changes for found in self.run.arms(self.name))
 
     def scored(self, step: int, rows: Sequence[RecordedRow], contract: Contract | None = None) -> Scored | None:
-        """Return a step's stored scores, for the rows that have any.
+        """Return a step's stored scores for the rows that have scores.
 
-        With a `contract`, return None if any score is missing or was computed under another contract.
+        If `contract` is given, return None if any score is missing or was computed under another contract.
         """
         own = {row.seq_id: row for row in self.run.step(step, self.name)}
         kept = [row for row in rows if row.seq_id in own]
@@ -68,8 +68,7 @@ class ArmPass:
         return Scored(rows=kept, logprobs=[own[row.seq_id].logprobs for row in kept])
 
     def add(self, step: int, scored: Scored, contract: Contract) -> None:
-        """Add scores for a step's sequences as one record: if the replay is killed, either all of them are kept or
-        none.
+        """Add scores for a step's sequences as one record: if the replay is killed, either all scores are kept or none.
 
         Sequences that a concurrent replay has added in the meantime are skipped.
         """
@@ -112,7 +111,7 @@ class ArmPass:
         self._recorder.flush()
 
     def remove(self) -> None:
-        """Remove the pass by deleting the files of its writers, which contain nothing else.
+        """Remove the pass by deleting its writers' files, which contain only this pass.
 
         Each writer is first marked as removed, so that files left behind by a killed process are ignored.
         """

@@ -35,7 +35,7 @@ _CACHED = ("decode", "chunked")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm:
-    """A replay configuration. Options that are None or have their default value stay as recorded."""
+    """A replay configuration. If an option is None or has its default value, the recorded setting is used."""
 
     engine: str = arm_option(
         "Replay engine: the rebuilt transformers model, vLLM with the same weights, or layers whose bits do not "
@@ -142,7 +142,7 @@ class Arm:
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Arm name; its pass is replay/NAME.  [default: from the changes]", default="", users=_ANY, metavar="NAME",
+        "Arm name, also in the pass replay/NAME.  [default: from the changes]", default="", users=_ANY, metavar="NAME",
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class Arm:
             )
 
     def lacking(self, user: str) -> list[str]:
-        """Return the options whose changed value is not supported by an engine, or by another user of arms."""
+        """Return the options with a changed value that an engine, or another user of arms, does not support."""
         options = options_of(type(self))
         return [name for name, value in self.changes.items() if not options[name].works(user, value)]
 
@@ -188,7 +188,7 @@ class Arm:
 
     @property
     def is_heard(self) -> bool:
-        """True if `locate` is worth suggesting: operators run and round in this process, where they can be observed."""
+        """True if `locate` is worth suggesting: operators run and round in this process, so they can be observed."""
         return self.engine != EXACT and not self.unheard and self.tensor_parallel_size in (None, 1)
 
     @property
@@ -256,7 +256,7 @@ def parse_arm(text: str, kind: type[Arm] = Arm) -> Arm:
 
 
 def arm_text(changes: Mapping[str, Any]) -> str | None:
-    """Return the text that `parse_arm` parses to these changes; None if this release does not know one of them.
+    """Return the text that `parse_arm` parses to these changes; None if this release does not know one of the changes.
 
     >>> arm_text({"dtype": "fp16", "batch_size": 1})
     'dtype=fp16,batch-size=1'

@@ -19,7 +19,7 @@ from .recorded import RecordedRow
 
 LEFT, RIGHT, PACKED = "left", "right", "packed"
 PACKED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Device -> maximum tokens per packed forward pass, if the arm sets no limit. Longer rows run alone."""
+"""Device -> maximum tokens per packed forward pass if the arm sets no limit. A row with more tokens runs alone."""
 UNLABELLED = -100
 """Label for a position whose next token has no score."""
 
@@ -91,7 +91,7 @@ class PaddedBatch(_PlacedRows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch(_PlacedRows):
-    """One forward pass over rows without padding between them: placed end to end, or as a tree of shared prefixes."""
+    """One forward pass over rows without padding between them: the rows are end to end, or form a prefix tree."""
 
     positions_W: np.ndarray
     """int64: each token's position in its row."""
@@ -100,14 +100,14 @@ class PackedBatch(_PlacedRows):
 
     @property
     def labels_W(self) -> np.ndarray:
-        """int64: the token after each position if that token is scored, else UNLABELLED."""
+        """int64: for each position, the next token if that token is scored, else UNLABELLED."""
         labels_W = np.full(self.width, UNLABELLED, np.int64)
         scored_N = np.concatenate([row.scored for row in self.rows])
         labels_W[self.before_N[scored_N]] = np.concatenate([row.response_ids for row in self.rows])[scored_N]
         return labels_W
 
     def padding(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return [B] and [B]: padding tokens before and after each row; only the last row has any after it."""
+        """Return [B] and [B]: padding tokens before and after each row. Only the last row is followed by padding."""
         after_B = np.zeros(len(self.rows), np.int64)
         after_B[-1] = np.count_nonzero(~self.tokens_BW)
         return np.zeros_like(after_B), after_B
@@ -119,7 +119,7 @@ ForwardBatch = PaddedBatch | PackedBatch
 def cached_ends(batch: ForwardBatch, cached_tokens: int | None) -> list[int]:
     """Return the columns where forwards through a KV cache begin and end: the prompt, then chunks of the response.
 
-    Without `cached_tokens`, and for packed rows, there is one forward.
+    Without `cached_tokens`, or with packed rows, there is a single forward.
     """
     if cached_tokens is None or isinstance(batch, PackedBatch):
         return [0, batch.width]
@@ -136,11 +136,11 @@ class Scored:
     logprobs: list[np.ndarray] = field(default_factory=list)
     """One array per row: the logprobs [T] of its response tokens, nats."""
     batches: list[ForwardBatch] = field(default_factory=list)
-    """Forward passes that the rows ran in, in order; empty if the engine forms its own batches."""
+    """Forward passes in which the rows ran, in order; empty if the engine forms its own batches."""
     routing: list[Routing] = field(default_factory=list)
     """Experts selected for each row's tokens; empty if no routing was recorded or routers were not observed."""
     kept: np.ndarray | None = None
-    """Indices of `rows` among the rows of `batches`; None if they are the same."""
+    """Indices of `rows` among the rows of `batches`; None if the two are the same."""
 
     def only(self, names: Container[str]) -> Scored:
         """Return only the scores of the sequences in `names`."""
@@ -202,12 +202,12 @@ def forwards(
 
 
 def recorded_forwards(rows: Sequence[RecordedRow]) -> list[list[RecordedRow]]:
-    """Return the rows grouped by the forward pass that they were recorded in."""
+    """Return the rows grouped by the forward pass in which they were recorded."""
     return [list(group) for _, group in groupby(rows, key=lambda row: (row.writer, row.forward_id))]
 
 
 def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight: bool = False) -> PaddedBatch:
-    """Pad rows to the recorded width or, with `is_tight`, to the smallest possible one."""
+    """Pad rows to the recorded width or, with `is_tight`, to the smallest possible width."""
     before = max(row.pad_left + len(row.prompt_ids) for row in rows)
     width = before + max(len(row.response_ids) + row.pad_right for row in rows)
     if padding == RIGHT:
@@ -235,7 +235,7 @@ def _padded(rows: Sequence[RecordedRow], pad_id: int, padding: str, *, is_tight:
 
 
 def grouped(rows: Iterable[RecordedRow], fits: Callable[[list[RecordedRow]], bool]) -> Iterator[list[RecordedRow]]:
-    """Yield the rows in groups, in this order, each as large as `fits` allows; a row that never fits runs alone."""
+    """Yield the rows in this order, in groups as large as `fits` allows. A row that never fits runs alone."""
     group: list[RecordedRow] = []
     for row in rows:
         if group and not fits([*group, row]):

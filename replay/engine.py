@@ -34,13 +34,13 @@ from .sample import Row, Sample, draw_sample, extents, parse_sample
 
 @dataclass(slots=True)
 class _Wanted:
-    """A requested arm, and the steps left to score under it."""
+    """A requested arm, and the steps that still have to be scored under this arm."""
 
     scorer: Scorer
     target: ArmPass
     steps: list[int]
     there: dict[int, set[str] | None]
-    """Step -> sequences already scored under this arm; None if all are."""
+    """Step -> sequences already scored under this arm; None if all sequences are."""
     is_replaced: bool = False
     """True if the arm's existing pass is removed before the arm is scored."""
 
@@ -69,21 +69,21 @@ def replay(
     """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
 
     `changes` define one arm, with the field names of `Arm`; `arm` adds arms as text, such as `dtype=fp16,batch-size=1`.
-    The recording itself is always replayed first, as `replay/as-recorded`: the distance of another arm means something
+    The recording itself is always replayed first, as `replay/as-recorded`: the distance of another arm is meaningful
     only if this replay reproduces the recorded bits. Steps that an arm already has are skipped. Without `force`, an arm
     that already has all steps is refused, and so is a name that is already in use for other changes. One model is in
-    memory at a time; arms share it if they can.
+    memory at a time, and arms share it if possible.
 
-    `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt groups,
-    spread over the steps, the same ones every time. A larger sample extends a smaller one. Arms that keep the recorded
-    batches run whole forwards, since other neighbours would change the bits; arms with their own batch shape run only
-    the sample.
+    `sample` scores a random fraction of the sequences (below 1) or this number of them (1 or more): whole prompt
+    groups, spread over the steps, and the same groups every time. A larger sample extends a smaller one. Arms that keep
+    the recorded batches run whole forwards, because other neighbours would change the bits. Arms with their own batch
+    shape run only the sample.
 
     `model_factory`, as `module:function`, builds a model whose class is not in transformers. `weights_from` is the
     folder with the run's checkpoints, for a trace without weights.
 
-    A trace cannot make a replay run code: the model must be one of transformers' own classes and the scoring function
-    TRL's, or the replay is refused. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
+    A trace cannot make a replay run code: the replay is refused unless the model is one of transformers' own classes
+    and the scoring function is TRL's. A recorded attention kernel from the hub (`kernels-community/flash-attn2`) is
     fetched and run only if `allow_kernel` names it. If the recorded attention or experts do not run here, torch's own
     replace them, with a warning. If the recording cannot be replayed at all, the other arms still run. `not_held` is
     the reason if the bits of the recording differ.
@@ -153,7 +153,7 @@ def _wanted(
             "one"
         )
     contract = run.train_contract(digests.pop())
-    if dry_run:  # Our scoring code is as fast as TRL's, and importing TRL would take most of the time of a dry run.
+    if dry_run:  # Our scoring code is as fast as that of TRL; importing TRL would take most of a dry run.
         check_scoring(contract)
         contract |= {"fused_lm_head": None}
     scorers = [scorer_of(run, arm, contract, device) for arm in arms]
@@ -163,7 +163,7 @@ def _wanted(
         run.weights.load(missing[0])  # raises an error that lists the existing versions
     wanted: list[_Wanted] = []
     asked: list[tuple[ArmPass, list[int]]] = []
-    """Requested arms, each with the steps in which some sequences have no score yet."""
+    """The requested arms, each with the steps in which some sequences have no score yet."""
     for arm, scorer in zip(arms, scorers, strict=True):
         target = ArmPass(run, arm)
         serves_others = arm.is_identity and len(arms) > 1
@@ -201,7 +201,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
     """Return the remaining work of each arm."""
     plans = [ArmPlan(arm=entry.scorer.arm.name) for entry in wanted]
     loaded: dict[str, int] = {}
-    """Arm -> version of the weights that it would have loaded last."""
+    """Arm -> version of the weights that the arm would have loaded last."""
     steps = [set(entry.steps) for entry in wanted]
     for step, rows in extents(run, sorted(set().union(*steps))):
         drawn = rows if sample is None else sample.drawn(step, rows)
@@ -222,7 +222,7 @@ def _plan(run: RecordedRun, wanted: list[_Wanted], sample: Sample | None) -> Rep
 
 
 def _measure(run: RecordedRun, wanted: list[_Wanted], plan: ReplayPlan, sample: Sample | None) -> None:
-    """Measure each arm's speed on the first rows, and set it in the plan.
+    """Measure each arm's speed on the first rows, and enter the speed in the plan.
 
     The rows are scored twice, since the first forward pass is slower than later ones.
     """
@@ -264,12 +264,12 @@ class _Unit:
 
 
 class _UnitScorer:
-    """Worker of a replay, in this process or a cluster's actor; it opens the trace when it gets its first unit."""
+    """Worker of a replay, in this process or in a cluster's actor. The trace is opened when the first unit arrives."""
 
     def __init__(
         self, run: RecordedRun, wanted: list[_Wanted], sample: Sample | None, device: str, advance: Advance | None
     ):
-        """`advance` is called with the number of tokens in each forward pass; None in an actor."""
+        """`advance` is called with the number of tokens in each forward pass. It is None in an actor."""
         self._opening = run.opening
         self._arms = [entry.scorer.arm for entry in wanted]
         self._contract, self._device, self._threads = wanted[0].scorer.contract, device, torch.get_num_threads()
@@ -280,11 +280,11 @@ class _UnitScorer:
             self._opened = run, LoadedModel(run.weights), arms
 
     def run(self, unit: _Unit) -> tuple[list[ReplayedStep], int]:
-        """Score a unit and write its scores to the trace; return the results and the number of tokens that ran in an
+        """Score a unit and write the scores to the trace. Return the results and the number of tokens that ran in an
         actor.
 
         Only the results of the identity arm have `identity_held` and `not_held` set. Raises CannotReplay if a token is
-        outside the vocabulary, or if the contract differs from the first step's.
+        outside the vocabulary, or if the contract differs from that of the first step.
         """
         if self._opened is None:
             torch.set_num_threads(self._threads)
@@ -339,7 +339,7 @@ def _results(
     gpus: float,
     advance: Advance,
 ) -> Iterator[ReplayedStep]:
-    """Score each step under each arm, here or on Ray actors, and yield the results in the same order."""
+    """Score each step under each arm, here or on Ray actors. The order of the results is the same in both cases."""
     units = [
         _Unit(
             step=step,
@@ -371,7 +371,7 @@ def _results(
 def _scored(
     entry: _Wanted, step: int, rows: list[RecordedRow], sample: Sample | None, loaded: LoadedModel, advance: Advance
 ) -> Scored:
-    """Return an arm's scores for a step's rows, or for the sampled rows; missing scores are added to the trace.
+    """Return an arm's scores for a step's rows, or for the sampled rows. Missing scores are added to the trace.
 
     Stored scores of the identity arm are reused only if they were computed under the current contract.
     """

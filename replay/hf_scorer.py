@@ -1,4 +1,4 @@
-"""Score an arm with the rebuilt transformers model, by the trainer's own code or by ours."""
+"""Score an arm with the rebuilt transformers model, using the trainer's own code or our code."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from .settings import cublas_workspace, settings, used_settings
 
 _Found = TypeVar("_Found")
 LoadKey = tuple[Any, ...]
-"""Everything that determines how a model is built and wrapped; arms with equal keys share a model."""
+"""Everything that determines how a model is built and wrapped. Arms with equal keys share a model."""
 
 
 class HfScorer:
-    """Scorer of an arm, on a rebuilt transformers model that is shared by all arms with the same load key."""
+    """Scorer of an arm, on a rebuilt transformers model. All arms with the same load key share this model."""
 
     keeps_recorded_rows = True
-    """True if the identity arm must fail rather than run fewer rows per forward than recorded."""
+    """True if the identity arm must fail instead of running fewer rows per forward than recorded."""
     pass_of_rows = "per forward"
 
     def __init__(self, run: RecordedRun, arm: Arm, contract: Contract, device: str):
@@ -49,7 +49,7 @@ class HfScorer:
             contract = contract | {"packing": None}  # a factory's model does not support packing
         self.run, self.arm, self.contract, self.device = run, arm, contract, device
         self.substitution: str | None = None
-        """Code for the reason why the recorded attention or experts were replaced; None if they were not."""
+        """Code of the reason why the recorded attention or experts were replaced; None if they were not replaced."""
         self.numerics = Numerics(arm, contract)
         if arm.attention is not None and kernels.KERNELS[arm.attention].needs_cuda and not device.startswith("cuda"):
             here = ", ".join(name for name, kernel in kernels.KERNELS.items() if not kernel.needs_cuda)
@@ -72,14 +72,14 @@ class HfScorer:
         """Routers to observe; empty if the recorded pass has no routing."""
         self.kernels: set[str] = set()
         self.rows_left: int | None = None
-        """Maximum number of rows per forward pass since memory ran out; None if it has not."""
+        """Maximum number of rows per forward pass since memory ran out; None if memory has not run out."""
         self.around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext
-        """Function that maps a batch to a context, which is entered around the batch's forward pass."""
+        """Function that maps a batch to a context manager, which is active during the batch's forward pass."""
         self.calls_whole_model = False
-        """True if logits come from the model's own forward method, including its head."""
+        """True if logits come from the model's own forward method, which includes the head."""
 
     def _substitute(self) -> None:
-        """Replace recorded attention or experts that do not run on this machine, with a warning."""
+        """Replace recorded attention or experts that do not run on this machine, and warn about it."""
         recorded, made = self.contract["model"], self.numerics
         used: dict[str, str] = {}
         if made.attention == str(recorded.get("attention")):
@@ -131,13 +131,13 @@ class HfScorer:
 
     @property
     def _experts(self) -> str | None:
-        """Implementation of a mixture's experts; by default, an fp64 arm gets the one that computes in float64."""
+        """Implementation of a mixture's experts. By default, an fp64 arm gets the one that computes in float64."""
         if self.numerics.experts is None and self.arm.dtype == "fp64" and has_experts(self.run.model["config"]):
             return "eager"
         return self.numerics.experts
 
     def put(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, rounded to the arm's dtype if it has one. Raises CannotReplay."""
+        """Load a version's weights, rounded to the arm's dtype if the arm sets one. Raises CannotReplay."""
         models.load(model, self._weights(tensors), self.numerics.weights_dtype)
         if self.arm.quantize:
             models.quantize(model, self.arm.quantize)
@@ -157,7 +157,7 @@ class HfScorer:
         return str(self.contract["scoring_function"]) if self.numerics.uses_trl else TransformersScorer.name
 
     def attach(self, model: Any, shared: Any = None) -> Any:
-        """Attach a model to this arm and return the scorer; arms with equal keys reuse one scorer per model."""
+        """Attach a model to this arm and return the scorer. Arms with equal keys reuse one scorer per model."""
         self._model = model
         # A compiled backbone keeps the hooks of its first forward pass, and the exact engine has its own routers.
         if self.run.has_routing and not self.arm.compile and self.arm.engine != EXACT:
@@ -165,7 +165,7 @@ class HfScorer:
             if self.arm.routing and not self._routers:
                 raise CannotReplay(
                     f"routing {self.arm.routing}: {type(model).__name__} has no router module that runs before its "
-                    "experts; drop it"
+                    "experts; drop this option"
                 )
         if self._scorer is None:
             self._scorer = shared if shared is not None and self.numerics.uses_trl else self._make(model)
@@ -212,11 +212,12 @@ class HfScorer:
         return [row for row in of if (row.writer, row.forward_id) in forwards]
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows on which speed is measured: those of the first forward pass."""
+        """Return the rows on which speed is measured, which are the rows of the first forward pass."""
         return list(self.batches(rows)[0].rows)
 
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
-        """Score rows with the loaded weights; `advance` is called with the number of tokens in each completed forward pass.
+        """Score rows with the loaded weights. `advance` is called with the number of tokens in each completed forward
+        pass.
 
         If memory runs out, later forwards have half as many rows, unless the arm sets the batch shape. Raises
         CannotReplay.
@@ -282,13 +283,13 @@ class HfScorer:
 
     @property
     def _attended(self) -> int | None:
-        """Number of columns that attention sees, for rows padded as recorded; None if it sees all of them."""
+        """Number of columns that attention sees, for rows padded as recorded; None if attention sees all columns."""
         return self.contract.get("attended_tokens") if self._padding == RIGHT and self.arm.engine == "hf" else None
 
     @property
     def _padding(self) -> str:
-        """The arm's padding. If the arm sets none: right without a KV cache if it was recorded or if the arm limits the
-        tokens per forward pass, since right padding needs fewer columns; else left."""
+        """The arm's padding. By default it is right if there is no KV cache and either right padding was recorded or
+        the arm limits the tokens per forward pass (right padding needs fewer columns); otherwise it is left."""
         is_right = self.arm.batch_tokens is not None or self.contract.get("prompt_padding_side") == RIGHT
         return self.arm.padding or (RIGHT if is_right and self.arm.cached_tokens is None else LEFT)
 
@@ -304,7 +305,7 @@ class HfScorer:
         return logprobs_N if rounded is None else logprobs_N.to(rounded).float()
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores: the recorded one, updated with the settings in use."""
+        """Return the contract of this arm's scores: the recorded contract, updated with the settings in use."""
         arm = self.arm
         changed: Contract = {"attention": self.numerics.attention, "built_in": self.numerics.dtype}
         if self._experts is not None:

@@ -1,4 +1,4 @@
-"""The model in memory: its device, the version of its weights, and the scorers attached to it."""
+"""The model in memory, with its device, the version of its weights, and the attached scorers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .recorded import RecordedRow, RecordedRun
 from .vllm_scorer import VllmScorer
 
 Scorer = HfScorer | VllmScorer
-"""An arm's scorer: it builds a model, loads weights, attaches to the model, and scores rows."""
+"""An arm's scorer, which builds a model, loads weights, attaches to the model, and scores rows."""
 
 
 def scorer_of(run: RecordedRun, arm: Arm, contract: Contract, device: str) -> Scorer:
@@ -41,10 +41,10 @@ class LoadedModel:
         self._version: tuple[int, int | None] | None = None
         self._attached: list[Scorer] = []
         self.load_s = 0.0
-        """Time to load the most recent version's weights, seconds; 0 if an engine was started with them."""
+        """Seconds to load the weights of the most recent version; 0 if an engine started with these weights."""
 
     def score(self, scorer: Scorer, rows: list[RecordedRow], advance: Advance) -> Scored:
-        """Score rows, each with the weights of its policy version, or all with the version set by the arm.
+        """Score each row with the weights of the row's policy version, or of the version that the arm sets.
 
         `advance` is called with the number of tokens in each completed forward pass.
         """
@@ -57,7 +57,7 @@ class LoadedModel:
         return whole
 
     def ready(self, scorer: Scorer, version: int, attempt: int | None) -> None:
-        """Load the model and weights that a scorer needs, unless they are already loaded."""
+        """Load the model and the weights that a scorer needs, unless both are already loaded."""
         if self._key != (key := scorer.key):
             self.close()
             self._model, self._key = scorer.build(), key
@@ -86,7 +86,7 @@ def device_here() -> str:
 
 
 def gpus_of_actor(ray: str | None, gpus_per_arm: float | None) -> float:
-    """Return the number of GPUs per actor: a fraction of one, one, or several. Raises InvalidOption."""
+    """Return the number of GPUs per actor, which may be a fraction. Raises InvalidOption."""
     if ray is None:
         if gpus_per_arm is not None:
             raise InvalidOption(f"applies only to a cluster; add {option('ray', 'auto')}", option="gpus_per_arm")

@@ -1,4 +1,4 @@
-"""An arm's settings on a rebuilt transformers model: the recorded contract with the arm's changes."""
+"""An arm's settings for a rebuilt transformers model: the recorded contract with the arm's changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Numerics:
 
     @property
     def dtype(self) -> str:
-        """dtype of the built model, as torch names it: the arm's, or the parameters' dtype in the recorded forward."""
+        """Torch name of the built model's dtype: the arm's dtype, or the parameters' dtype in the recorded forward."""
         if self.arm.dtype:
             return DTYPES[self.arm.dtype]
         dtypes: dict[str, int] = self.recorded["model"]["dtypes"]
@@ -34,25 +34,25 @@ class Numerics:
 
     @property
     def weights_dtype(self) -> str | None:
-        """dtype that every weight is rounded to, as torch names it; None if each weight keeps its own."""
+        """Torch name of the dtype to which every weight is rounded; None if each weight keeps its own dtype."""
         return self.dtype if self.arm.dtype or self._parameters_dtype else None
 
     @property
     def _parameters_dtype(self) -> str | None:
-        """Name of the dtype that FSDP cast the parameters to for the recorded forward."""
+        """Name of the dtype to which FSDP cast the parameters for the recorded forward."""
         return self.recorded["model"].get("parameters_dtype") or self.recorded.get("parameters_dtype")
 
     @property
     def buffers_dtype(self) -> Any:
-        """torch dtype that FSDP cast buffers to, rotary frequencies included; None if it did not or the arm sets
-        one."""
+        """torch dtype to which FSDP cast buffers such as rotary frequencies; None if not cast, or if the arm sets a
+        dtype."""
         return self._cast("buffers_dtype")
 
     @property
     def outputs_dtype(self) -> Any:
-        """torch dtype that FSDP rounded the model's logprobs to; None if it did not, or if the arm sets a dtype.
+        """torch dtype to which FSDP rounded the model's logprobs; None if not rounded, or if the arm sets a dtype.
 
-        Logits need no rounding: the head's weights were cast, so logits already have that dtype.
+        Logits need no rounding, because the head's weights were cast and so the logits already have this dtype.
         """
         return self._cast("outputs_dtype") if self.recorded.get("fused_lm_head") and not self._is_exact else None
 
@@ -62,7 +62,7 @@ class Numerics:
 
     @property
     def is_tree(self) -> bool:
-        """True if rows are packed into a prefix tree, as recorded; False if not, or if the arm changes the layout."""
+        """True if rows were recorded in a prefix tree and the arm does not change the layout."""
         return (
             self.recorded.get("packing") == PREFIX_TREE
             and not self._is_shaped
@@ -71,7 +71,7 @@ class Numerics:
 
     @property
     def is_packed(self) -> bool:
-        """True if rows are packed end to end, as recorded; False if not, or if the arm changes the layout."""
+        """True if rows were recorded end to end and the arm does not change the layout."""
         return self.recorded.get("packing") == PACKED_ROWS and not self._is_shaped
 
     @property
@@ -82,7 +82,7 @@ class Numerics:
 
     @property
     def _is_exact(self) -> bool:
-        """True for the exact engine, which has its own attention and scoring, and computes each row alone."""
+        """True for the exact engine, which has its own attention and scoring and computes each row alone."""
         return self.arm.engine == EXACT
 
     @property
@@ -104,12 +104,12 @@ class Numerics:
 
     @property
     def uses_trl(self) -> bool:
-        """True if TRL's own code does the scoring, which it does whenever it supports the arm."""
+        """True if TRL's own code does the scoring, which is the case whenever TRL supports the arm."""
         arm = self.arm
         own = (arm.logits_dtype, arm.temperature, arm.top_p, arm.top_k, arm.cached_tokens)
         shaped = arm.padding == PACKED or arm.compile or arm.dtype == "fp64" or self._is_exact
         shaped = shaped or (self.recorded.get("packing") == PREFIX_TREE and not self.is_tree)
-        # TRL is imported last, and only for an arm that it can score.
+        # TRL is imported last, and only for an arm that TRL can score.
         return not shaped and all(value is None for value in own) and trl.scores(self.recorded)
 
     @property
@@ -124,7 +124,7 @@ class Numerics:
 
     @property
     def logits_dtype(self) -> Any:
-        """torch dtype of logits and everything computed from them: the arm's, else the recorded; None for the
+        """torch dtype of logits and everything computed from them, set by the arm or else recorded; None for the
         default."""
         if self.arm.logits_dtype:
             return getattr(torch, DTYPES[self.arm.logits_dtype])
@@ -138,5 +138,5 @@ class Numerics:
 
     @property
     def projection_dtype(self) -> Any:
-        """torch dtype of the head's projection; None for the hidden states' dtype."""
+        """torch dtype of the head's projection; None for the dtype of the hidden states."""
         return torch.float32 if self.head_in_fp32 else self.autocast

@@ -14,14 +14,14 @@ from .batching import PackedBatch
 from .recorded import RecordedRow
 
 _Pair = tuple[int, int | None]
-"""A token and the next token in its row; the latter is None for the row's last token."""
+"""A token and the next token in its row, which is None for the row's last token."""
 
 
 def tree_batch(rows: Sequence[RecordedRow]) -> PackedBatch:
     """Pack rows in the same way as trl.experimental.async_grpo.packing.TreeRow (TRL 1.16), in this order.
 
-    Rows share a token if they agree on it, on all tokens before it and on the next one. The tree is laid out depth
-    first.
+    Rows share a token if they have the same token, the same tokens before it, and the same next token. The tree is laid
+    out depth first.
     """
     tokens: list[int] = []
     roots: dict[_Pair, int] = {}

@@ -38,7 +38,7 @@ _UNNEEDED = ("routing", "routing_start", "attempt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRow:
-    """A step's sequence, with its row in the replayed pass."""
+    """A sequence of a step, with its row in the replayed pass."""
 
     seq_id: str
     prompt_ids: np.ndarray
@@ -57,11 +57,11 @@ class RecordedRow:
     pad_left: int
     pad_right: int
     iteration: int = 0
-    """Number of times the same pass had scored this sequence before in this step."""
+    """Number of times that the same pass had already scored this sequence in this step."""
     version_assumed: str = ""
     """Source of a `policy_version` that was not recorded with the scores; empty if it was recorded."""
     composition_known: bool = True
-    """True if the trace records which rows shared a forward pass. Otherwise each row runs alone."""
+    """True if the trace shows which rows shared a forward pass. Otherwise each row runs alone."""
     routing: str | None = None
     routing_start: int | None = None
     attempt: int | None = None
@@ -104,7 +104,7 @@ class RecordedRun:
         self.model, self.tokenizer = self._identities()
 
     def look(self) -> None:
-        """Take a new snapshot of the trace, with everything added since the last one."""
+        """Take a new snapshot of the trace, which includes everything added since the last snapshot."""
         self.snapshot = take_snapshot(self.store)
         self.newest = newest_attempts(self.snapshot)
         self._files = TraceFiles()
@@ -116,12 +116,13 @@ class RecordedRun:
 
     @cached_property
     def replayed_pass(self) -> str:
-        """Name of the pass that is scored again: the trainer's or, in traces imported without it, the engine's."""
+        """Name of the pass that is scored again: the trainer's pass, or the engine's pass in an imported trace that has
+        no trainer pass."""
         return ROLLOUT if not self.steps(TRAIN) and self.steps(ROLLOUT) else TRAIN
 
     @property
     def opening(self) -> dict[str, Any]:
-        """Keyword arguments for another process to open the same trace."""
+        """Keyword arguments with which another process can open the same trace."""
         weights_from = None if self.weights_from is None else os.path.abspath(self.weights_from)
         return {
             "trace": self.folder.resolve(), "model_factory": self.model_factory, "weights_from": weights_from,
@@ -146,7 +147,7 @@ class RecordedRun:
                 return state.model, state.tokenizer
         if self.manifest.is_import:
             raise CannotReplay(
-                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored it with: "
+                f"{self.store.url}: was imported from a dump and has no model; attach the weights that scored the dump: "
                 f"tim-trace weights {shlex.quote(self.store.url)} --attach VERSION DIR"
             )
         raise CannotReplay(
@@ -167,7 +168,7 @@ class RecordedRun:
         return int(pc.max(total).as_py() or 0)
 
     def sequences(self, pass_name: str, steps: Sequence[int]) -> dict[int, set[str]]:
-        """Return step -> sequences that have scores in a pass, sealed or not."""
+        """Return step -> sequences that have scores in a pass, whether sealed or not."""
         wanted = ds.field("step").isin(list(steps)) & (ds.field("pass") == pass_name)
         found: dict[int, set[str]] = {step: set() for step in steps}
         for step, seq_id in (*self.records(SCORES, wanted, ["step", "seq_id"]), *self.unsealed(pass_name)):
@@ -176,7 +177,7 @@ class RecordedRun:
         return found
 
     def unsealed(self, pass_name: str) -> list[tuple[int, str]]:
-        """Return the step and sequence of scores in a pass whose journals are not sealed yet."""
+        """Return the step and sequence of a pass's scores in journals that are not sealed yet."""
         journal = self.snapshot.journals.get(SCORES)
         if journal is None:
             return []
@@ -193,7 +194,7 @@ class RecordedRun:
     def train_contract(self, digest: str, pass_name: str | None = None) -> Contract:
         """Return the contract of the replayed pass, or of another trainer pass, by its hash. Raises CannotReplay.
 
-        Model settings that the contract lacks, as in a custom training loop, are taken from the model's config. An
+        Model settings that the contract lacks (as in a custom training loop) are taken from the model's config. An
         engine pass's contract is ignored, since a replay does not run the engine's code.
         """
         pass_name = pass_name or self.replayed_pass
@@ -345,6 +346,6 @@ class RecordedRun:
 
 
 def assumed_versions(rows: Sequence[RecordedRow]) -> list[str]:
-    """Describe each policy version that was assumed because none was recorded with the scores."""
+    """Describe each policy version that was assumed because the scores were recorded without one."""
     found = {row.version_assumed: row.policy_version for row in rows if row.version_assumed}
     return [f"policy version: not recorded, now {version}, {assumed}" for assumed, version in found.items()]

@@ -22,9 +22,9 @@ class ArmPlan:
     num_sequences: int = 0
     """Number of sequences without a score."""
     num_tokens: int = 0
-    """Number of tokens to run through the model, including rows that only share a forward pass with unscored ones."""
+    """Number of tokens to run through the model, including scored rows that share a forward pass with unscored rows."""
     num_versions: int = 0
-    """Number of times weights are loaded: once per change of policy version."""
+    """Number of times that weights are loaded: once for each change of policy version."""
     tokens_per_s: float | None = None
     """Throughput measured on the first rows, tokens per second; None until measured."""
     load_s: float | None = None
@@ -67,7 +67,7 @@ class ReplayedStep:
     step: int
     num_tokens: int
     num_equal: int
-    """Number of tokens whose logprob matches the recorded one bit for bit."""
+    """Number of tokens whose logprob matches the recorded logprob bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: bool
@@ -75,9 +75,9 @@ class ReplayedStep:
     not_held: str | None = None
     """Why replaying the step as recorded did not reproduce every bit: `refused` (the recording does not run here), a
     code in `trusted.WHY` (recorded code was replaced), `conditions` (other settings, versions or hardware) or
-    `unexplained`; None if it did."""
+    `unexplained`. None if every bit was reproduced."""
     differs: tuple[str, ...] = ()
-    """For the identity arm, if bits differ: the contract fields that differ, or the reason for a refusal."""
+    """For the identity arm if bits differ: the contract fields that differ, or the reason for a refusal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class ReplayedArm:
     num_steps: int
     num_tokens: int
     share_equal: float
-    """Share of tokens whose logprob matches the recorded one bit for bit."""
+    """Share of tokens whose logprob matches the recorded logprob bit for bit."""
     mean_abs_d: float
     max_abs_d: float
     identity_held: int
@@ -105,7 +105,7 @@ class ReplayedSteps(list[ReplayedStep], Table):
         self.plan = ReplayPlan() if plan is None else plan
         """The planned work, with time estimates after a dry run."""
         self.sample = sample
-        """The sample, if only a sample was scored; the steps then cover only its sequences."""
+        """The sample, if only a sample was scored. In that case, the steps cover only the sample's sequences."""
 
     _text = "tim_trace.analysis.replay_text:replay_text"
 

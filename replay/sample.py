@@ -18,17 +18,17 @@ from ..schemas.layout import SCORES, SEQUENCES
 from .recorded import RecordedRow, RecordedRun
 
 SEED = 20_260_000
-"""Seed of every sample, so that a trace always gives the same groups and a larger sample includes every smaller one."""
+"""Seed of every sample: a trace always gives the same groups, and a larger sample includes every smaller sample."""
 STEPS_AT_ONCE = 64
 """Number of steps whose sequences are read at a time when a sample is drawn or a replay is planned."""
 _GOLDEN = 0.6180339887498949
-"""Golden ratio minus 1, which offsets each step's places: its multiples modulo 1 are evenly spread over [0, 1),
-whichever steps are chosen."""
+"""Golden ratio minus 1, which offsets the places of each step. Its multiples modulo 1 are spread evenly over [0, 1) for
+any choice of steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The length of a step's sequence, and the forward pass that it was recorded in."""
+    """The length of a sequence in a step, and the forward pass in which the sequence was recorded."""
 
     seq_id: str
     group: str
@@ -38,7 +38,7 @@ class Extent:
     version: int
     """Policy version; -1 if it was not recorded."""
     forward: tuple[str, int | None]
-    """Writer that recorded the forward pass, and the pass's index at that writer; None if it was not recorded."""
+    """Writer that recorded the forward pass, and the index of the pass at this writer; None if not recorded."""
 
 
 Row = TypeVar("Row", RecordedRow, Extent)
@@ -91,7 +91,8 @@ class Sample:
 
     @property
     def contract(self) -> dict[str, Any]:
-        """Entry that a sampled pass adds to its contract; independent of the share, so that samples can be extended."""
+        """Entry that a sampled pass adds to its contract. It does not depend on the share, so that samples can be
+        extended."""
         return {"of": "groups, stratified by step", "seed": self.seed}
 
     def drawn(self, step: int, rows: Sequence[Row]) -> list[Row]:
@@ -118,9 +119,8 @@ def parse_sample(text: str | float) -> float:
 
 
 def draw_sample(run: RecordedRun, wanted: float, steps: Sequence[int]) -> Sample:
-    """Draw a sample of the replayed pass's sequences at these steps; `wanted` is the result of parse_sample.
-    Raises InvalidOption if no sequence is drawn.
-    Raises InvalidOption if no sequence is drawn."""
+    """Draw a sample of the replayed pass's sequences at these steps; `wanted` is the result of parse_sample. Raises
+    InvalidOption if no sequence is drawn."""
     groups: dict[int, dict[str, dict[str, None]]] = {step: {} for step in steps}
     for step, rows in extents(run, steps):
         for row in rows:

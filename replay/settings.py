@@ -18,9 +18,9 @@ from .arms import Arm
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FOR_DETERMINISM = ":4096:8"
-"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic algorithms with cuBLAS; no effect on a CPU."""
+"""Value of CUBLAS_WORKSPACE_CONFIG that torch requires for deterministic cuBLAS algorithms; no effect on a CPU."""
 _cuda_began: list[str | None] = []
-"""First element: CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty before that."""
+"""Its only element is the value of CUBLAS_WORKSPACE_CONFIG when CUDA started in this process; empty before that."""
 
 
 def switches() -> dict[str, Callable[[Any], object]]:
@@ -59,7 +59,7 @@ def autocast_dtype(contract: Contract) -> Any:
 
 
 def autocast(device: Any, dtype: Any) -> Any:
-    """Return a context manager that autocasts to the torch dtype `dtype`; it does nothing if `dtype` is None."""
+    """Return a context manager that autocasts to the torch dtype `dtype`, or does nothing if `dtype` is None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
@@ -67,7 +67,7 @@ def autocast(device: Any, dtype: Any) -> Any:
 def cublas_workspace(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
     """Set the environment variable CUBLAS_WORKSPACE_CONFIG to its recorded value within the block.
 
-    CUDA reads the variable when it starts. If none was recorded, deterministic algorithms get the value that torch
+    CUDA reads the variable when it starts. If no value was recorded, deterministic algorithms get the value that torch
     requires. The previous value is restored afterwards.
     """
     before = os.environ.get(CUBLAS)
@@ -100,7 +100,8 @@ def _set_variable(value: str | None) -> None:
 
 @contextmanager
 def settings(recorded: Mapping[str, Any], arm: Arm) -> Iterator[None]:
-    """Apply the recorded settings with the arm's changes within the block; restore the previous ones afterwards."""
+    """Within the block, apply the recorded settings with the arm's changes. Restore the previous settings
+    afterwards."""
     before = torch_settings()
     with cublas_workspace(recorded, arm):
         try:
@@ -129,6 +130,6 @@ def _apply(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is None or str(value).startswith("unreadable") or value == torch_settings()[name]:
             continue
-        # A torch build without CUDA has fewer libraries. The arm's contract records the one that is used.
+        # A torch build without CUDA has fewer libraries. The arm's contract records the library that is used.
         with suppress(RuntimeError):
             change(value)

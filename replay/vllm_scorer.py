@@ -44,13 +44,13 @@ class VllmScorer:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Key of the engine that the arm needs; arms with equal keys share an engine."""
+        """Key of the engine that the arm needs. Arms with equal keys share an engine."""
         arguments = sorted((name, str(value)) for name, value in self._arguments().items())
         return ("vllm", *arguments, self.decodes, self.arm.adapter)
 
     @property
     def dtype(self) -> str:
-        """Engine dtype, as torch names it: the arm's, else the recorded engine's, else the trainer's."""
+        """Torch name of the engine's dtype: that of the arm, else of the recorded engine, else of the trainer."""
         dtype = (None if self.arm.dtype else engine_dtype(self.rollout)) or self.numerics.dtype
         trusted.check_dtype(dtype)
         return dtype
@@ -62,7 +62,7 @@ class VllmScorer:
 
     def _arguments(self) -> dict[str, Any]:
         arguments = trusted.safe_engine_arguments(self.rollout.get("engine_arguments"))
-        # The value that the engine derives for a default matters too: kernels compiled for another one give other bits.
+        # The value that the engine derives for a default matters too: kernels compiled for another value give other bits.
         model_config = (self.rollout.get("config") or {}).get("model_config") or {}
         if isinstance(is_eager := model_config.get("enforce_eager"), bool):
             arguments["enforce_eager"] = is_eager
@@ -113,7 +113,7 @@ class VllmScorer:
         self._engine = None
 
     def together(self, rows: list[RecordedRow], of: list[RecordedRow]) -> list[RecordedRow]:
-        """Return the rows that must run to score `rows`: only `rows` themselves."""
+        """Return the rows that must run to score `rows`, which are only `rows` themselves."""
         return rows
 
     def first(self, rows: list[RecordedRow]) -> list[RecordedRow]:
@@ -123,7 +123,7 @@ class VllmScorer:
     def score(self, rows: list[RecordedRow], advance: Advance = unheard) -> Scored:
         """Score rows with the loaded weights.
 
-        The temperature is applied here, since vLLM returns logprobs from before the temperature.
+        The temperature is applied here, because vLLM's logprobs do not include the temperature.
         """
         assert self._engine is not None
         values = self._engine.score(rows, self.numerics.temperature, self.arm.top_k, self.arm.top_p)

@@ -1,5 +1,5 @@
-"""The per-step metrics of alert rules, and tim-trace's own four rules, which at each step use only data up to that step.
-Accuracy: docs/evidence/alerts.md.
+"""Per-step metrics that alert rules use, and tim-trace's own four rules. At each step, a rule uses only the data up to
+that step. Accuracy: docs/evidence/alerts.md.
 
 Shapes: n steps with a value; T tokens of a batch, N sequences.
 """
@@ -24,12 +24,12 @@ from ..trace.tokens import PassRows, token_query, tokens_of_rows
 from .repeats import Repeats
 
 Figure = tuple[np.ndarray, Array]
-"""(steps, values); steps are ascending."""
+"""(steps, values), with the steps in ascending order."""
 
 OF_TOKENS = ("prob_diff_mean", "mean_exp_abs_d")
-"""Metrics without a series, computed from tokens."""
+"""Metrics that have no recorded series and are computed from tokens."""
 NOT_FINITE = "num_not_finite"
-"""Name of the metric that counts, per step, the tokens in the loss with a NaN or infinite logprob in either pass."""
+"""Name of the metric that counts, per step, the tokens in the loss whose logprob in either pass is NaN or infinite."""
 _LARGEST = 700.0
 """Largest |d| for which exp(|d|) fits a double, with some margin."""
 
@@ -51,7 +51,8 @@ def read_token_figures(database: Database, pair: Pair, run: str) -> dict[str, Fi
 
 
 def _of_batch(rows: pa.RecordBatch) -> tuple[np.ndarray, ...]:
-    """Return [N] arrays: step, number of finite tokens, number of other tokens, sums of the metrics in OF_TOKENS."""
+    """Return [N] arrays: step, number of finite tokens, number of other tokens, and the sums of the metrics in
+    OF_TOKENS."""
     tokens = tokens_of_rows(rows, ("a", "b"))
     tokens = tokens.where(tokens.counted_T)
     a_T, b_T = tokens.logprobs["a"], tokens.logprobs["b"]
@@ -79,7 +80,7 @@ def is_of_pair(name: str) -> bool:
 
 
 def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
-    """Read one of FIGURES for the open run, with NaN for recorded NaN and infinity; None if the trace has no value."""
+    """Read one of FIGURES for the open run; None if the trace has no value. Recorded infinities are returned as NaN."""
     run = database.sources[0].run
     if name in KINDS:
         series = read_series(database, pair=pair).get(name)
@@ -97,7 +98,7 @@ def read_figure(database: Database, pair: Pair, name: str) -> Figure | None:
 
 
 def figure(metric: str, series: Mapping[str, Series], of_tokens: Mapping[str, Figure]) -> Figure | None:
-    """Return a metric at the steps that have it; None if the trace has none.
+    """Return a metric at the steps that have a value; None if the trace has no value.
 
     With w = exp(d): mean w = 1 + mean_d + k3, ess = (mean w)^2 / mean w^2, and chi2_token = mean w^2 - 1.
     """
@@ -146,8 +147,8 @@ def rewards_contradict(unequal: Array) -> np.ndarray:
 
 
 def rate_jumps(learning_rate: Array) -> np.ndarray:
-    """Return [n] bool: True if the learning rate exceeds RATE times its earlier peak: the largest median over five
-    consecutive earlier steps."""
+    """Return [n] bool: True if the learning rate exceeds RATE times its earlier peak. The peak is the largest median
+    over five consecutive earlier steps."""
     return np.asarray(learning_rate > RATE * np.fmax.accumulate(trailing_median(learning_rate, 5)))
 
 
@@ -167,7 +168,7 @@ def sustained(flags: np.ndarray, times: int) -> np.ndarray:
 
 
 def trailing_median(values: Array, window: int, gap: int = 0) -> Array:
-    """Return [n] medians of the `window` values that end `gap` before each value; NaN if they are too few or not finite."""
+    """Return [n] medians of the `window` values that end `gap` steps before each step; NaN if there are too few."""
     found = np.full(len(values), np.nan)
     if len(values) > window + gap:
         past = np.lib.stride_tricks.sliding_window_view(values, window)[: len(values) - window - gap]

@@ -45,12 +45,12 @@ class Alarm:
     """A level that was published for one metric, or one of tim-trace's own rules."""
 
     who: str
-    """Framework or paper that published the level; `tim-trace` for its own rules."""
+    """Framework or paper that published the level; `tim-trace` for tim-trace's own rules."""
     metric: str
     """Name of the per-step metric that the level applies to; see alarms.figures."""
     definition: str
     level: float | None
-    """The level, in units of the metric; None if the text in `rule` states when the alert fires."""
+    """The level, in units of the metric; None if `rule` states the condition as text."""
     rule: str = ""
     above: bool = True
     """True if the alert fires above the level, False if it fires below."""
@@ -100,7 +100,7 @@ ALARMS = (
         summary="above the acceptable range", source="NeMo-RL docs, GRPO",
     ),
     Alarm(
-        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); called KL on their page", level=1.0,
+        who="Miles", metric="k3", definition="mean(exp(d) - 1 - d); called KL in the docs", level=1.0,
         summary="a configuration error (below 1e-4 is jitter)", source="Miles docs, debug",
     ),
     Alarm(
@@ -109,7 +109,7 @@ ALARMS = (
     ),
     Alarm(
         who="prime-rl", metric="k3", definition="mismatch_kl: mean(exp(d) - d - 1)", level=0.15,
-        summary="its own CI fails", source="prime-rl CI",
+        summary="prime-rl's own CI fails", source="prime-rl CI",
     ),
     Alarm(
         who="Tinker", metric="k3", definition="KL between sampler and trainer (compared with k3)", level=0.01,
@@ -146,7 +146,7 @@ class AlarmReading:
     is_raised: bool
     """True if the alert fires at any step."""
     worst_step: int | None
-    """The step with the value furthest beyond the level, else nearest to it; None if no step has a value."""
+    """The step whose value is furthest beyond the level, or nearest to it; None if no step has a value."""
     first_step: int | None = None
     """The first step at which the alert fires; None if it never does."""
     first_value: float | None = None
@@ -175,8 +175,8 @@ def judge_alarms(
     series: Mapping[str, Series], repeats: Repeats, of_tokens: Mapping[str, Figure],
     whole: Mapping[str, Series] | None = None,
 ) -> AlarmReadings:  # fmt: skip
-    """Evaluate every rule at every step of `series`: published levels, tim-trace's own rules, and rules for values that are
-    not finite. `whole` has the series of the whole run, if `series` covers only part of it."""
+    """Evaluate every rule at every step of `series`: published levels, tim-trace's own rules, and rules for values that
+    are not finite. If `series` covers only part of the run, `whole` has the series of the whole run."""
     judged, left = [], []
     for alarm in ALARMS:
         known = figure(alarm.metric, series, of_tokens)
@@ -215,7 +215,7 @@ def _reading(alarm: Alarm, steps: np.ndarray, fires: np.ndarray, values: Array |
 
 
 def _own_signs(series: Mapping[str, Series], repeats: Repeats, at: np.ndarray) -> Iterator[AlarmReading]:
-    """Yield the readings of tim-trace's own four rules at the steps `at`; the rules use earlier steps too."""
+    """Yield the readings of tim-trace's own four rules at the steps `at`. The rules also use earlier steps."""
     signs = (
         (gap_bends, "mean_abs_d", "mean |d|", f"> {GAP:g} for {TIMES} steps", "a mismatch of this size can bias the run", True),
         (rate_jumps, "learning_rate", "the learning rate", f"> {RATE:g} times its earlier level",
@@ -277,7 +277,7 @@ def _not_finite(series: Mapping[str, Series]) -> Iterator[AlarmReading]:
 
 
 def read_alarms(database: Database, pair: Pair) -> AlarmReadings:
-    """Evaluate every rule at the steps of the open run; rules that need earlier steps read the whole run."""
+    """Evaluate every rule at the selected steps of the open run; rules that need earlier steps read the whole run."""
     run, whole = database.sources[0].run, database.of_steps(ALL_STEPS)
     repeats = Repeats()
     repeats.keep(whole, run, ())

@@ -39,7 +39,7 @@ class Repeats:
                 self._steps[int(own[0])] = (whole, rewards)
 
     def unequal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps with responses, and the share of unequal rewards at each; see `unequal_rewards`."""
+        """Return the steps with responses, and the share of unequal rewards at each step; see `unequal_rewards`."""
         steps = np.array(sorted(self._steps), np.int64)
         if not len(steps):
             return steps, np.empty(0)
@@ -50,11 +50,11 @@ class Repeats:
 
 
 def unequal_rewards(place: np.ndarray, whole: np.ndarray, reward: np.ndarray, num_steps: int) -> np.ndarray:
-    """Return, per step, the share of repeated responses whose reward differs from the last identical response's.
+    """Return, per step, the share of repeated responses with a different reward than the previous identical response.
 
     Shapes: N sequences in recording order, n steps. `place` [N] is the index of the step, ascending; `whole` [N] is a
-    hash of prompt and response. Returns [n] shares over the WINDOW steps up to each step; 0 if they have fewer than FEWEST
-    repeated responses.
+    hash of prompt and response. Returns [n] shares over the WINDOW steps up to each step; 0 if these steps have fewer
+    than FEWEST repeated responses.
     """
     order = np.lexsort((np.arange(len(whole)), whole))
     again = order[1:][whole[order][1:] == whole[order][:-1]]

@@ -21,7 +21,7 @@ def fired(num_raised: int, num_judged: int) -> str:
 
 
 def value_text(reading: AlarmReading, number: Callable[[float], str] = "{:.3g}".format) -> str:
-    """Render a reading's value, formatted by `number`, with its step; the reading must have a value."""
+    """Render a reading's value, formatted by `number`, and the step of the value. The reading must have a value."""
     assert reading.own is not None
     return f"{number(reading.own)} at {taken_over(reading)}"
 

@@ -25,7 +25,8 @@ NUM_PROBABILITIES = 40
 NUM_DIFFERENCES = 41
 ENTROPIES_PER_NAT = 4
 MAX_ENTROPIES = 64
-"""Number of entropy bins; the last one has all higher entropies (16 nats: nine million equally probable tokens)."""
+"""Number of entropy bins. The last bin includes all higher entropies. 16 nats is the entropy of nine million equally
+likely tokens."""
 
 _ENDS = """\
 SELECT count(*), quantile_disc(abs(d), 0.999), quantile_disc(abs(d) / (1 - p), 0.99) FILTER (p < 0.99)
@@ -94,9 +95,7 @@ class Queries:
 
 
 def _bin(value: str, reach: float, per_nat: float, num: int) -> str:
-    """Return the SQL expression for the bin of a value; values outside the range are in the first or last
-    bin.
-    """
+    """Return the SQL expression for the bin of a value; values outside the range go into the first or last bin."""
     shifted = f"({value} + {_literal(reach)})" if reach else value
     return f"greatest(least(floor({shifted} * {_literal(per_nat)}), {num - 1}), 0)::INTEGER"
 
@@ -146,7 +145,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breakdowns:
-    """The mismatch of a run, or of a sample of its tokens, by bins; d = logprob(a) - logprob(b), nats."""
+    """The mismatch of a run by bins, over all tokens or a sample; d = logprob(a) - logprob(b), nats."""
 
     num_tokens: int
     """Number of tokens read that count in the loss and have finite logprobs in both passes."""
@@ -155,11 +154,11 @@ class Breakdowns:
     how: str
     """Sentence that says which tokens were read, with numbers."""
     d_edges: Array
-    """[Y + 1] values of d in nats, symmetric about 0; the first and last bins include values outside."""
+    """[Y + 1] values of d in nats, symmetric about 0; the first and last bins include values outside this range."""
     density: np.ndarray
     """[Y, X] int64 number of tokens by d (Y) and by probability under pass b (X equal bins from 0 to 1)."""
     profiles: dict[str, Profile]
-    """`position`, `length` and, if recorded, `entropy` -> profile; tokens with a non-finite entropy are in no bin."""
+    """`position`, `length` and, if recorded, `entropy` -> profile; tokens with a non-finite entropy are excluded."""
     envelope: float | None
     """Constant c, in nats, with |d| <= c (1 - p) for 99% of the tokens with p < 0.99 under pass b. Logit errors of c /
     2 explain such a bound (arXiv 2512.23087). None if no token has p < 0.99."""
@@ -175,11 +174,11 @@ def read_breakdowns(
     max_steps: int = 200,
     max_tokens: int = 4_000_000,
 ) -> Breakdowns | None:
-    """Break down the mismatch of the first open run; None if its passes share no finite token that counts.
+    """Break down the mismatch of the first open run; None if no token counts in the loss and is finite in both.
 
-    Only the first use of each sequence is read (iteration 0), in up to `max_steps` steps: the `notable` ones, the
-    others evenly spread. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, whatever
-    the order of rows.
+    Only the first use of each sequence is read (iteration 0), in up to `max_steps` steps: the `notable` steps, and
+    others at even intervals. Above `max_tokens` tokens, whole sequences are sampled by a hash of step and seq_id, so
+    the sample does not depend on the order of rows.
     """
     run = database.sources[0].run
     tokens = tokens_by_step(database, run)
@@ -232,7 +231,8 @@ def rounded_up(value: float) -> float:
 def _steps(
     database: Database, pair: Pair, run: str, notable: Sequence[int], max_steps: int
 ) -> tuple[tuple[int, ...], str]:
-    """Return the steps to read, among those scored by both passes, and a phrase that describes the choice."""
+    """Choose the steps to read among those scored by both passes. Return them, and a phrase that describes the
+    choice."""
     query = _STEPS.format(a=quoted(pair[0]), b=quoted(pair[1]), num=len(set(pair)))
     known = [step for (step,) in database.connection.execute(query, {"run": run}).fetchall()]
     if len(known) <= max_steps:

@@ -1,10 +1,11 @@
-"""Bound the divergence of two distributions. One or both are known only by their top K tokens and the tail's mass.
+"""Bound the divergence of two distributions if only the top K tokens and the tail's mass are known for one or both.
 
 Shapes: C rows; M columns: the tokens that either side lists, or the whole vocabulary if one side is full.
 
 For each side, three things are known: an interval [lo, hi] for each listed token; an interval for the mass t of all
-others; and their maximum, `cap`, which is the smallest listed probability, or t if that is less. The bounds hold for all
-distributions that fit. Proof, with h(p, q) of divergence.py (h(p, p) = 0, h >= 0, jointly convex, homogeneous of degree 1):
+other tokens; and `cap`, the largest probability that another token can have, which is the smallest listed probability,
+or t if t is smaller. The bounds hold for all distributions that fit. Proof, with h(p, q) of divergence.py (h(p, p) = 0,
+h >= 0, jointly convex, homogeneous of degree 1):
 
 Merging. Convexity and homogeneity give h(p1 + p2, q1 + q2) <= h(p1, q1) + h(p2, q2): the log-sum inequality for KL, and in
 general the data-processing inequality on a partition of the vocabulary (Csiszar and Shields 2004, Information theory and
@@ -24,8 +25,9 @@ Jensen-Shannon. KL(a || b) has no finite bound (inf) if a may have mass where b 
 finite: a's unlisted p are at most cap and add up to at most t, and sum p ln(p / q) <= sum p max(ln(cap / q), 0), which is
 largest with as much mass as possible on the smallest q.
 
-Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t have at most t ln(n / t). The vocabulary
-size of a top-K side is unknown. It is that of the other side if that one is full, else 2^31, because ids are int32.
+Entropy. An unlisted token has p ln(1 / p) >= p ln(1 / cap), and n of them with mass t have at most t ln(n / t). The
+vocabulary size of a top-K side is unknown. The size of the other side is used if that side is full; otherwise 2^31,
+because ids are int32.
 
 Rounding. Captured logprobs are float32, computed in float32 from logits divided by a temperature: a logit x has an error of at
 most 2^-23 |x|. The intervals allow 2^-23 (64 / min(temperature, 1) + 4 |logprob|) nats, which covers logits up to 64 before
@@ -116,8 +118,8 @@ def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
 def _low_high(
     a: PartialDistribution, b: PartialDistribution, outside: bool
 ) -> Callable[[H, float | None], tuple[Array, Array]]:
-    """Return a function that takes h and returns the lower and upper bounds of its sum. Its argument `disjoint` is h(1,
-    0), or None if h(1, 0) is infinite."""
+    """Return a function that takes h and returns lower and upper bounds on the sum of h. The argument `disjoint` of
+    that function is h(1, 0), or None if h(1, 0) is infinite."""
 
     def ends(h: H, disjoint: float | None) -> tuple[Array, Array]:
         both = a.listed_CM & b.listed_CM
@@ -133,7 +135,7 @@ def _low_high(
 
 
 def _rest(side: PartialDistribution, both: Array) -> tuple[Array, Array]:
-    """Return the smallest and largest total mass of the tokens listed by one side or neither."""
+    """Return the smallest and largest total mass of a side's tokens that are not listed by both sides."""
     own = side.listed_CM & ~both
     low = np.maximum(_sum(side.lo_CM, own) + side.tail_lo_C, 1 - _sum(side.hi_CM, both))
     high = np.minimum(_sum(side.hi_CM, own) + side.tail_hi_C, 1 - _sum(side.lo_CM, both))

@@ -38,7 +38,7 @@ TYPES = {name: ARROW[kind] for name, kind in MEASURES.items()}
 
 
 class Place(NamedTuple):
-    """Where the rows of one side are stored, and the keys of their head and contract."""
+    """Where the rows of one side are stored, and the keys of the head and contract of these rows."""
 
     run: str
     group: str
@@ -66,7 +66,7 @@ class _Opened:
         return self.heads.head(self.contract, self.place.policy_version, self.place.attempt, dtype)
 
     def side(self, rows_C: np.ndarray) -> Full | TopK:
-        """Return the distributions that the pass's logprobs come from: logits divided by the contract's temperature."""
+        """Return the distributions behind the pass's logprobs: logits divided by the contract's temperature."""
         arrays = _gathered(self.group, rows_C)
         if TOKEN_IDS in arrays:
             ids, logprobs, tail = (arrays[name] for name in (TOKEN_IDS, LOGPROBS, TAIL))
@@ -83,7 +83,7 @@ class _Opened:
 
 
 class DistributionPairs:
-    """Compare captured rows, one call at a time to limit memory."""
+    """Compare captured rows. Calls run one at a time to limit memory."""
 
     def __init__(self, sources: Sequence[Source]):
         self._sources = {source.run: source for source in sources}
@@ -95,14 +95,14 @@ class DistributionPairs:
 
     @property
     def error(self) -> TimTraceError | None:
-        """The error that the last call raised; DuckDB passes on only its text."""
+        """The error that the last call raised. DuckDB passes on only the error's text."""
         return None if self._error is None else self._error[0](self._error[1])
 
     def __call__(self, *columns: pa.ChunkedArray) -> pa.Array:
         """Return a list of measures for each row.
 
-        `columns` are run and number of tokens, then for each of a and b: group, first row, contract, policy version,
-        attempt.
+        `columns` are the run and the number of tokens, and then for each of a and b: group, first row, contract, policy
+        version and attempt.
         """
         with self._lock:
             try:
@@ -188,7 +188,7 @@ class _Measures:
 
 
 def _gathered(group: DenseGroup, rows_C: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the given rows of every array of a group; consecutive rows are read together."""
+    """Return the given rows of each array in a group. Consecutive rows are read together."""
     order = np.argsort(rows_C, kind="stable")
     parts = [group.read(start, stop - start) for start, stop in _spans(rows_C[order])]
     back = np.argsort(order, kind="stable")
@@ -221,7 +221,7 @@ class Head:
         """Return [C, V] logits before temperature.
 
         Products are accumulated in float32 (float64 for a float64 pass) and rounded to the dtype of the pass wherever
-        the pass rounded. Only the order of summation may differ from its kernel's, which can change the last bit.
+        the pass rounded. Only the order of summation may differ from that of its kernel, which can change the last bit.
         """
         logits_CV = rounded(hidden_CH, self.dtype) @ self.weight_VH.T
         if self.bias_V is not None:
@@ -236,7 +236,7 @@ class Head:
 
 
 class Heads:
-    """The output heads of a trace by policy version; the last one used is cached."""
+    """The output heads of a trace by policy version. The head that was used last is cached."""
 
     def __init__(self, store: Store):
         self.store = store
@@ -251,7 +251,7 @@ class Heads:
         described = contract.get("head")
         if described is None:
             raise DamagedTrace(
-                f"{self.store.url}: a contract lacks the head for its hidden states; record them again with one"
+                f"{self.store.url}: a contract lacks the head for its hidden states; record them with a head"
             )
         if version is None:
             raise WeightsMissing(f"{self.store.url}: hidden states have no policy version, so their head is unknown")
@@ -290,7 +290,7 @@ def numbers(tensor: Tensor) -> Array:
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Return values rounded to a dtype, ties to even; as float64 if that is the dtype, else as float32."""
+    """Return values rounded to a dtype, ties to even. The result is float64 if `dtype` is float64, else float32."""
     if dtype == "float64":
         return values.astype(np.float64)
     if dtype != BFLOAT16:

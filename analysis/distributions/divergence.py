@@ -50,7 +50,7 @@ class Full:
 def log_softmax(logits_CV: Array) -> Array:
     """Return [C, V] logprobs. A row with NaN, +inf or only -inf gives only NaN.
 
-    scipy.special.log_softmax gives the same digits, three times slower.
+    scipy.special.log_softmax gives the same digits, but is three times slower.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
         shifted_CV = logits_CV - logits_CV.max(axis=1, keepdims=True)
@@ -58,7 +58,7 @@ def log_softmax(logits_CV: Array) -> Array:
 
 
 def kl_terms(logp: Array, logq: Array) -> Array:
-    """Return the KL(p || q) term h per token, +inf where only q is 0; scipy.special.kl_div loses digits at small d."""
+    """Return the KL(p || q) term h per token, +inf where only q is 0. (scipy's kl_div loses digits at small d.)"""
     with np.errstate(invalid="ignore", over="ignore"):
         d, p, q = logp - logq, np.exp(logp), np.exp(logq)
         # For small d the terms p ln(p / q) and q - p are of size d and nearly cancel: their sum is about p d^2 / 2.
@@ -100,7 +100,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
     """Return all measures for rows with the full vocabulary on both sides.
 
     If the vocabulary sizes differ (one is padded), divergences are conditional on the common part, and each side's mass
-    outside it has its own column. Entropy and argmax are those of each side's whole distribution.
+    outside the common part has its own column. Entropy and argmax are computed from each side's whole distribution.
     """
     vocab_a, vocab_b = a.logits_CV.shape[1], b.logits_CV.shape[1]
     whole_a, whole_b = log_softmax(a.logits_CV), log_softmax(b.logits_CV)
@@ -130,7 +130,7 @@ def compare_full(a: Full, b: Full) -> dict[str, Array]:
 
 
 def _max_abs_dlogit(logp: Array, logq: Array, both: Array) -> Array:
-    """Return the largest absolute difference [C] of the logits, each row centred on the tokens with mass on both
+    """Return the largest absolute difference [C] of the logits, after centring each row on the tokens with mass on both
     sides.
     """
     with np.errstate(invalid="ignore"):

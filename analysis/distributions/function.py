@@ -1,4 +1,4 @@
-"""The SQL function that compares captured distributions; its dependencies are imported at the first call."""
+"""The SQL function that compares captured distributions. Its dependencies are imported at the first call."""
 
 from __future__ import annotations
 

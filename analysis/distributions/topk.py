@@ -1,6 +1,6 @@
 """Represent distributions, known fully or as top-K with the mass of the tail, as probability intervals.
 
-Shapes: C rows; K listed tokens; M columns: the tokens that either side lists, or the whole vocabulary if one is full.
+Shapes: C rows; K listed tokens; M columns: tokens that either side lists, or the whole vocabulary if one side is full.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LARGEST_VOCABULARY = 2.0**31
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Distributions known only by the logprobs of K tokens and the total mass of all others."""
+    """Distributions of which only the logprobs of K tokens and the total mass of all others are known."""
 
     ids_CK: Array
     logprobs_CK: Array
@@ -27,7 +27,7 @@ class TopK:
     tail_C: Array
     """float64 logarithm of the total mass of the unlisted tokens."""
     temperature: float = 1.0
-    """Temperature that the logits were divided by; rounding errors grow as it falls."""
+    """Temperature that the logits were divided by. Lower temperatures have larger rounding errors."""
 
     def slack(self, logprobs: Array | float) -> Array:
         """Return the maximum error of each captured logprob, nats."""
@@ -107,8 +107,8 @@ def _scattered(part: TopK, width: int) -> PartialDistribution:
 
 
 def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]:
-    """Return both sides on shared columns: a's list, then b's. A token in both lists uses a's column; its column in b's
-    half is 0 on both sides."""
+    """Return both sides on shared columns: first the tokens in a's list, then those in b's list. A token in both lists
+    uses the column in a's half; the column in b's half is 0 on both sides."""
     width_a, width_b = a.ids_CK.shape[1], b.ids_CK.shape[1]
     place_CK = _places(a.ids_CK, b.ids_CK)
     shared_CK = place_CK < width_a
@@ -128,7 +128,7 @@ def _merged(a: TopK, b: TopK) -> tuple[PartialDistribution, PartialDistribution]
 
 
 def _places(ids_a: Array, ids_b: Array) -> Array:
-    """Return the column [C, K] of each token in b's list: its index in a's list, or the length of a's list."""
+    """Return the column [C, K] of each token in b's list: its index in a's list, or a column after that list."""
     count, width_a = ids_a.shape
     stride = int(max(ids_a.max(initial=0), ids_b.max(initial=0))) + 1
     rows_C1 = np.arange(count)[:, None] * stride

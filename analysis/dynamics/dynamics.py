@@ -45,9 +45,9 @@ def dynamics(
     """Report when each series of a run changed, and which changed first.
 
     Changes have 95% intervals; if the intervals of two changes overlap, their order is undecided. The result also has
-    the growth rate of k3, and the questions that the trace cannot answer. The onset of a collapse is the one that
-    `attribute` finds. `steps` (3:80, :100, 2:200:2) limits the answer to part of the run; other steps
-    are still used to find its changes, as in `attribute`.
+    the growth rate of k3, and the questions that the trace cannot answer. A collapse is reported at the onset that
+    `attribute` finds. `steps` (3:80, :100, 2:200:2) limits the answer to part of the run; the other steps are still
+    used to find changes, as in `attribute`.
 
     Raises NothingToCompare for a trace without steps, InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
@@ -89,7 +89,7 @@ def dynamics(
 
 
 def _within(steps: np.ndarray, changes_of: Mapping[str, tuple[ChangePoint, ...]]) -> dict[str, tuple[ChangePoint, ...]]:
-    """Return the changes whose interval overlaps the range of the selected steps."""
+    """Return the changes whose intervals overlap the range of the selected steps."""
     return {
         name: tuple(change for change in changes if change.low <= steps[-1] and change.high >= steps[0])
         for name, changes in changes_of.items()
@@ -177,7 +177,7 @@ class Growth:
     """Growth rate of k3: a line fitted to ln k3 over the steps."""
 
     part: str
-    """Part of the run that was fitted: `run` or `last third`."""
+    """Part of the run to which the line is fitted: `run` or `last third`."""
     num_steps: int
     slope: float
     """Slope of ln k3, per step."""
@@ -188,13 +188,13 @@ class Growth:
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Number of steps in which k3 doubles (if negative, halves); None if the interval of the slope contains 0."""
+    """Number of steps in which k3 doubles, or halves if negative; None if the interval of the slope contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:
     """Return the growth of the mismatch over the run and its last third; arXiv 2510.18855 predicts a constant factor.
 
-    No line is fitted across a jump: after one, only the steps of the last third that follow the last jump are fitted.
+    No line is fitted across a jump: if there is one, only steps of the last third after the last jump are fitted.
     """
     if k3 is None:
         return ()
@@ -258,9 +258,10 @@ class Dynamics(Result):
     summary_codes: tuple[Statement, ...]
     """Summary of the run, as codes in text.SUMMARY."""
     fall: Fall | None
-    """Collapse of the run's outcome that `attribute` finds; None if there is none, or if it begins after `steps`."""
+    """Collapse of the run's outcome that `attribute` finds; None if there is no collapse or if it begins after
+    `steps`."""
     later: Fall | None = None
-    """Collapse that begins after `steps`; None if there is none."""
+    """Collapse that begins after `steps`; None if there is no such collapse."""
     series: tuple[SeriesSummary, ...]
     onsets: tuple[FirstChange, ...]
     """First change of each series, earliest first."""

@@ -56,7 +56,7 @@ def unanswered_sentences(found: Dynamics) -> tuple[str, ...]:
 
 
 def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
-    """Return the values for a sentence template, including those not stored with its code."""
+    """Return the values for a sentence template, including values that are not stored with the code."""
     numbers = dict(part.values)
     first = [onset_text(onset) for onset in found.onsets if onset.may_be_first]
     if part.code == "moved_first":
@@ -74,7 +74,7 @@ def _numbers(part: Statement, found: Dynamics) -> dict[str, Measured]:
 
 
 def onset_text(onset: FirstChange) -> str:
-    """Describe an onset. A jump takes one step; for a ramp, `after` is the value at its end."""
+    """Describe an onset. A jump takes one step; for a ramp, `after` is the value at the end of the ramp."""
     change = onset.change
     span = f", 95% CI {change.low}-{change.high}" if change.low < change.high else ""
     how = "ramps" if change.kind == RAMP else "jumps"

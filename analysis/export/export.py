@@ -46,9 +46,9 @@ class Exported(Result):
     num_sequences: int
     """Number of sequences written; 0 for tensorboard and wandb."""
     num_values: int
-    """Number of logged values written; for tensorboard and wandb, including the mismatch by step."""
+    """Number of logged values written. For tensorboard and wandb, this includes the mismatch by step."""
     num_texts: int
-    """Number of logged texts, which are not exported because these formats' series contain only numbers."""
+    """Number of logged texts. They are not exported to tensorboard and wandb, where a series contains only numbers."""
 
 
 def export_run(
@@ -72,8 +72,8 @@ def export_run(
     `output` is a folder, created if missing. `steps` (3:80, -10:) selects steps; only a few are in memory at a time. Existing
     files are replaced only with `force`; wandb always adds a new run.
 
-    Raises InvalidOption, FileThere, StorageError, NotInstalled if the tool's library is missing, TraceNotFound, NewerTrace or
-    DamagedTrace.
+    Raises InvalidOption, FileThere, StorageError, NotInstalled (if the tool's library is missing), TraceNotFound,
+    NewerTrace or DamagedTrace.
     """
     if to not in FORMATS:
         raise InvalidOption(f"got {to!r}; use {', '.join(FORMATS)}", option="to")
@@ -148,7 +148,7 @@ class StepFigures:
 
 
 def step_figures(database: Database, pair: Pair) -> Iterator[StepFigures]:
-    """Yield the values of each step in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
+    """Yield each step's values in order: the pair's columns as `a-b/NAME`, and logged numbers under their own names."""
     begun_s = datetime.fromisoformat(database.sources[0].manifest.created_at).timestamp()
     of_pair = _pair_figures(database, pair)
     for step, rows in groupby(_logged(database), key=lambda row: row[0]):
@@ -169,7 +169,7 @@ def _logged(database: Database) -> Iterator[tuple[int, str, float, float | None]
 
 
 def _pair_figures(database: Database, pair: Pair) -> dict[int, dict[str, float]]:
-    """Return step -> column of the pair -> value; empty if the trace lacks a pass of the pair."""
+    """Return step -> column of the pair -> value; empty if the trace lacks one of the two passes."""
     if not set(pair) <= set(passes_of(database)):
         return {}
     ensure(database, pair, of_run=False)
@@ -249,7 +249,7 @@ _METRICS = "SELECT step, name, value, text FROM metrics ORDER BY step, logged_at
 
 
 def sequence_tables(database: Database, pair: Pair) -> Iterator[pa.Table]:
-    """Yield the sequences by step and name, a few steps per table; one empty table for a trace without any."""
+    """Yield the sequences by step and name, a few steps per table; one empty table if the trace has no sequences."""
     passes = {name: f"p{place}" for place, name in enumerate(passes_of(database))}
     tokens = dict(database.connection.execute(_STEPS).fetchall())
     for steps in step_ranges(tokens, CHUNK_TOKENS) or [range(0)]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
-    """A framework's options, under its own names, and the numbers that it logs with them.
+    """A framework's options, under the framework's own names, and the numbers that it logs with these options.
 
     A framework is a frozen dataclass derived from this one; its fields are options, declared with `option_field`.
     """
@@ -52,7 +52,7 @@ class Framework:
         """Raise InvalidOption if the options contradict each other."""
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
-        """Return one row per run or step, according to `by`; pass a of the pair is the trainer, pass b the rollout.
+        """Return one row per run or per step, according to `by`. Pass a is the trainer, pass b the rollout.
 
         `only` names the columns of the macro `<name>_<by>s` to compute; empty means all.
         """
@@ -64,15 +64,15 @@ class Framework:
         return False
 
     def row_calls(self, pair: Pair) -> Iterable[str]:
-        """Return the calls of the macros that read tokens. All numbers are computed from their rows, which have run,
-        step and seq_id.
+        """Return the calls of the macros that read tokens. All numbers are computed from the rows of these calls, which
+        have the columns run, step and seq_id.
 
-        With other options the tokens may have to be read again. A macro may use the macros before it.
+        Other options may require reading the tokens again. A macro may use the macros before it.
         """
         return ()
 
     def sequence_rows(self, database: Database, pair: Pair) -> Iterator[tuple[str, pa.Table]]:
-        """Yield macro name -> rows of its call, in an order that does not depend on threads."""
+        """Yield the name of each macro with the rows of its call, in an order that does not depend on threads."""
         for call in self.row_calls(pair):
             database.connection.use_threads()
             query = f"SELECT * FROM {call} ORDER BY ALL"
@@ -92,7 +92,7 @@ def check_choice(framework: str, option: str, value: Any, choices: Sequence[str]
 def option_field(
     default: Any, help: str, *, metavar: str | None = None, choices: tuple[str, ...] = (), at_least: float | None = None
 ) -> Any:
-    """Declare an option of a framework: its default, help text, placeholder of its value, and allowed values."""
+    """Declare an option of a framework: default, help text, placeholder for the value, and allowed values."""
     metadata = {"help": help, "metavar": metavar or "|".join(choices) or None, "choices": choices, "at_least": at_least}
     return field(default=default, metadata=metadata)
 
@@ -125,8 +125,8 @@ def literal(value: Any) -> str:
 
 @contextmanager
 def read_once(database: Database, framework: Framework, pair: Pair) -> Iterator[None]:
-    """Read once the rows from which a framework's numbers for a pair of passes are computed. While the context is open,
-    only medians over tokens read tokens again.
+    """Read the rows from which a framework's numbers for a pair of passes are computed, only once. While the context is
+    open, only medians over tokens read the tokens again.
 
     The rows of the macros that read tokens are stored in temporary tables, which replace these macros. Sequences
     excluded by `database.leave_out` are filtered out.

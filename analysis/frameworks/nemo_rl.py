@@ -38,11 +38,11 @@ class NemoRl(Framework):
     train_micro_batch_size: int = option_field(
         1, "Sequences per micro-batch; scales the mean of sequence ratios (1).", metavar="N", at_least=1
     )
-    """Sequences per micro-batch; NeMo-RL's mean of sequence ratios is too large by this factor."""
+    """Sequences per micro-batch. NeMo-RL's mean of sequence ratios is too large by this factor."""
     seq_logprob_error_threshold: float | None = option_field(
         None, "Mask sequences with mean exp(|d|) above C.", metavar="C", at_least=0
     )
-    """Maximum mean of exp(|d|) of a sequence; sequences above it are masked. None masks no sequence."""
+    """Maximum mean of exp(|d|) over a sequence; sequences with a larger mean are masked. None masks no sequence."""
     ratio_clip_min: float = option_field(0.2, "Ratios are at least 1 - E (0.2).", metavar="E", at_least=0)
     """The policy's ratio is clamped from below to 1 - ratio_clip_min."""
     ratio_clip_max: float = option_field(0.2, "Ratios are at most 1 + E (0.2).", metavar="E", at_least=0)

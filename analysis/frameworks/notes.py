@@ -35,7 +35,7 @@ ORDER BY run, dtype
 def null_without(
     database: Database, names: Sequence[str], scored: str, *, column: str = "logprobs", what: str = "pass"
 ) -> list[str]:
-    """Return a note on runs without a pass, or without a column of it, which makes some numbers NULL; empty if none."""
+    """Return a note on runs that lack a pass or one of its columns, which makes some numbers NULL; empty if none do."""
     query = _SCORED.format(scored=quoted(scored), column=column)
     known = {run for (run,) in database.connection.execute(query).fetchall()}
     lacking = [source.run for source in database.sources if source.run not in known]
@@ -53,10 +53,10 @@ def masked_out(
     rejects: bool = False,
     effect: str = "its logged values at these steps can be NaN",
 ) -> list[str]:
-    """Return a warning about masked tokens that are not finite, for frameworks that multiply by the mask; else nothing.
+    """Warn about masked tokens that are not finite, for frameworks that multiply by the mask; empty if there are none.
 
-    NaN * 0 and inf * 0 are NaN, and so are the framework's sums, whereas tim-trace leaves these tokens out. With `rejects`,
-    options may mask tokens that are not finite as well. `effect` says what this does to the framework's numbers.
+    NaN * 0 and inf * 0 are NaN, and so are the framework's sums, but tim-trace leaves these tokens out. With `rejects`,
+    options may also mask tokens that are not finite. `effect` states the consequence for the numbers.
     """
     query = _NOT_FINITE.format(
         passes=", ".join(quoted(name) for name in passes),
@@ -80,13 +80,13 @@ def in_half(database: Database, scored: str, framework: str) -> list[str]:
     found = database.connection.execute(_IN_HALF.format(scored=quoted(scored))).fetchall()
     return [
         f"{run}: {framework} averages the logprobs of {scored} in {dtype}, so its logged values have about 3 digits; "
-        "these are float64 sums of the same logprobs"
+        "the numbers here are float64 sums of the same logprobs"
         for run, dtype in found
     ]
 
 
 def set_otherwise(database: Database, given: Mapping[str, object]) -> list[str]:
-    """Return a note on each run that was trained with options other than the given ones."""
+    """Return a note on each run that was trained with options other than the given options."""
     from ..trace.columns import read_hyperparameters  # imports DuckDB, which a command's help does not need
 
     told = []

@@ -26,14 +26,14 @@ class PrimeRl(Framework):
     dppo_mask_low: float = option_field(
         0.2, "Mask larger drops of a probability if A <= 0 (0.2).", metavar="P", at_least=0
     )
-    """Tokens with A <= 0 are masked if their probability drops by more than this."""
+    """Tokens with A <= 0 are masked if their probability drops by more than this value."""
     dppo_mask_high: float = option_field(
         0.2, "Mask larger rises of a probability if A > 0 (0.2).", metavar="P", at_least=0
     )
-    """Tokens with A > 0 are masked if their probability rises by more than this."""
+    """Tokens with A > 0 are masked if their probability rises by more than this value."""
     ipo_threshold: float | None = option_field(None, "Use the loss ipo with this bound.", metavar="P", at_least=0)
-    """Bound of the loss `ipo`, which masks tokens whose probability changes by more than this in either direction; None
-    uses the default loss."""
+    """Bound of the loss `ipo`, which masks tokens whose probability changes by more than this bound in either
+    direction. None selects the default loss."""
 
     name: ClassVar[str] = "prime-rl"
     version: ClassVar[str] = "0.8.0"

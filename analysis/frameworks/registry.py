@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 _CASTS = {bool: "", int: "", float: "::DOUBLE", str: "::VARCHAR"}
-"""Type of an option -> cast of its value in a macro call. Integers and booleans have none, because DuckDB rejects
-aggregates next to such a cast."""
+"""Type of an option -> cast of the option's value in a macro call. Integers and booleans are not cast, because DuckDB
+rejects aggregates next to such a cast."""
 
 
 class _Frameworks(Mapping[str, "type[Framework]"]):
@@ -51,7 +51,7 @@ FRAMEWORKS = _Frameworks()
 
 
 def framework_of(name: str, options: dict[str, Any]) -> Framework:
-    """Return a framework with options. None counts as not given, as does False for another framework's option."""
+    """Return a framework with options. None means not given, and so does False for an option of another framework."""
     check_name(name)
     given = {key: value for key, value in options.items() if value is not None}
     own = options_of(name)
@@ -64,7 +64,7 @@ def framework_of(name: str, options: dict[str, Any]) -> Framework:
 
 
 def refuse_options(options: dict[str, Any]) -> None:
-    """Raise InvalidOption if an option of some framework is given without a framework."""
+    """Raise InvalidOption if a framework's option is given without a framework."""
     for key, value in options.items():
         if value is not None and value is not False:
             raise InvalidOption(f"needs a framework; {_whose(key)}", option=key)
@@ -110,7 +110,7 @@ def _declared(name: str) -> Iterator[DeclaredOption]:
 
 
 def macro_files() -> list[MacroFile[Database]]:
-    """Return the macro files of all frameworks; a module is imported when a query names one of its macros."""
+    """Return the macro files of all frameworks. A module is imported when a query names one of the module's macros."""
     return [
         MacroFile(name=name, sql=macros(name), define=partial(_define, name), is_listed=False) for name in FRAMEWORKS
     ]

@@ -34,9 +34,9 @@ _OF_MODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slime(Framework):
-    """Options of slime's truncated importance sampling and averaging, then of mis.py in slime's examples.
+    """Options of slime's truncated importance sampling and averaging, followed by those of mis.py in slime's examples.
 
-    The defaults for mis.py are those of mis.yaml next to it.
+    The defaults for mis.py come from mis.yaml in the same folder.
     """
 
     tis_clip: float = option_field(2.0, "Upper bound (2.0).", metavar="C")
@@ -44,9 +44,9 @@ class Slime(Framework):
     tis_clip_low: float = option_field(0.0, "Lower bound (0).", metavar="C")
     """Lower bound of token ratios."""
     calculate_per_token_loss: bool = option_field(False, "Average over tokens.")
-    """True to average over all tokens, False over the means of sequences."""
+    """True to average over all tokens, False to average the means of sequences."""
     use_tis: bool = option_field(False, "Weights and rejections of the example mis.py.")
-    """True for the weights and rejections of mis.py; False for its metrics only, as get_mismatch_metrics does."""
+    """True for the weights and rejections of mis.py; False for only its metrics, as in get_mismatch_metrics."""
     tis_level: str = option_field("token", "Level of the weights (token; mis.py).", choices=LEVELS)
     """Level of the weights: `token`, `sequence`, or the `geometric` mean over a sequence."""
     tis_mode: str = option_field(
@@ -61,7 +61,7 @@ class Slime(Framework):
     use_rs: bool = option_field(True, "Reject by weights (on; mis.py).")
     """True to reject tokens with a weight outside rs_lower_bound and rs_upper_bound."""
     rs_level: str = option_field("token", "Level of the rejections (token; mis.py).", choices=LEVELS)
-    """Level of the rejections, with the values of tis_level."""
+    """Level of the rejections; takes the same values as tis_level."""
     rs_lower_bound: float | None = option_field(
         None, "Lower bound of kept weights (tis_lower_bound; mis.py).", metavar="C"
     )
@@ -73,7 +73,7 @@ class Slime(Framework):
     rs_veto_threshold: float = option_field(
         1e-4, "Reject sequences with a token ratio below C (1e-4; 0: none; mis.py).", metavar="C", at_least=0
     )
-    """A sequence is rejected if one of its token ratios is below this; 0 rejects no sequence."""
+    """A sequence is rejected if any of its token ratios is below this value; 0 rejects no sequence."""
 
     name: ClassVar[str] = "slime"
     version: ClassVar[str] = "0.3.1"

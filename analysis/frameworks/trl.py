@@ -33,7 +33,7 @@ class Trl(Framework):
         metavar="MODE",
         choices=("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
     )
-    """Level of the ratios, and whether those outside the bounds are clamped (truncate) or set to 0 (mask)."""
+    """Level of the ratios, and whether ratios outside the bounds are clamped (truncate) or set to 0 (mask)."""
     vllm_importance_sampling_clip_max: float = option_field(3.0, "Upper bound (3.0).", metavar="C")
     """Upper bound of ratios; infinity for no bound."""
     vllm_importance_sampling_clip_min: float | None = option_field(None, "Lower bound.", metavar="C")
@@ -53,19 +53,19 @@ class Trl(Framework):
     epsilon_high: float | None = option_field(
         None, "Ratios are clipped above 1 + E, for cispo above E (epsilon).", metavar="E", at_least=0
     )
-    """Ratios above 1 + epsilon_high are clipped, with cispo above epsilon_high. None means epsilon."""
+    """Ratios above 1 + epsilon_high are clipped; with cispo, ratios above epsilon_high. None means epsilon."""
     delta: float | None = option_field(None, "Maximum ratio in the loss.", metavar="C", at_least=0)
-    """Upper bound of the ratio, whatever the sign of the advantage; None for no bound."""
+    """Upper bound of the ratio, regardless of the sign of the advantage; None for no bound."""
     off_policy_mask_threshold: float | None = option_field(
         None, "Drop sequences with A < 0 and mean(rollout - current) above D.", metavar="D"
     )
-    """A sequence with a negative advantage is dropped if its mean of rollout - current logprobs is above this; None
-    drops no sequence."""
+    """A sequence with a negative advantage is dropped if its mean of rollout - current logprobs is above this value.
+    None drops no sequence."""
     logging_steps: int | None = option_field(
         None, "Print means over N steps, as TRL logs them.", metavar="N", at_least=1
     )
-    """Number of steps per row, since TRL logs means over them. None gives one row per step, whose sequences count as
-    one batch."""
+    """Number of steps per row, since TRL logs means over several steps. None gives one row per step, with the step's
+    sequences as one batch."""
     logging_first_step: bool = option_field(False, "Log the first step separately.")
     """True to log the first step in a row of its own."""
 
@@ -84,7 +84,7 @@ class Trl(Framework):
         if self.trainer == "rloo":
             for name in ("delta", "off_policy_mask_threshold"):
                 if getattr(self, name) is not None:
-                    raise InvalidOption("TRL's RLOO trainer does not have it; use trainer grpo", option=name)
+                    raise InvalidOption("TRL's RLOO trainer does not have this option; use trainer grpo", option=name)
 
     def numbers(self, database: Database, pair: Pair, by: str, only: Sequence[str] = ()) -> Rows:
         from ..trace.columns import num_scored, why_nothing  # imports DuckDB, which a command's help does not need
@@ -141,7 +141,7 @@ class Trl(Framework):
         return column == _MASK and self.off_policy_mask_threshold is None
 
     def _effective(self) -> dict[str, object]:
-        """Return the options as TRL records them, without those implied by others."""
+        """Return the options as TRL records them, without options that are implied by other options."""
         options = options_of(self)
         options["epsilon_high"] = self.epsilon if self.epsilon_high is None else self.epsilon_high
         options["logging_steps"] = 1 if self.logging_steps is None else self.logging_steps

@@ -39,7 +39,7 @@ class Verl(Framework):
         "Upper bound of weights (TIS; 2.0), or bounds outside which weights are masked (IcePop).",
         metavar="UPPER|LOWER_UPPER",
     )
-    """Maximum weight (TIS), or bounds `lower_upper` outside which weights become 0 (IcePop)."""
+    """Maximum weight (TIS), or bounds `lower_upper`; weights outside the bounds become 0 (IcePop)."""
     rollout_is_batch_normalize: bool = option_field(False, "Normalize weights to mean 1.")
     """True to divide weights by their mean."""
     rollout_rs: str | None = option_field(None, "Rejections, e.g. token_k1,seq_mean_k3.", metavar="OPTION,...")
@@ -47,7 +47,7 @@ class Verl(Framework):
     rollout_rs_threshold: str | None = option_field(
         None, "One bound for all, or one per rejection; k1 bounds 1 / rho, e.g. 0.5_2.0.", metavar="BOUND,..."
     )
-    """One bound for all rejections, or one for each; for k1, `lower_upper` bounds 1 / rho from both sides."""
+    """One bound for all rejections, or one per rejection. For k1, `lower_upper` bounds 1 / rho from both sides."""
 
     name: ClassVar[str] = "verl"
     version: ClassVar[str] = "0.9.0"
@@ -101,7 +101,7 @@ class Verl(Framework):
         return told
 
     def is_unlogged(self, column: str) -> bool:
-        """Return True if verl does not log a column of its weights with these options."""
+        """Return True if verl does not log this column of weights with these options."""
         if column == "rollout_corr/rollout_is_oob_ratio":
             return "_" not in self.rollout_is_threshold
         return column == "rollout_corr/rollout_is_batch_norm_factor" and not self.rollout_is_batch_normalize
@@ -111,7 +111,7 @@ FRAMEWORK = Verl
 
 
 def _wide(rows: Rows) -> Rows:
-    """Convert one row per group and option to one row per group, with columns `<option>_<statistic>`."""
+    """Convert rows per group and option to one row per group, with columns `<option>_<statistic>`."""
     from ..rows import Rows
 
     found: dict[tuple[object, ...], dict[str, object]] = {}

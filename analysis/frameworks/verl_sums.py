@@ -1,7 +1,7 @@
-"""Compute the sums over the tokens of each sequence that verl's numbers need.
+"""Compute the sums over each sequence's tokens that verl's numbers need.
 
-Shapes: T tokens of N sequences, concatenated. A sequence's sums depend on its own tokens only, so they are bitwise the
-same in any batch and with any number of threads.
+Shapes: T tokens of N sequences, concatenated. A sequence's sums depend only on the sequence's own tokens, so they are
+bitwise the same in any batch and with any number of threads.
 """
 
 from __future__ import annotations

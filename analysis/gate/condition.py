@@ -1,5 +1,5 @@
-"""Conditions on a run's metrics, such as `verl.k3_kl>1e-3`, and their verdicts. Also reads statistics per sequence as
-columns, so that resampling sequences is a matrix product.
+"""Conditions on a run's metrics, such as `verl.k3_kl>1e-3`, and their verdicts. The module also reads statistics per
+sequence as columns, so that sequences can be resampled with a matrix product.
 
 Shapes: N sequences.
 """
@@ -45,7 +45,7 @@ _FORM = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """A metric, measured over the run, at each step or over the last steps, and the values with which the gate fails."""
+    """A metric over the run, at each step or over the last steps, and the values of the metric that fail the gate."""
 
     text: str
     source: str
@@ -58,7 +58,7 @@ class Condition:
     of_size: bool
     """True if the metric's absolute value is compared with the bound, as in `tim.|k1|>0.1`."""
     any_step: bool
-    """True if the condition applies to every step separately, so that one step beyond the bound fails the gate."""
+    """True if the condition applies to each step separately, so that a single step beyond the bound fails the gate."""
     last: int
     """Number of last steps whose tokens are evaluated together; 0 for all steps of the run."""
 
@@ -67,7 +67,7 @@ class Condition:
         return abs(value) if self.of_size else value
 
     def holds(self, value: float) -> bool:
-        """Return True if a value violates the condition; NaN and infinities do, because they prove nothing."""
+        """Return True if a value violates the condition. NaN and infinities do too, because they prove nothing."""
         return not math.isfinite(value) or _OPERATORS[self.sign](value, self.bound)
 
     def worst_step(self, by_step: Mapping[int, float]) -> int | None:
@@ -134,17 +134,18 @@ class Verdict:
     value: float
     """Value of the metric over the run, over its last steps, or at the worst step; for `check`, the number of faults."""
     low: float | None
-    """Lower end of the interval over groups; None without an interval, for the reason given in `how`."""
+    """Lower end of the interval over groups; None if there is none, for the reason in `how`."""
     high: float | None
     bound: float | None
     verdict: str
-    """`failed`, `passed`, or `cannot tell` if the interval contains the bound, or is expected but missing."""
+    """`failed`, `passed`, or `cannot tell` if the interval contains the bound or an expected interval is missing."""
     fails: bool
-    """True if the value violates the condition, or proves nothing because it excludes tokens. Determines the exit code."""
+    """True if the value violates the condition or proves nothing because it excludes tokens. Determines the exit
+    code."""
     steps_beyond: int | None
-    """Number of steps whose value violates the condition; None for `check` and for counts, which grow with the steps."""
+    """Number of steps whose value violates the condition; None for `check`, and for counts that grow with each step."""
     worst_step: int | None
-    """Step whose value is furthest beyond the bound, or nearest to it."""
+    """Step whose value is furthest beyond the bound, or nearest to the bound if no value is beyond it."""
     how: str
     """Steps beyond the bound, and how the interval was computed; for `check`, the faults found."""
 
@@ -176,7 +177,7 @@ LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """Column of `stats` that is a maximum -> column with the maximum of each sequence."""
 
 MOST_NULL = 0.5
-"""A metric represents the run if at most this share of the tokens that count has no logprob in a pass."""
+"""Maximum share of the tokens in the loss without a logprob in a pass, for a metric that is to represent the run."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""
@@ -192,7 +193,7 @@ def is_count(metric: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceColumns:
-    """Columns of the statistics, with one element per sequence that has a comparable token."""
+    """Columns of statistics, with one element for each sequence that has a comparable token."""
 
     values: dict[str, Array]
     """Name -> [N] column; the statistics follow from the totals of these columns."""
@@ -243,8 +244,8 @@ _LEFT_OUT = """
 
 
 def left_out(database: Database, pair: Pair) -> str:
-    """Describe the tokens that a pair's metrics exclude: those with NaN or infinity and, if they are the majority, those
-    without a logprob; empty if there are none."""
+    """Describe the tokens that a pair's metrics exclude: tokens with NaN or infinity and, if they are the majority,
+    tokens without a logprob. Empty if there are none."""
     counts = database.connection.execute(_LEFT_OUT.format(pair=quoted_pair(pair))).fetchall()[0]
     num_finite, num_nan, num_inf, num_counted = (int(count or 0) for count in counts)
     parts = [f"{count:,} are {what}" for count, what in ((num_nan, "NaN"), (num_inf, "infinite")) if count]

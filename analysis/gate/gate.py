@@ -34,27 +34,27 @@ def gate(
 
     Like `stats`, conditions on columns of `stats` store the sums of each sequence in the trace.
 
-    A condition is `<source>.<metric><sign><number>` with a sign of > >= < <=, and gives the values with which the run fails:
-    `tim.k3>1e-3` for a column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a name is
-    enough), or `check`, which fails if the comparison has a fault. `tim.|k1|>0.1` compares the absolute value. `tim` also
-    has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over the steps.
+    A condition is `<source>.<metric><sign><number>`, where the sign is > >= < or <=, and describes the values that fail
+    the run: `tim.k3>1e-3` for a column of `stats`, `verl.k3_kl>1e-3` for one of `stats --like verl` (the last part of a
+    name is enough), or `check`, which fails if the comparison has a fault. `tim.|k1|>0.1` compares the absolute value.
+    `tim` also has the per-step metrics of the alerts, such as `grad_norm` or `mean_exp_abs_d`, averaged over the steps.
 
     By default, a condition covers all tokens of the run. With ` any step`, it fails if the value of any single step
     violates it, which is how published alert levels are meant. With ` last 20 steps`, it covers the tokens of the last
-    20 steps. `warns` is true for a verdict whose condition passes while single steps violate it.
+    20 steps. `warns` is true for a verdict if the condition passes but single steps violate it.
 
-    Every metric except a count has an interval over groups: sequences of a step with the same `group_id`, or a single sequence
-    without one. Metrics computed from sums use a bootstrap-t; maxima, a bootstrap that ends at the value itself; quantiles of
-    |d| invert the bootstrap-t of the share of tokens above them (Woodruff 1952); all others, including the frameworks'
-    metrics, use a jackknife over 20 parts of whole groups. Fewer than 8 groups give no interval. Resampling has a fixed
-    seed. Measured coverage: docs/evidence/intervals.md.
+    Every metric except a count has an interval over groups. A group is the sequences of a step with the same
+    `group_id`, or a single sequence without a `group_id`. Metrics computed from sums use a bootstrap-t; maxima, a
+    bootstrap that ends at the value itself; quantiles of |d| invert the bootstrap-t of the share of tokens above them
+    (Woodruff 1952); all others, including the frameworks' metrics, use a jackknife over 20 parts of whole groups. Fewer
+    than 8 groups give no interval. Resampling has a fixed seed. Measured coverage: docs/evidence/intervals.md.
 
     The exit code, like `fails` of a verdict, depends only on the value; `verdict` is `cannot tell` if the interval
     contains the bound, or if an interval is expected but missing. NaN and infinities fail, and so does any metric,
     except a count, that excludes such tokens or for which most tokens lack logprobs.
 
-    `junit` is a JUnit XML file to write, one test case per condition; an existing file is replaced. `summary` is a file to which
-    a Markdown table is appended, such as $GITHUB_STEP_SUMMARY.
+    `junit` is a JUnit XML file to write, with one test case per condition; an existing file is replaced. `summary` is a
+    file to which a Markdown table is appended, such as $GITHUB_STEP_SUMMARY.
 
     Raises InvalidOption for a malformed condition or an unknown metric, NothingToCompare if the passes share no token or the
     trace has no value for a metric, TraceNotFound, NewerTrace, and DamagedTrace if a part of the trace is unreadable or
@@ -96,7 +96,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
     if math.isfinite(value) and interval is not None and not _is_decided(condition, interval):
         verdict = CANNOT_TELL
     low, high = (None if interval is None else ends(interval)) or (None, None)
-    says = f"{len(beyond)} of {len(by_step)} steps violate it" + (f", first step {beyond[0]}" if beyond else "")
+    says = f"{len(beyond)} of {len(by_step)} steps violate the bound" + (f", first step {beyond[0]}" if beyond else "")
     if condition.any_step:
         if worst is None:
             raise NothingToCompare(f"{measured.metric}: no step has a value to check; remove this condition")
@@ -116,7 +116,7 @@ def _judged(condition: Condition, measured: Measured, missing: str) -> Verdict:
 
 
 def _is_decided(condition: Condition, interval: Interval | NoInterval) -> bool:
-    """Return True if both ends of the interval violate the condition, or neither, or all groups have the same value."""
+    """Return True if both ends of the interval violate the condition, if neither does, or if all groups are equal."""
     if isinstance(interval, NoInterval):
         return interval is NoInterval.ALIKE
     return len({condition.holds(end) for end in interval}) == 1
@@ -146,7 +146,7 @@ def gated_text(gated: Gated, width: int | None = None) -> str:
 
 
 def junit_xml(gated: Gated, trace: str) -> bytes:
-    """Render JUnit XML with one test case per condition; conditions that fail are failures."""
+    """Render JUnit XML with one test case per condition; conditions that fail are reported as failures."""
     failures = sum(verdict.fails for verdict in gated.verdicts)
     counts = {"tests": str(len(gated.verdicts)), "failures": str(failures), "errors": "0", "skipped": "0"}
     suites = ElementTree.Element("testsuites", {"name": SUITE} | counts)

@@ -41,15 +41,15 @@ TAILS = {
     "k2": 0.84, "k3": 0.86, "rms_d": 0.85, "prob_pearson": 0.86, "ess_token": 0.80, "ess_sequence": 0.75, "chi2_token": 0.83,
     "chi2_sequence": 0.88,
 }  # fmt: skip
-"""Metric that a few tokens can dominate -> lowest measured coverage of its 95% interval, over runs whose logit errors
-have no fourth moment or differ in size between groups; see benchmarks/coverage.py, docs/evidence/intervals.md."""
+"""Metric that a few tokens can dominate -> lowest measured coverage of the metric's 95% interval, over runs whose logit
+errors have no fourth moment or differ in size between groups; see docs/evidence/intervals.md."""
 
 _OF_SEQUENCE_WEIGHTS = re.compile(r"(ess|chi2)_seq|eff_sample_size")
 """Metrics of the weights exp(sum of d), whose second moment depends on rare sequences."""
 
 MOST_REACH = 1.0
-"""Maximum `SequenceColumns.reach`, in nats, for these metrics to have an interval. Below it, coverage is as listed in
-TAILS; above it, if groups differ in scale, coverage drops to a third (docs/evidence/intervals.md)."""
+"""Maximum `SequenceColumns.reach`, in nats, for these metrics to have an interval. Below this limit, coverage is as
+listed in TAILS; above it, coverage drops to a third if groups differ in scale (docs/evidence/intervals.md)."""
 
 _BOUNDS = {
     "k2": (0.0, math.inf), "k3": (0.0, math.inf), "mean_abs_d": (0.0, math.inf), "rms_d": (0.0, math.inf),
@@ -57,7 +57,7 @@ _BOUNDS = {
     "log_ppl_abs_diff_sum": (0.0, math.inf), "log_ppl_abs_diff_mean": (0.0, math.inf), "ess_token": (0.0, 1.0),
     "ess_sequence": (0.0, 1.0), "chi2_token": (-1.0, math.inf), "chi2_sequence": (-1.0, math.inf),
 }  # fmt: skip
-"""Metric -> (lower, upper) limit of the metric and of the ends of its interval."""
+"""Metric -> lower and upper limit of the metric, which also limit its interval."""
 
 
 _OF_STEPS = frozenset(FIGURES) - {*FROM_SUMS, *LARGEST, *QUANTILES, *COUNTS}
@@ -71,9 +71,9 @@ class Measured:
     metric: str
     value: float
     interval: Interval | NoInterval | None
-    """Confidence interval, or why there is none; None for a count."""
+    """Confidence interval, or the reason why there is none; None for a count."""
     how: str
-    """How the interval was computed, or why there is none."""
+    """How the interval was computed, or the reason why there is none."""
     by_step: Mapping[int, float] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,7 @@ class Measured:
 
 
 class Run:
-    """Measures the metrics of a run, over all steps or over the last ones."""
+    """Measures the metrics of a run, over all steps or the last steps."""
 
     def __init__(self, database: Database, pair: str, confidence: float, progress: Progress):
         self._database, self._pair, self._names = database, pair, parse_pair(pair)
@@ -92,7 +92,7 @@ class Run:
         """Description of the tokens that the measured metrics exclude; empty if there are none."""
 
     def measure(self, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return condition -> its metric, with the value, the interval, and the value at each step."""
+        """Return condition -> the metric with its value, interval, and value at each step."""
         found: dict[str, Measured] = {}
         for source in dict.fromkeys(condition.source for condition in conditions):
             of_source = [condition for condition in conditions if condition.source == source]
@@ -139,7 +139,7 @@ class Run:
         return asked.answered(found)
 
     def _like(self, database: Database, name: str, conditions: list[Condition]) -> dict[str, Measured]:
-        """Return a framework's metrics with jackknife intervals; reads tokens once, into sums per sequence."""
+        """Return a framework's metrics with jackknife intervals. Tokens are read once, into sums per sequence."""
         tell_sampled(database, self._names)
         framework = framework_of(name, {})
         with read_once(database, framework, self._names):
@@ -156,7 +156,7 @@ class Run:
             return asked.answered(found)
 
     def _jackknifed(self, database: Database, values: dict[str, float], numbers: Callable[[], Rows]) -> list[Measured]:
-        """Return metrics with jackknife intervals: each is computed again without each part of the sequences."""
+        """Return metrics with jackknife intervals: each metric is computed again without one part of the sequences."""
         sequences, unit_N = self._scored(database)
         part_N, without = parts_of(unit_N), list[dict[str, Any]]()
         num_parts = int(part_N.max()) + 1
@@ -185,7 +185,7 @@ class Run:
         return SequenceColumns.read(database, self._names).reach()
 
     def _quantile(self, database: Database, name: str, value: float, columns: SequenceColumns) -> Measured:
-        """Return a quantile of |d|; its interval inverts that of the share of tokens above the value (Woodruff 1952)."""
+        """Return a quantile of |d|. The interval is found from the share of tokens above the value (Woodruff 1952)."""
         connection = database.connection
         tokens = f"pair_tokens({quoted_pair(self._names)})"
         query = f"""
@@ -206,7 +206,7 @@ class Run:
         return Measured(metric=name, value=value, interval=(float(low), float(high)), how=how)
 
     def _scored(self, database: Database) -> tuple[pa.Table, np.ndarray]:
-        """Return the sequences scored by both passes, sorted by run, step and seq_id, and the group of each."""
+        """Return the sequences scored by both passes, sorted by run, step and seq_id, and each sequence's group."""
         query = f"""
             SELECT run, step, seq_id, {unit("s")} AS unit FROM sequences AS s
             SEMI JOIN (SELECT run, step, seq_id FROM scores WHERE "pass" = ?) AS a USING (run, step, seq_id)
@@ -243,8 +243,8 @@ def quantile_cuts(
 ) -> Interval | NoInterval:
     """Return the two probabilities whose quantiles are the ends of a quantile's interval.
 
-    `num_above_N` counts tokens above the quantile. If too few groups have one, the upper probability is 1: the interval
-    ends at the largest value.
+    `num_above_N` counts tokens above the quantile. If too few groups have such a token, the upper probability is 1: the
+    interval ends at the largest value.
     """
 
     def share(totals: Totals) -> Array:
@@ -277,7 +277,7 @@ class _Asked:
         """Metric -> value, for the metrics with a condition on all steps together."""
 
     def answered(self, found: list[Measured]) -> dict[str, Measured]:
-        """Return condition -> its metric; metrics that are not in `found` have no interval."""
+        """Return condition -> metric; metrics that are not in `found` have no interval."""
         of_metric = {measured.metric: measured for measured in found}
         for metric, value in self._values.items():
             measured = of_metric.get(metric, Measured(metric=metric, value=value, interval=None, how=""))
@@ -303,7 +303,7 @@ def _of_tails(level: float) -> str:
 
 
 def _measured(metric: str, value: float, interval: Interval | NoInterval, how: str, num_groups: int) -> Measured:
-    """Return a measured metric; without an interval, `how` is replaced by the reason."""
+    """Return a measured metric. If there is no interval, `how` gives the reason."""
     if isinstance(interval, NoInterval):
         how = f"no interval: {f'{num_groups:,} groups are ' if interval is NoInterval.FEW else ''}{interval}"
     return Measured(metric=metric, value=value, interval=interval, how=how)

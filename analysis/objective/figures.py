@@ -1,4 +1,4 @@
-"""The formulas of the objective's figures, from totals over sequences: one value, or arrays over updates or resamples.
+"""Formulas of an objective's figures. They take totals over sequences: numbers, or arrays over updates or resamples.
 
 Shapes: N sequences, U updates (step and inner iteration).
 """
@@ -40,7 +40,7 @@ class FigureFormula:
 
     @property
     def description(self) -> str:
-        """The meaning of the figure, with the coverage of its interval if that is low."""
+        """The meaning of the figure, with the coverage of its interval if the coverage is low."""
         if self.in_tails is None:
             return self.meaning
         return (
@@ -69,7 +69,7 @@ def _mean(name: str, by: str = "num_tokens") -> Callable[[Totals], Array]:
 
 
 def _covariance(product: str, left: str, right: str, by: str) -> Callable[[Totals], Array]:
-    """Return the formula of a covariance from totals centred near the means, which avoids cancellation."""
+    """Return the formula that computes a covariance from totals centred near the means, which avoids cancellation."""
     return lambda t: t[product] / t[by] - t[left] / t[by] * (t[right] / t[by])
 
 
@@ -94,11 +94,11 @@ def _clipped_used(t: Totals) -> Array:
 _FLIPS = ("to_clipped_positive", "to_clipped_negative", "to_free_positive", "to_free_negative")
 _BOTH = frozenset({MISMATCH, DRIFT})
 CLIP = "clip"
-"""Marks figures that only a loss with a clip has."""
+"""Marks a figure that exists only for a loss with a clip."""
 _CLIPPED = frozenset({MISMATCH, ADVANTAGE, CLIP})
 
 _SIZE, _SHARE, _SIGNED = (0.0, math.inf), (0.0, 1.0), (-1.0, 1.0)
-"""Ranges of figures: sizes, shares, and shares with a sign."""
+"""Ranges of three kinds of figures: sizes, shares, and signed shares."""
 
 FIGURES: Mapping[str, FigureFormula] = {
     "bias": FigureFormula(_per_update(_of("applied")), "sum b of an update, with the loss's token weights: how far the mismatch raises the objective"),
@@ -107,8 +107,8 @@ FIGURES: Mapping[str, FigureFormula] = {
     "abs_bias": FigureFormula(_per_update(_of("abs_applied")), "sum |b|: the bias if no terms cancelled", bounds=_SIZE),
     "skew": FigureFormula(_over(_of("applied"), _of("abs_applied")), "sum b / sum |b|: 0 if b is pure noise, -1 or 1 if it is one-sided", bounds=_SIGNED),
     "size": FigureFormula(_per_update(_of("size")), "sum |f(rho*)|, the size of the objective's terms, to which other figures are relative", bounds=_SIZE),
-    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used) with the same weights: minus the policy part "
-    "of the loss; for cispo and vespo, f is the weight on grad log p"),
+    "used": FigureFormula(_per_update(_of("used")), "sum w f(rho_used), with the loss's token weights: minus the policy "
+    "part of the loss; for cispo and vespo, f is the weight on grad log p"),
     "relative_bias": FigureFormula(_over(_of("applied"), _of("size")), "sum b / sum |f(rho*)|"),
     "relative_abs_bias": FigureFormula(_over(_of("abs_applied"), _of("size")), "sum |b| / sum |f(rho*)|", bounds=_SIZE),
     "relative_positive": FigureFormula(_over(itemgetter("w_applied_positive"), itemgetter("w_size_positive")), "sum b / sum |f(rho*)| over A > 0: above 0, these tokens are credited too much"),
@@ -117,35 +117,35 @@ FIGURES: Mapping[str, FigureFormula] = {
     "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; "
     "relative_bias is larger if only f(rho*) is clipped", _CLIPPED),
     "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the weights of the loss's correction", of_correction=True),
-    "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without these weights", of_correction=True, bounds=_SIZE),
-    "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without these weights", of_correction=True, bounds=_SIGNED),
-    "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without these weights", of_correction=True),
-    "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without these weights", of_correction=True, bounds=_SIZE),
+    "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without the weights of the loss's correction", of_correction=True, bounds=_SIZE),
+    "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without the weights of the loss's correction", of_correction=True, bounds=_SIGNED),
+    "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without the weights of the loss's correction", of_correction=True),
+    "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without the weights of the loss's correction", of_correction=True, bounds=_SIZE),
     "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
     "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of the terms that the loss "
     "would clip under rho*", _CLIPPED, bounds=_SHARE),
     "flipped": FigureFormula(_share(*_FLIPS), "share of the terms whose clip decision the mismatch flips", _CLIPPED, bounds=_SHARE),
     "to_clipped_positive": FigureFormula(_share("to_clipped_positive"), "share clipped only under the used ratio, A > 0", _CLIPPED, bounds=_SHARE),
-    "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
+    "to_clipped_negative": FigureFormula(_share("to_clipped_negative"), "share clipped only under the used ratio, A < 0", _CLIPPED, bounds=_SHARE),
     "to_free_positive": FigureFormula(_share("to_free_positive"), "share clipped only under rho*, A > 0", _CLIPPED, bounds=_SHARE),
-    "to_free_negative": FigureFormula(_share("to_free_negative"), "the same, A < 0", _CLIPPED, bounds=_SHARE),
+    "to_free_negative": FigureFormula(_share("to_free_negative"), "share clipped only under rho*, A < 0", _CLIPPED, bounds=_SHARE),
     "clipped_by_mismatch": FigureFormula(lambda t: (t["to_clipped_positive"] + t["to_clipped_negative"]) / _clipped_used(t), "share of the clipped terms that rho* would not clip", _CLIPPED, bounds=_SHARE),
     "bad_updates": FigureFormula(_mean("num_bad"), "share of tokens with A < 0 and p(rollout) - p(current) >= 0.5", bounds=_SHARE),
-    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): those "
-    "due to the mismatch alone", bounds=_SHARE),
+    "bad_updates_mismatch": FigureFormula(_mean("num_bad_mismatch"), "bad_updates with p(train) instead of p(current): bad "
+    "updates due to the mismatch alone", bounds=_SHARE),
     "mean_d": FigureFormula(_mean("sum_d"), "mean of d = train - rollout, nats", frozenset({MISMATCH})),
     "mean_abs_d": FigureFormula(_mean("sum_abs_d"), "mean of |d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
     "var_d": FigureFormula(_variance("d"), "variance of the mismatch d, nats squared", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.86),
     "mean_drift": FigureFormula(_mean("sum_drift"), "mean of the policy drift = current - train, nats", frozenset({DRIFT})),
-    "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift", frozenset({DRIFT}), bounds=_SIZE),
-    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "covariance of d and drift", _BOTH),
+    "var_drift": FigureFormula(_variance("drift"), "variance of the policy drift, nats squared", frozenset({DRIFT}), bounds=_SIZE),
+    "cov_d_drift": FigureFormula(_covariance("off_d_drift", "off_d", "off_drift", "num_tokens"), "covariance of d and drift, nats squared", _BOTH),
     "var_total": FigureFormula(_total_variance, "variance of ln rho* = d + drift: the two variances plus twice the covariance", frozenset({MISMATCH}), bounds=_SIZE, in_tails=0.87),
     "share_mismatch": FigureFormula(lambda t: t["sum_d2"] / (t["sum_d2"] + t["sum_drift2"]), "mean d^2 / (mean d^2 + mean drift^2)", _BOTH, bounds=_SHARE, in_tails=0.85),
     "mean_sum_d": FigureFormula(_mean("total_d", "num_sequences"), "mean over sequences of the sum of d, nats", frozenset({MISMATCH})),
     "mean_abs_sum_d": FigureFormula(_mean("abs_total_d", "num_sequences"), "mean over sequences of |sum of d|, nats", frozenset({MISMATCH}), bounds=_SIZE),
     "sequence_proxy": FigureFormula(_mean("proxy", "sequences_known"), "mean over sequences of (exp(sum d) - 1) A: the error of REINFORCE's gradient if all gradients were equal"),
-    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean of the absolute value of that "
-    "product", bounds=_SIZE),
+    "abs_sequence_proxy": FigureFormula(_mean("abs_proxy", "sequences_known"), "mean over sequences of "
+    "|(exp(sum d) - 1) A|", bounds=_SIZE),
 }  # fmt: skip
 """Name of a figure -> its formula; sources: arXiv 2605.14220, 2602.04879 (bad updates), 2512.01374 (mismatch and drift)."""
 

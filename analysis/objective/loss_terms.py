@@ -1,4 +1,4 @@
-"""The terms of a loss (the tokens or sequences that have one ratio each), and their sums per sequence.
+"""The terms of a loss, and their sums per sequence. A term is the token or sequence that a ratio belongs to.
 
 Shapes: T tokens, N sequences, K terms (T or N).
 """
@@ -19,7 +19,7 @@ SIDES = ("positive", "negative")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """Log-ratios between passes by token; 0 for tokens that do not count in the loss."""
+    """Log-ratios between passes for each token; 0 for tokens that do not count in the loss."""
 
     d_T: Array
     """Logprob difference train - rollout, nats."""
@@ -34,11 +34,11 @@ class Differences:
     num_N: Array
     """Number of tokens of each sequence that count."""
     known_N: Array
-    """Number of these tokens with an advantage."""
+    """Number of tokens of each sequence that count and have an advantage."""
     advantage_N: Array
     """Mean advantage over the tokens of a sequence."""
     has_one: bool
-    """True if all tokens of a sequence share one advantage, in every sequence."""
+    """True if, in every sequence, all tokens have the same advantage."""
     starts_N: np.ndarray
     lengths_N: np.ndarray
 
@@ -54,7 +54,7 @@ class LossTerms:
     ratio_true: Array
     ratio_used: Array
     ratio_applied: Array
-    """The ratio in the loss, times the correction where the loss applies it to the ratio (vespo)."""
+    """The ratio in the loss, times the correction if the loss applies the correction to the ratio (vespo)."""
     weight: Array | float
     """Weight of the loss's correction; 1 if the correction is part of the ratio."""
     advantage: Array
@@ -87,7 +87,7 @@ class LossTerms:
         return np.asarray(self.advantage * (self.weight * self.ratio_used - self.ratio_true))
 
     def _corrected(self, loss: Loss, used: Array) -> Array:
-        """Return [K] w f(rho_used) as the loss applies it, given f(rho_used)."""
+        """Return w f(rho_used) [K] as it appears in the loss, given f(rho_used)."""
         if self.ratio_applied is not self.ratio_used:
             used = contribution(loss, self.ratio_applied, self.advantage)
         return np.asarray(self.weight * used)
@@ -104,7 +104,7 @@ class LossTerms:
         return np.add.reduceat(values_K, self.starts_N)
 
     def _signed(self, name: str, values_K: Array) -> dict[str, Array]:
-        """Return the sums over terms with A > 0, and over those with A < 0."""
+        """Return the sums over terms with A > 0 and the sums over terms with A < 0."""
         if self.sign_N is None:
             sides = [np.where(self.advantage > 0, values_K, 0.0), np.where(self.advantage < 0, values_K, 0.0)]
             positive, negative = (self._total(side) for side in sides)
@@ -114,7 +114,7 @@ class LossTerms:
         return {f"{name}_positive": positive, f"{name}_negative": negative}
 
     def _count(self, name: str, flags_K: np.ndarray) -> dict[str, Array]:
-        """Return the numbers of flagged terms with A > 0 and with A < 0; fast if few terms are flagged."""
+        """Return the numbers of flagged terms with A > 0 and with A < 0. This is fast if few terms are flagged."""
         flagged = np.flatnonzero(flags_K)
         row = np.searchsorted(self.starts_N, flagged, "right") - 1
         above = self.advantage[flagged] > 0
@@ -161,7 +161,7 @@ def _of_sequences(loss: Loss, tokens: Differences) -> LossTerms:
 
 
 def _of_products(loss: Loss, tokens: Differences) -> LossTerms:
-    """Return one term per sequence, with the products of token ratios (within +-20 nats) and of weights."""
+    """Return one term per sequence, with the product of token ratios (within +-20 nats) and the product of weights."""
     term_d_N = tokens.total(tokens.d_T)
     true_N, drift_N = (
         log_ratios(loss, log_T, tokens.starts_N, tokens.num_N)

@@ -40,7 +40,7 @@ of the policy inside the loss and of the trainer; ADVANTAGE: advantages."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRoles:
-    """The passes to read, and the questions that they can answer."""
+    """The passes to read, and the questions that these passes can answer."""
 
     train: str
     rollout: str
@@ -90,9 +90,7 @@ def choose_sides(database: Database, loss: Loss) -> PassRoles | None:
 
 
 def names_of(sides: PassRoles) -> tuple[str, ...]:
-    """Return the names of the passes to read, each once; `now` is missing if no separate pass recorded the policy
-    inside the loss.
-    """
+    """Return the roles to read, one per pass; `now` is missing if no separate pass recorded the policy inside the loss."""
     has = {"train": True, "rollout": sides.rollout != sides.train, "now": sides.current != sides.train}
     return tuple(name for name, is_read in has.items() if is_read)
 
@@ -143,7 +141,7 @@ def choose_loss(database: Database, text: str | None) -> tuple[Loss, tuple[State
     """Return the loss, and the sources of its settings as codes of sentences.loss_basis.
 
     `text` may name a key of LOSSES and set fields of Loss, as in `gspo,clip_high=0.01`. All other fields are as
-    recorded; without a recorded loss, it is PPO with a clip of 0.2. Raises InvalidOption.
+    recorded. If no loss was recorded, the loss is PPO with a clip of 0.2. Raises InvalidOption.
     """
     loss, basis = _recorded(database)
     is_recorded, loss = loss is not None, loss or Loss()
@@ -176,7 +174,7 @@ def _recorded(database: Database) -> tuple[Loss | None, Statement]:
 
 
 def _neutral(loss: Loss) -> Loss:
-    """Return the loss with default bounds, to change its kind but keep its denominator and correction."""
+    """Return the loss with default bounds, to change its kind but keep its denominator and its correction."""
     return Loss(
         denominator=loss.denominator, correction=loss.correction,
         correction_low=loss.correction_low, correction_high=loss.correction_high,

@@ -11,13 +11,13 @@ VERDICT: Mapping[str, str] = {
     "nothing_read": "The effect of the mismatch on the objective cannot be computed.",
     "no_tokens": "No result: no token in the loss has a finite logprob in every pass.",
     "no_advantage": "The objective is 0: all advantages are 0, so no ratio has an effect.",
-    "in_ratio": "The loss divides by the rollout's own logprobs, so its ratio is the true one and this bias is 0. That ratio "
-    "contains both the mismatch and the policy's drift, so clip and weights act on both{how_far}; the gradient is the "
+    "in_ratio": "The loss divides by the rollout's own logprobs, so the used ratio is the true ratio and the bias is 0. That "
+    "ratio contains both the mismatch and the policy's drift, so clip and weights act on both{how_far}; the gradient is the "
     "trainer's.",
     "no_effect": "The mismatch does not change the objective's value: every token contributes the same with the used ratio as "
-    "with the true one.",
+    "with the true ratio.",
     "not_answerable": "The effect on the objective cannot be computed; the missing data are listed below.",
-    "ratios": "The mismatch changes a token's ratio by {mean_abs_d:.3g} nats on average, a whole sequence's by {mean_abs_sum_d:.3g} nats.",
+    "ratios": "The mismatch changes a token's ratio by {mean_abs_d:.3g} nats on average, and the ratio of a whole sequence by {mean_abs_sum_d:.3g} nats.",
     "undecided": "Cannot tell whether the mismatch biases the objective: {reason}. {how_much}",
     "negligible_noise": "The mismatch does not detectably bias the objective, and it adds negligible noise. {how_much}",
     "moderate_noise": "The mismatch does not detectably bias the objective, but it adds noise. {how_much}",
@@ -36,7 +36,7 @@ VERDICT: Mapping[str, str] = {
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
     "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",
-    "correction": "These figures include the loss's correction; without its weights the bias is {uncorrected_relative_bias_signed} "
+    "correction": "These figures include the loss's correction; without the weights of the correction, the bias is {uncorrected_relative_bias_signed} "
     "instead of {relative_bias_signed}, and the sum of absolute biases is {uncorrected_relative_abs_bias_percent} "
     "instead of {relative_abs_bias_percent}.",
 }
@@ -61,9 +61,9 @@ NOTES: Mapping[str, str] = {
     "current_for_train": "the trace has no pass 'train', so 'current' replaces it and the updates since sampling count as "
     "mismatch",
     "first_update_only": "the trace has no pass 'current', so figures are for the first update on a batch, where the policy inside the "
-    "loss is the trainer's own and the used ratio is 1 unless the loss divides by the rollout's",
+    "loss is the trainer's policy and the used ratio is 1 unless the loss divides by the rollout's logprobs",
     "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in one of the passes and are left out",
-    "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite one in some pass; all figures exclude them",
+    "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite logprob in some pass; all figures exclude them",
     "some_without_advantage": "{num_lacking:,} of {num_sequences:,} sequences have no advantage and contribute nothing "
     "to a bias",
     "rows_without_tokens": "{num_empty:,} of {num_rows:,} sequences that went through the loss have no token to "
@@ -71,9 +71,9 @@ NOTES: Mapping[str, str] = {
     "no_clip": "{kind} has no clip: its weight decays smoothly, so no term counts as clipped",
     "unknown_settings": "the figures ignore these loss settings: {settings}",
     "micro_batches_unknown": "micro-batches were not recorded, so tokens are weighted over the whole update",
-    "divisor_unknown": "the divisor of the aggregation (max_tokens) was not recorded: sizes assume 1, shares do not depend on it",
+    "divisor_unknown": "the divisor of the aggregation (max_tokens) was not recorded: sizes assume a divisor of 1; shares do not depend on the divisor",
     "kl_left_out": "all figures exclude the KL term (coefficient {coefficient:g})",
-    "ratios_clamped": "ratios of some sequences exceed exp({bound:g}) and are clamped to it",
+    "ratios_clamped": "ratios of some sequences exceed exp({bound:g}) and are clamped to this bound",
 }
 
 

@@ -30,7 +30,7 @@ TOKEN_COLUMNS = (
     "spread_d", "spread_drift", "spread_d_drift", "num_bad", "num_bad_mismatch", "advantage",
 )  # fmt: skip
 """Sums over the tokens of a sequence that count and have a finite logprob in every pass; num_nan and num_inf count the
-others.
+other tokens.
 
 d = train - rollout and drift = current - train, nats; spread: sums of squares and products around the means; num_bad: A < 0
 and p(rollout) - p(current) >= 0.5, num_bad_mismatch: p(train) instead of p(current); advantage: the mean."""
@@ -45,7 +45,7 @@ unclipped: A (w rho_used - rho*);
 clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")
-"""Columns of a sequence's sums; terms_known is its number of terms with an advantage."""
+"""Columns of a sequence's sums; terms_known is the number of terms with an advantage."""
 
 
 def sequence_sums(loss: Loss, tokens: Tokens) -> np.ndarray:
@@ -103,7 +103,8 @@ def compared(tokens: Tokens) -> tuple[dict[str, Array], Differences]:
 
 
 def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
-    """Return the numbers of bad updates (arXiv 2602.04879): tokens with A < 0 that lost at least 0.5 of probability."""
+    """Return the numbers of bad updates (arXiv 2602.04879): tokens with A < 0 whose probability fell by at least
+    0.5."""
     train_T, rollout_T, now_T = _passes(tokens)
     likely = np.flatnonzero((rollout_T >= np.log(0.5)) & (parts.advantage_T < 0))
     counts = {}
@@ -115,9 +116,7 @@ def _bad(tokens: Tokens, parts: Differences) -> dict[str, Array]:
 
 
 def _passes(tokens: Tokens) -> tuple[Array, Array, Array]:
-    """Return the logprobs of the trainer, the engine and the policy inside the loss; a missing pass is replaced by the
-    trainer.
-    """
+    """Return the logprobs of the trainer, the engine and the policy in the loss. The trainer replaces missing passes."""
     train_T = tokens.logprobs["train"]
     return train_T, tokens.logprobs.get("rollout", train_T), tokens.logprobs.get("now", train_T)
 
@@ -132,7 +131,7 @@ TOKEN_MEANS = ("token_mean", "batch_token_mean", "micro_token_mean")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSums:
-    """Sums as [N] arrays in a fixed order, one element per row that can be compared."""
+    """Sums as [N] arrays in a fixed order, with one element for each row that can be compared."""
 
     unit_N: np.ndarray
     """Index of the row's group (group_id and step), or of the sequence if it has no group."""
@@ -156,7 +155,7 @@ class _Batch:
 
     keys: dict[str, np.ndarray]
     is_whole_R: np.ndarray
-    """bool: True if the row's logprobs can be compared, so that it is one of the N rows."""
+    """bool: True if the row's logprobs can be compared, so that the row is one of the N comparable rows."""
     num_tokens_R: np.ndarray
     """Number of tokens that count in the loss."""
     columns_CN: np.ndarray
@@ -164,7 +163,7 @@ class _Batch:
 
 
 def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress) -> SequenceSums:
-    """Return the sums of every sequence, from one reading of the tokens."""
+    """Return the sums of every sequence. The tokens are read once."""
     batches: list[_Batch] = []
     tokens = tokens_by_step(database)
     num_tokens = sum(tokens.values())
@@ -187,7 +186,7 @@ def read_sequence_sums(database: Database, sides: PassRoles, progress: Progress)
     places = {update: place for place, update in enumerate(all_updates)}
     columns = dict(zip(COLUMNS, table_CN[:, column_N], strict=True))
     share_N = shares(sides.loss, rows)[whole_N]
-    if sides.loss.aggregation == "sequence":  # the single term of a sequence stands for its compared tokens
+    if sides.loss.aggregation == "sequence":  # the single term of a sequence stands for the sequence's compared tokens
         share_N = share_N / np.maximum(columns["num_tokens"], 1)
     return SequenceSums(
         unit_N=keys["unit"][whole_N], updates=updates, update_N=update_N, share_N=share_N,
@@ -207,7 +206,7 @@ def _updates(step_N: np.ndarray, iteration_N: np.ndarray) -> tuple[list[tuple[in
 
 
 def _of_range(database: Database, unit: tuple[PassRoles, range]) -> Iterator[_Batch]:
-    """Yield the sums of one range of steps; no other unit has these steps."""
+    """Yield the sums of one range of steps. No other unit of work covers these steps."""
     sides, steps = unit
     with ThreadPoolExecutor(num_threads()) as pool:
         yield from mapped(pool, partial(_of_batch, sides), read_batches(database, sides, steps))
@@ -229,7 +228,7 @@ def _of_batch(sides: PassRoles, rows: pa.RecordBatch) -> _Batch:
 
 
 def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
-    """Return [R] numbers of tokens that the loss counts, by the mask alone."""
+    """Return the number [R] of tokens that the loss counts, according to the mask alone."""
     lengths_R: np.ndarray = array_of(rows.column("num_response_tokens")).astype(np.int64)
     counted_T = counted(rows.column("mask"), lengths_R)
     if counted_T is None:
@@ -241,12 +240,12 @@ def _num_counted(rows: pa.RecordBatch) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRows:
-    """All rows that went through the loss, which determine its divisors, as [R] arrays."""
+    """All rows that went through the loss, as [R] arrays. They determine the divisors of the loss."""
 
     update_R: np.ndarray
     """Index of the row's update."""
     num_tokens_R: np.ndarray
-    """Number of tokens that the loss counts, by the mask alone."""
+    """Number of tokens that the loss counts, according to the mask alone."""
     micro_batch_R: np.ndarray
     """Index of the micro-batch; 0 if not recorded."""
 
@@ -259,7 +258,7 @@ class LossRows:
 def shares(loss: Loss, rows: LossRows) -> Array:
     """Return the factor [R] of the loss on each token's term; with aggregation `sequence`, on the sequence's term.
 
-    An update with micro-batches that were not recorded is treated as one batch.
+    An update whose micro-batches were not recorded is treated as one batch.
     """
     update_R = rows.update_R
     if loss.aggregation in TOKEN_MEANS:
@@ -282,9 +281,7 @@ def knows_micro_batches(rows: LossRows) -> np.ndarray:
 
 
 def _of_micro_batches(rows: LossRows) -> Array:
-    """Return the number [R] of tokens in the row's micro-batch, times the number of micro-batches in its
-    update.
-    """
+    """Return the number [R] of tokens in the row's micro-batch, times the number of micro-batches in its update."""
     keys = np.stack([rows.update_R.astype(np.uint64), rows.micro_batch_R.astype(np.uint64)])
     (update_M, _), micro_R = np.unique(keys, axis=1, return_inverse=True)
     micro_R = micro_R.reshape(-1)

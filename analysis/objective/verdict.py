@@ -24,7 +24,7 @@ class Estimate:
     """Lower end of the interval over groups; None if there is no interval."""
     high: float | None
     no_interval: str | None
-    """Why there is no interval; None if there is one."""
+    """Reason why there is no interval; None if there is an interval."""
     meaning: str
 
 
@@ -41,20 +41,18 @@ class Objective(Result):
     loss_basis: tuple[Statement, ...]
     """Where the loss settings come from, as codes of sentences.loss_basis."""
     passes: tuple[str, str, str]
-    """The passes in the roles of trainer at the sampling weights, engine, and policy inside the loss."""
+    """The passes that act as trainer (at the sampling weights), as engine, and as policy inside the loss."""
     num_updates: int
     """Number of updates (step, inner iteration); `steps` has one row for each."""
     num_rows: int
-    """Number of sequences that went through the loss, once per inner iteration: the divisor of the loss's means over
+    """Number of sequences that went through the loss, counted once per inner iteration; the divisor of means over
     sequences.
     """
     num_sequences: int
-    """How many of `num_rows` have a token that counts in the loss and has a finite logprob in every
-    pass.
-    """
+    """How many of these sequences have a token that counts in the loss and has a finite logprob in every pass."""
     num_tokens: int
     num_terms: int
-    """Number of terms with an advantage. A term is what has one ratio in the loss: a token or a sequence."""
+    """Number of terms with an advantage. A term is a token, or a sequence if the loss takes one ratio per sequence."""
     num_nan: int
     """Number of tokens with NaN in any pass, which all figures exclude; `num_inf` is the same for infinities."""
     num_inf: int
@@ -62,7 +60,7 @@ class Objective(Result):
     """Number of groups, which are resampled for the intervals."""
     confidence: float
     verdict_codes: tuple[Statement, ...]
-    """Direction and size of the bias and where it is, as codes of sentences.VERDICT."""
+    """Direction, size and location of the bias, as codes of sentences.VERDICT."""
     note_codes: tuple[Statement, ...]
     """Caveats, as codes of sentences.NOTES."""
     cannot_codes: tuple[Statement, ...]
@@ -74,7 +72,7 @@ class Objective(Result):
 
     @property
     def verdict(self) -> tuple[str, ...]:
-        """Direction and size of the bias and where it is, in sentences."""
+        """Direction, size and location of the bias, in sentences."""
         return tuple(verdict_sentence(part, self.confidence) for part in self.verdict_codes)
 
     @property
@@ -93,7 +91,7 @@ class Objective(Result):
         return ", with ".join(sentences(self.loss_basis, loss_basis()))
 
     def value(self, name: str) -> float | None:
-        """Return the value of a figure of the run; None if it has none."""
+        """Return the value of a figure of the run; None if the figure has no value."""
         estimate = self.figures.get(name)
         return None if estimate is None else estimate.value
 
@@ -128,10 +126,10 @@ def verdict(loss: Loss, figures: Mapping[str, Estimate], steps: Rows, num_tokens
 
 
 def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = None) -> Statement:
-    """Return sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
+    """Return the sign and size of the bias if its interval excludes 0, otherwise the size of the noise.
 
     The clip of f(rho*) alone raises b. So no sign is reported if the bias without the clip (`unclipped`) has the
-    opposite one.
+    opposite sign.
     """
     bias, cancelling = relative.value or 0.0, size.value or 0.0
     values: dict[str, Measured] = {"relative_bias": bias, "relative_abs_bias": cancelling}
@@ -145,7 +143,7 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the bias with the loss's clip and the one without it have opposite signs."""
+    """Return True if the bias with the loss's clip and the bias without the clip have opposite signs."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 

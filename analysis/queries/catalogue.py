@@ -1,4 +1,4 @@
-"""Catalogue of named queries: SQL files to run as they are, or to adapt."""
+"""Catalogue of named queries: SQL files to run unchanged or to adapt."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class NamedQuery:
 
     name: str
     summary: str
-    """The query's result, in one line."""
+    """Description of the query's result, in one line."""
     unit: str
     source: str
     """Publication or code that defines the query's formula."""
     meaning: str
     """How to interpret the query's result."""
     needs: str | None
-    """Data that the query needs in addition to both passes' logprobs; None if it needs no other data."""
+    """Data that the query needs in addition to the logprobs of both passes; None if it needs no other data."""
     sql: str
     """Full text of the SQL file, written for the passes train and rollout."""
 
@@ -62,8 +62,8 @@ def named_query(name: str) -> NamedQuery:
 def query(name: str, traces: Traces, *, pair: str = "train:rollout") -> Rows:
     """List the named queries, or run one over one or more traces.
 
-    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for an unknown name, NothingToCompare if no
-    token has the data the query needs, TraceNotFound, NewerTrace or DamagedTrace.
+    `pair` is a:b, and d = logprob(a) - logprob(b) in nats. Raises InvalidOption for an unknown name, NothingToCompare
+    if no token has the data that the query needs, TraceNotFound, NewerTrace or DamagedTrace.
     """
     chosen, names, database = named_query(name), parse_pair(pair), open_database(traces)
     rows = database.ask(chosen.over(*names))

@@ -1,1 +1,1 @@
-"""Scoring code: the trainer's own, ours over a transformers model, vLLM, and the exact engine."""
+"""Scoring code: the trainer's own code, our code for transformers models, vLLM, and the exact engine."""

@@ -1,4 +1,4 @@
-"""True double precision. Without it, transformers' models round to float32 in norms and softmax."""
+"""True double precision. By default, transformers models round to float32 in norms and softmax."""
 
 from __future__ import annotations
 

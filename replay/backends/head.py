@@ -14,7 +14,7 @@ from ...tracer.dense import Projection
 from ..batching import ForwardBatch
 
 CHUNK_BYTES = 128 << 20
-"""Maximum size of logits in memory at a time, bytes."""
+"""Maximum size, in bytes, of logits in memory at a time."""
 
 
 class BatchScorer:
@@ -29,7 +29,7 @@ class BatchScorer:
             return self.logprobs(batch).detach()
 
     def logprobs(self, batch: Any) -> Any:
-        """Return the log-probabilities [N], as in a call; differentiable if gradients are enabled."""
+        """Return the same log-probabilities [N] as a call of the scorer; differentiable if gradients are enabled."""
         raise NotImplementedError
 
 
@@ -37,17 +37,18 @@ class BatchScorer:
 class Head:
     """Computes log-probabilities from hidden states.
 
-    Logits are divided by the temperature, restricted to the top k tokens, then to the smallest set with a probability of
-    at least top p, and normalised, in the order of vLLM's sampler. Excluded tokens have a log-probability of -inf.
+    As in vLLM's sampler, logits are divided by the temperature, then restricted to the top k tokens, then to the
+    smallest set with a probability of at least top p, and then normalised. Excluded tokens have a log-probability of
+    -inf.
     """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     projection_dtype: Any = None
-    """torch dtype of the projection; None for the dtype of the hidden states."""
+    """torch dtype of the projection; None means the dtype of the hidden states."""
     logits_dtype: Any = None
-    """torch dtype of logits and everything computed from them; None for float32, or float64 if projected in it."""
+    """torch dtype of logits and everything computed from them; None means float32, or float64 after a float64 head."""
 
     def logprobs(self, model: Any, hidden_NH: Any, ids_N: Any) -> Any:
         """Return the log-probabilities [N], nats, of tokens `ids_N` given the hidden states before them."""

@@ -16,9 +16,9 @@ class Kernel:
     """An attention implementation that an arm can select."""
 
     implementation: str = "sdpa"
-    """Name in transformers; `sdpa` is torch's scaled_dot_product_attention."""
+    """Name in transformers. `sdpa` is torch's scaled_dot_product_attention."""
     backend: str | None = None
-    """Kernel of scaled_dot_product_attention: a member of torch's SDPBackend; None for any."""
+    """Kernel of scaled_dot_product_attention, as a member of torch's SDPBackend; None means any kernel."""
     needs_cuda: bool = False
     shares_heads: bool = True
     """True if several query heads can share the keys and values of one head."""
@@ -38,7 +38,7 @@ KERNELS = {
 
 @contextmanager
 def forced(attention: str | None) -> Iterator[None]:
-    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay for calls it does not support."""
+    """Restrict scaled_dot_product_attention to one kernel. Raises CannotReplay for unsupported calls."""
     kernel = Kernel() if attention is None else KERNELS[attention]
     if kernel.backend is None:
         yield

@@ -24,7 +24,7 @@ Weights = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 _ROOM = 0.8
 """Maximum share of a GPU's free memory for weights; the rest is left for activations."""
 MAX_MODULES = 200_000
-"""Maximum number of modules and tensors in a model. Larger models are refused."""
+"""Maximum number of modules and tensors in a model. Models with more are refused."""
 GROUP = 128
 """Number of inputs that share a scale in a quantised weight. The last group of a row may be shorter."""
 _LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
@@ -44,10 +44,10 @@ def build(
     """Build the model without loading weights; adapters in the trace are added.
 
     `identity` is the recorded description of the model (`class`, `config`, `adapters`); `dtype` is torch's name;
-    `experts` is transformers' name of a mixture's experts implementation. `factory`, as `module:function`, builds the
-    model instead. It is called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory, the class
-    must be one of transformers' own and no third-party code runs (see trusted), except attentions in `allow_kernel`,
-    which may come from the hub. Raises CannotReplay.
+    `experts` is transformers' name for the implementation of a mixture's experts. `factory`, as `module:function`,
+    builds the model instead. It is called with `config` (a dict), `dtype` (torch's) and `attention`. Without a factory,
+    the class must be one of transformers' own, and no third-party code runs (see trusted) except the attention kernels
+    in `allow_kernel`, which may come from the hub. Raises CannotReplay.
     """
     trusted.check_dtype(dtype)
     trusted.check_attention(attention, experts, allowed=allow_kernel, is_own_model=factory is not None)
@@ -72,7 +72,7 @@ def build(
     except Exception as error:  # If a config does not fit the class, transformers may raise anything.
         raise CannotReplay(
             f"the model cannot be rebuilt: {path} with attention {attention!r}: {first_line(error)}; install the versions "
-            f"recorded in the trace (tim-trace info), choose another attention, or build it with {option('model_factory', 'MODULE:FUNCTION')}"
+            f"recorded in the trace (tim-trace info), choose another attention, or build the model with {option('model_factory', 'MODULE:FUNCTION')}"
         ) from error
     return _placed(model, device)
 
@@ -155,7 +155,7 @@ def _of_transformers(model_class: Any, config: dict[str, Any], chosen: dict[str,
 
 @contextmanager
 def _within_memory(device: str) -> Iterator[None]:
-    """Raise CannotReplay if a model being built exceeds MAX_MODULES, or the memory of this machine or its GPUs."""
+    """Raise CannotReplay if the model being built exceeds MAX_MODULES or the memory of this machine or its GPUs."""
     from torch.nn.modules import module as modules
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -200,8 +200,8 @@ def _function(path: str) -> Any:
 
 
 def _set_dtypes(model: Any, dtype: str) -> None:
-    """Set the dtypes of tensors that differ from the model's: float32 for those that transformers keeps in float32 in a 16-bit
-    model (such as a router's bias), float64 for weights that a model always creates in float32."""
+    """Set the dtype of tensors that do not have the model's dtype: float32 for tensors that transformers keeps in
+    float32 in a 16-bit model (such as a router's bias), float64 for weights that a model always creates in float32."""
     kept = (
         set(getattr(model, "_keep_in_fp32_modules_strict", None) or ()) if dtype in ("bfloat16", "float16") else set()
     )
@@ -224,7 +224,7 @@ def load(model: Any, tensors: Mapping[str, Tensor], dtype: str | None) -> None:
     if missing or extra:
         raise CannotReplay(
             f"the weights do not fit the model: {len(missing)} tensors are missing ({', '.join(missing[:3])}) and "
-            f"{len(extra)} are unknown to it ({', '.join(extra[:3])}); check that they belong to this model. A trace "
+            f"{len(extra)} are unknown to the model ({', '.join(extra[:3])}); check that the weights belong to this model. A trace "
             "with adapters must include their configuration (record it with this release of tim-trace, or a later one)"
         )
     with torch.no_grad():
@@ -250,8 +250,8 @@ def to_torch(tensor: Tensor) -> Any:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Round the weights of all experts and of all linear layers except the head to the values of a quantised engine,
-    and keep their dtype.
+    """Round the weights of all experts, and of all linear layers except the head, to the values of a quantised engine.
+    The dtype of the weights is kept.
 
     Shapes: E experts, O outputs and I inputs of a linear layer, G inputs per group.
     """
@@ -268,7 +268,7 @@ def quantize(model: Any, kind: str) -> None:
 
 
 def rounded(weight_OI: Any, kind: str) -> Any:
-    """Return a weight rounded to the format `kind`, with one symmetric scale per group, set by its largest magnitude.
+    """Return a weight rounded to the format `kind`. Each group has one symmetric scale, set by its largest magnitude.
 
     int8 has 255 values and int4 has 15.
     """

@@ -1,4 +1,4 @@
-"""Attention over rows packed end to end in one forward pass; a row sees only itself and its prefixes.
+"""Attention over rows packed end to end in one forward pass. A row sees only itself and its prefixes.
 
 Shapes: N heads, G key-value heads, W tokens in a forward pass, D head width.
 """
@@ -16,7 +16,7 @@ NAME = "tim_trace_packed"
 
 
 def register() -> None:
-    """Register the attention with transformers. It takes no mask; the argument `packed` defines the rows."""
+    """Register the attention with transformers. Instead of a mask, its argument `packed` defines the rows."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
@@ -60,7 +60,7 @@ def _attention(
     module: Any, query_1NWD: Any, key_1GWD: Any, value_1GWD: Any, attention_mask: Any, *,
     packed: RowSpans, scaling: float | None = None, **more: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Return [1, W, N, D]: causal scaled_dot_product_attention for each span with its prefix."""
+    """Return [1, W, N, D]: causal scaled_dot_product_attention of each span to itself and to the span's prefix."""
     import torch
 
     special = [name for name in ("softcap", "s_aux", "position_bias", "sliding_window") if more.get(name) is not None]

@@ -1,4 +1,4 @@
-"""Observe a replayed model's routers, and force their recorded choices.
+"""Observe a replayed model's routers, and force the recorded expert choices.
 
 Shapes: B rows in a forward pass, W padded row length, C tokens per router call (B times part of W), L routers, S
 experts selected per token, N tokens in all rows.
@@ -31,8 +31,8 @@ def followed(
     """Append to `into` the routers' choices for each row's tokens in a forward pass; without routers, append nothing.
 
     With `recorded`, the routers return these ids, weights and slot order instead of their own. Padding tokens keep the
-    router's own choice; with `keeps_same_sets`, so do tokens for which it selects the recorded set of experts. Raises
-    CannotReplay if the recorded choices do not fit this model.
+    router's own choice. With `keeps_same_sets`, so do tokens for which the router selects the recorded set of experts.
+    Raises CannotReplay if the recorded choices do not fit this model.
     """
     if not known:
         yield
@@ -79,7 +79,7 @@ class Table:
         """[L] number of columns that each router has processed."""
 
     def replace(self, index: int, module: Any, _inputs: Any, output: Any) -> tuple[Any, ...]:
-        """Return a router's output with its choice replaced by the recorded one."""
+        """Return a router's output with the recorded choice in place of its own."""
         found = choice(output)
         if found is None:
             raise CannotReplay(f"routing recorded: {type(module).__name__} does not return its choices separately")

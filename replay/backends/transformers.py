@@ -38,7 +38,7 @@ class TransformersScorer(BatchScorer):
         autocast_dtype: Any = None,
         compile: bool = False,
     ):
-        """`cached_tokens` is the number of response tokens per forward through the KV cache; None for one forward."""
+        """`cached_tokens` is the number of response tokens per forward through the KV cache; None means one forward."""
         self._model = model.eval()
         self._head = head
         self._cached_tokens = cached_tokens
@@ -101,15 +101,15 @@ class TransformersScorer(BatchScorer):
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
             raise CannotReplay(
-                f"compile: torch.compile failed on this model and machine: {first_line(error)}; replay without it"
+                f"compile: torch.compile failed on this model and machine: {first_line(error)}; replay without compile"
             ) from error
 
 
 def kv_cache(config: Any, kv_dtype: str | None) -> Any:
     """Return a KV cache of transformers for a model; with `fp8`, entries are rounded to e4m3 at scale 1, as in vLLM.
 
-    vLLM's scales are 1 unless a checkpoint sets others (its documentation, "Quantized KV cache"). Attention reads the
-    rounded values even for the newest tokens. Values beyond 448 saturate.
+    vLLM's scales are 1 unless a checkpoint sets other scales (vLLM's documentation, "Quantized KV cache"). Attention
+    reads the rounded values even for the newest tokens. Values beyond 448 saturate.
     """
     from transformers import DynamicCache
 
@@ -140,7 +140,7 @@ class ModuleScorer(BatchScorer):
     name = "tim_trace.replay.backends.transformers.ModuleScorer"
 
     def __init__(self, model: Any, head: Head, arm: Arm):
-        """Raise CannotReplay for changes that a model that returns only logits does not support."""
+        """Raise CannotReplay for changes that are not supported by a model that returns only logits."""
         for name in arm.lacking(FACTORY):
             raise CannotReplay(
                 f"{phrase(name, getattr(arm, name))}: not possible, because the model factory's model returns only "

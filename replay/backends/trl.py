@@ -1,4 +1,4 @@
-"""Scoring with TRL's own code: the trainer's scoring function on the rebuilt model."""
+"""Scoring with TRL's own code: the trainer's scoring function runs on the rebuilt model."""
 
 from __future__ import annotations
 

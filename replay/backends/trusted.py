@@ -22,10 +22,10 @@ SCORING_FUNCTIONS = (
     "trl.trainer.rloo_trainer.RLOOTrainer._get_per_token_logps_and_entropies",
 )
 PACKED_LOSSES = ("trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer.compute_loss",)
-"""Functions that score packed rows. A replay runs the model in the same way, but does not call them."""
+"""Functions that score packed rows. A replay runs the model in the same way but does not call these functions."""
 FUSED_HEADS = ("trl.trainer.utils.add_fused_lm_head",)
 _FLASH = {f"flash_attention_{number}": f"is_flash_attn_{number}_available" for number in (2, 3, 4)}
-"""Attention -> transformers' check for its package, without which transformers would fetch a kernel from the hub."""
+"""Attention -> transformers' check for its package. Without it, transformers would fetch a kernel from the hub."""
 KERNELS_VARIABLE = "TIM_TRACE_ALLOW_KERNEL"
 """Environment variable with comma-separated kernel names, for commands without the option `allow_kernel`."""
 KERNEL_NOT_ALLOWED, NOT_INSTALLED, UNKNOWN, NEEDS_16_BITS = (
@@ -38,7 +38,7 @@ WHY = {
     NOT_INSTALLED: "the recorded attention {name} is not installed here, or needs a GPU",
     UNKNOWN: "the recorded attention {name} is unknown",
     NEEDS_16_BITS: "the recorded attention {name} computes in bf16 and fp16 only",
-    EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's",
+    EXPERTS_UNKNOWN: "the recorded experts implementation {name} is not one of torch's implementations",
     REFUSED: "the recording does not run here",
     CONDITIONS: "settings, versions or hardware differ here",
     UNEXPLAINED: "all recorded settings, versions and hardware are the same here",
@@ -180,9 +180,9 @@ def check_attention(
 def attention_here(
     name: str, path: str, allowed: Collection[str], *, is_half: bool, device: str
 ) -> tuple[str, str | None]:
-    """Return the attention to run, and None if it is the recorded one, else the code for why it was replaced.
+    """Return the attention to run, and the code of the reason if it replaces the recorded attention, else None.
 
-    `path` is the model's class, `allowed` the hub kernels that the user allows; `is_half` is true for 16-bit activations.
+    `path` is the model's class; `allowed` are hub kernels that the user allows; `is_half` means 16-bit activations.
     """
     name = name.removeprefix("paged|")  # matters only for paged generation, not for a forward over whole rows
     cls = model_class(path)
@@ -252,7 +252,7 @@ def model_class(path: str) -> Any:
 def safe_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's config without the fields, at any depth, that make transformers fetch, import or run something.
 
-    Raises CannotReplay for impossible sizes. Class, attention, experts and dtype are chosen separately.
+    Raises CannotReplay for impossible sizes. Class, attention, experts and dtype are handled separately.
     """
     found: dict[str, Any] = {}
     for name, value in config.items():

@@ -34,18 +34,18 @@ from .head import cut
 from .model import to_torch
 
 FORCED = "tim_trace_forced"
-"""Name of the request's extra argument with the tokens to force."""
+"""Name of the request's extra argument that holds the tokens to force."""
 PROMPT_LOGPROBS, TRACE_REPLAY, LOGITS_PROCESSOR = "prompt_logprobs", "trace_replay", "logits_processor"
 """Ways to make vLLM score given tokens."""
 
 
 class VllmEngine:
-    """A vLLM engine for a recorded model, which loads weights version by version.
+    """A vLLM engine for a recorded model. It loads the weights of one version at a time.
 
     vLLM's own reload loads a new version and updates everything derived from weights. Afterwards, all weights in the
     engine are compared with the given ones. The engine is restarted for each version if vLLM has no reload, if some
-    weights cannot be compared (packed for a kernel, quantised, split over processes), or if some kept their old values.
-    On a CPU, linear layers stay unpacked, since vLLM cannot reload packed ones.
+    weights cannot be compared (because they are packed for a kernel, quantised, or split over processes), or if some
+    weights kept their old values. On a CPU, linear layers stay unpacked, because vLLM cannot reload packed layers.
     """
 
     def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any], *, decodes: bool, device: str):
@@ -57,7 +57,7 @@ class VllmEngine:
         self.device = device
         self.llm: Any = None
         self.not_compared: set[str] = set()
-        """Names of tensors whose values in the engine could not be verified; `all` with several processes."""
+        """Names of tensors whose values in the engine could not be verified; `all` if there are several processes."""
         self._folder = tempfile.TemporaryDirectory(prefix="tim-trace-vllm-")
         self._model_folder = Path(self._folder.name) / "model"
 
@@ -184,7 +184,7 @@ class VllmEngine:
         wanted, used = self.arguments.get("attention_backend"), attention_backends(self.llm)
         if wanted is not None and used is not None and wanted not in used:
             raise CannotReplay(
-                f"attention-backend {wanted}: for this model and device, this vLLM uses {', '.join(used)} instead; "
+                f"attention-backend {wanted}: for this model and device, this vLLM version uses {', '.join(used)} instead; "
                 "use that name, or omit the option"
             )
 
@@ -209,13 +209,13 @@ class VllmEngine:
 
 
 def unique(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors keyed by the first of their names; the other names of tied tensors are dropped."""
+    """Return tensors by name. A tied tensor has several names; only the first is kept."""
     names = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     return {name: tensors[name] for name in names.values()}
 
 
 def _different(llm: Any, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the engine's tensors that cannot be read, or differ from the given ones rounded to its dtype."""
+    """Yield the engine's tensors that cannot be read or that differ from the given tensors as rounded by the engine."""
     from .vllm_mixture import held_by, mixtures
 
     given = unique(tensors)

@@ -1,6 +1,6 @@
-"""A mixture of experts in vLLM, seen as in transformers: router and experts by name, and unpacked weights.
+"""A mixture of experts in vLLM, presented as in transformers: named router and experts, and unpacked weights.
 
-vLLM computes a mixture in one module, whose router is not a module, with all experts' weights in one tensor.
+In vLLM, a mixture is a single module. Its router is not a module, and one tensor holds all experts' weights.
 
 Shapes: W tokens in a forward pass, E experts, J experts selected per token, H hidden width, I inner width.
 """
@@ -17,12 +17,12 @@ from ...schemas.errors import CannotReplay, option
 MODELS = ("Qwen3MoeForCausalLM",)
 """Models whose modules have the same names in vLLM as in transformers, and whose MLPs consist of experts only."""
 _DIGIT = 256
-"""Base for numbering weights: integers below it are exact in every weight dtype."""
+"""Base for numbering weights. Integers below this base are exact in every weight dtype."""
 _DIGITS = 4
 
 
 def check_mixture(identity: Mapping[str, Any], arm: str) -> None:
-    """Raise CannotReplay if this mixture is unsupported in vLLM; `identity` is the model's recorded description."""
+    """Raise CannotReplay if this mixture is not supported in vLLM; `identity` is the model's recorded description."""
     name = str(identity.get("class", "")).rpartition(".")[2]
     if name not in MODELS:
         raise CannotReplay(
@@ -57,7 +57,7 @@ def names_of(name: str, module: Any) -> list[str]:
 
 
 def in_order(weights_WJ: Any, experts_WJ: Any) -> tuple[Any, Any]:
-    """Return weights and experts (int64) in descending order of weight, like transformers' routers."""
+    """Return weights and experts (int64) in descending order of weight, as transformers' routers do."""
     sorted_WJ, order_WJ = weights_WJ.sort(dim=-1, descending=True, stable=True)
     return sorted_WJ, experts_WJ.long().gather(-1, order_WJ)
 

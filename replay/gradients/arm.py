@@ -16,16 +16,16 @@ EXACT = ("exact", "token_exact", "sequence_exact")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientArm(Arm):
-    """Changes to a recorded gradient: to forward and backward, and to the loss; none by default."""
+    """Changes to the forward and backward and to the loss of a recorded gradient. By default, nothing changes."""
 
     logprobs: str | None = arm_option(
-        "Pass that replaces the denominator of the importance ratio, and train in the correction's train / rollout: train, "
-        "rollout (bypass), current (ratio 1), or replay/<arm>.",
+        "Pass to use as the denominator of the importance ratio, and instead of train in the ratio train / rollout of the "
+        "correction: train, rollout (bypass), current (ratio 1), or replay/<arm>.",
         users=(HF, GRADIENT), metavar="PASS",
     )  # fmt: skip
     correction: str | None = arm_option(
-        "none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, "
-        "sequence_mask:C, where C is the largest allowed ratio, or LOW_HIGH.",
+        "Correction: none, exact, token_exact, sequence_exact, or token_truncate:C, token_mask:C, sequence_truncate:C, "
+        "sequence_mask:C, where C is the largest allowed ratio, or two bounds LOW_HIGH.",
         users=(HF, GRADIENT), metavar="RULE",
     )  # fmt: skip
 
@@ -39,8 +39,8 @@ class GradientArm(Arm):
         for name in self.lacking(GRADIENT):
             raise InvalidOption(
                 f"arm {name.replace('_', '-')}: not supported by gradient, which supports "
-                f"{', '.join(names_for(GRADIENT))}, logprobs and correction; or replay this arm and use its logprobs: "
-                f"--arm logprobs=replay/{self._replayed}"
+                f"{', '.join(names_for(GRADIENT))}, logprobs and correction; alternatively, replay this arm and pass "
+                f"its logprobs: --arm logprobs=replay/{self._replayed}"
             )
         if self.logprobs not in (None, TRAIN, ROLLOUT, CURRENT) and not str(self.logprobs).startswith(REPLAY_PREFIX):
             raise InvalidOption(f"arm logprobs={self.logprobs}: use train, rollout, current or replay/<arm>")
@@ -48,12 +48,12 @@ class GradientArm(Arm):
 
     @property
     def _replayed(self) -> str:
-        """Name of the `replay` arm with the same changes to the forward."""
+        """Name of the `replay` arm that makes the same changes to the forward."""
         return Arm(**{name: value for name, value in self.changes.items() if name in OPTIONS}).name
 
 
 def parse_gradient_arm(text: str) -> GradientArm:
-    """Parse `dtype=bf16,logprobs=rollout,correction=token_truncate:2`: changes to the replay and to the loss.
+    """Parse changes to the replay and to the loss, such as `dtype=bf16,logprobs=rollout,correction=token_truncate:2`.
 
     Raises InvalidOption.
 
@@ -70,7 +70,7 @@ def parse_gradient_arm(text: str) -> GradientArm:
 
 
 def corrected(loss: Loss, correction: str | None) -> Loss:
-    """Return the loss with the arm's correction in place of the recorded one. Raises InvalidOption."""
+    """Return the loss with the arm's correction instead of the recorded correction. Raises InvalidOption."""
     if correction is None:
         return loss
     kind, _, bounds = correction.partition(":")

@@ -42,19 +42,19 @@ def gradient(
 ) -> GradientReport:
     """Recompute the gradient of recorded steps, as recorded and under each arm, and compare the results.
 
-    Forward and backward run with the recorded weights, loss, micro-batches and padding. The
-    recording comes first, and its norm is compared with the logged grad norm. `arm` lists arms as text: changes to
-    forward and backward as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the denominator
-    of the importance ratio and the numerator of the correction's (train, rollout, current, replay/<arm>), and
-    `correction=RULE` (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5,
-    sequence_truncate:2, sequence_mask:3). Commas combine several changes in one arm. correction=exact uses the
-    untruncated weights train / rollout, which the other corrections approximate.
+    Forward and backward run with the recorded weights, loss, micro-batches and padding. The gradient as recorded comes
+    first, and its norm is compared with the logged grad norm. `arm` lists arms as text: changes to forward and backward
+    as in `replay` (dtype=bf16, batch-size=1, attention=math), `logprobs=PASS` for the denominator of the importance
+    ratio and the numerator of the correction's ratio (train, rollout, current, replay/<arm>), and `correction=RULE`
+    (none, exact, token_exact, sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2,
+    sequence_mask:3). Commas combine several changes in one arm. correction=exact uses the untruncated weights train /
+    rollout, which the other corrections approximate.
 
-    With at least 4 recorded micro-batches, the variance over them is computed. `loss` sets fields of the loss that the
-    trace does not have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory`, as `module:function`,
-    builds a model whose class is not in transformers. `weights_from` is the folder with the run's checkpoints, for a
-    trace without weights. `allow_kernel` lists recorded attention kernels that may be fetched from the hub and run.
-    Nothing is written.
+    If at least 4 micro-batches were recorded, the variance over micro-batches is computed. `loss` sets fields of the
+    loss that the trace does not have, or overrides them, e.g. `kind=ppo_clip,clip_high=0.28`. `model_factory`, as
+    `module:function`, builds a model whose class is not in transformers. `weights_from` is the folder with the run's
+    checkpoints, for a trace without weights. `allow_kernel` lists recorded attention kernels that may be fetched from
+    the hub and run. Nothing is written.
 
     `ray` distributes the steps over the actors of a Ray cluster: `local` starts one here; `auto` or `host:port` connects to
     a running one, whose nodes must see the trace at the same path. `gpus_per_arm` is the number of GPUs per actor, or a
@@ -93,7 +93,7 @@ def gradient(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """The results of a step, and the error if it failed."""
+    """The results of a step, and the error if the step failed."""
 
     step: int
     results: list[GradientStep]
@@ -102,7 +102,7 @@ class _Outcome:
 
 
 class _StepTaker:
-    """Computes gradients, one step at a time; on a cluster, an actor opens the trace itself."""
+    """Computes gradients, one step at a time. On a cluster, each actor opens the trace itself."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class _StepTaker:
         accumulated: float | None,
         threads: int | None,
     ):
-        """`accumulated` is the recorded number of micro-batches per optimizer step; `threads` is the number of torch
-        threads in the parent process of an actor, None in this process."""
+        """`accumulated` is the recorded number of micro-batches per optimizer step. `threads` is the number of torch
+        threads in an actor's parent process; None in this process."""
         self._arms, self._loss, self._accumulated, self._norms = arms, loss, accumulated, logged(run, GRAD_NORMS)
         self._opening, self._threads = run.opening, threads
         if threads is None:
@@ -123,7 +123,7 @@ class _StepTaker:
 
     @cached_property
     def trace(self) -> RecordedRun:
-        """The trace, opened by the actor if it runs on a cluster."""
+        """The trace. On a cluster, the actor opens it."""
         torch.set_num_threads(self._threads or 1)
         return RecordedRun(**self._opening)
 
@@ -132,7 +132,7 @@ class _StepTaker:
         return LoadedModel(self.trace.weights)
 
     def run(self, step: int) -> _Outcome:
-        """Return the results of a step's updates under each arm, with the error if one occurred."""
+        """Return the results of a step's updates under each arm, and the error if one occurred."""
         results: list[GradientStep] = []
         try:
             for update in updates(self.trace, step, self._passes, self._norms):

@@ -1,6 +1,6 @@
 """The recorded loss of the rows in a forward pass, computed in torch.
 
-Shapes: B rows, T their padded response width, N response tokens row by row, B1 one value per row.
+Shapes: B rows, T padded response width of the rows, N response tokens row by row, B1 one value per row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StepLoss:
     """Loss of an optimizer step under an arm."""
 
     loss: Loss
-    """The recorded loss, with the arm's correction in place of the recorded one."""
+    """The recorded loss, with the arm's correction instead of the recorded correction."""
     below: str
     """Name of the pass in the denominator of the importance ratio."""
     above: str
@@ -165,7 +165,7 @@ class _Cells:
         )
 
     def logprobs(self, name: str) -> Any:
-        """Return a pass's logprobs [B, T], detached from the graph; NaN where a token has none."""
+        """Return a pass's logprobs [B, T], detached from the graph; NaN for tokens without a logprob."""
         if name == CURRENT:
             return self.current_BT.detach()
         return self.place([entry.passes[name] for entry in self.rows], 0.0)
@@ -181,7 +181,7 @@ def _log_ratio(level: str, current_BT: Any, below_BT: Any, mask_BT: Any) -> Any:
 
 
 def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
-    """Return the recorded passes whose logprobs a loss uses under an arm."""
+    """Return the recorded passes whose logprobs the loss uses under an arm."""
     under = corrected(loss, arm.correction)
     found = {arm.logprobs or loss.denominator}
     if under.correction != "none":
@@ -192,7 +192,7 @@ def passes_of(loss: Loss, arm: GradientArm) -> set[str]:
 
 
 def divisors(loss: Loss, update: Update) -> Divisors:
-    """Return the divisors of each row's loss. Raises CannotReplay if it needs max_tokens but none was recorded."""
+    """Return the divisors of each row's loss. Raises CannotReplay if a required max_tokens was not recorded."""
     places, num_rows = update.places, len(update.rows)
     alike = len({len(rows) for rows in places.values()}) == 1
     found: Divisors = {}
@@ -220,5 +220,5 @@ def divisors(loss: Loss, update: Update) -> Divisors:
 
 
 def key_of(entry: LossRow) -> str:
-    """Return a key that identifies a row within its optimizer step, which may contain a sequence more than once."""
+    """Return a key that identifies a row in an optimizer step. A step may contain the same sequence more than once."""
     return f"{entry.row.seq_id} {entry.row.iteration}"

@@ -18,7 +18,7 @@ class ModuleGradient:
     """
 
     module: str
-    """`all`, embedding, attention, mlp, norm, head or other."""
+    """`all`, `embedding`, `attention`, `mlp`, `norm`, `head` or `other`."""
     num_parameters: int
     norm: float
     """|a|"""
@@ -46,13 +46,13 @@ class GradientStep:
     grad_norm: float
     """Norm as computed by torch's clip_grad_norm_."""
     logged_norm: float | None
-    """Norm logged by the trainer; None if none was logged, or if it cannot be assigned to this update."""
+    """Norm logged by the trainer; None if there is no such norm, or if it cannot be assigned to this update."""
     reproduced: bool | None
-    """For the recorded gradient: true if the norm equals the logged one to its last digit; None if none was logged."""
+    """For the recorded gradient: true if it equals the logged norm to the last digit; None without a logged norm."""
     forward_held: bool
-    """For the recorded gradient: true if its forward reproduced the recorded logprobs bit for bit."""
+    """For the recorded gradient: true if the forward reproduced the recorded logprobs bit for bit."""
     num_micro_batches: int
-    """Number of micro-batches that bias and variance are computed from; 0 if none."""
+    """Number of micro-batches from which bias and variance are computed; 0 if there are none."""
     whole: ModuleGradient
     modules: tuple[ModuleGradient, ...]
     notes: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class GradientStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientReport(Result):
-    """Gradients of a run's steps under each arm; the first arm is the recording."""
+    """Gradients of a run's steps under each arm. The first arm is the recording."""
 
     _text = "tim_trace.analysis.replay_text:gradient_text"
 
@@ -69,11 +69,11 @@ class GradientReport(Result):
     loss: Loss
     steps: tuple[GradientStep, ...]
     notes: tuple[str, ...] = ()
-    """Remarks on the whole run: each step without a result, with the reason."""
+    """Remarks on the whole run. They list each step without a result and the reason."""
 
 
 def same_digits(found: float, logged: float) -> bool:
-    """Return True if a norm equals the logged one to the last logged digit.
+    """Return True if a norm equals the logged norm to the last logged digit.
 
     >>> same_digits(0.60575318, 0.606), same_digits(0.60575318, 0.605)
     (True, False)

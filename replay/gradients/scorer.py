@@ -37,17 +37,17 @@ class GradientScorer(HfScorer):
 
     @property
     def adapter(self) -> None:
-        """None, since adapters stay separate: gradients are taken with respect to them."""
+        """None, because adapters stay separate: gradients are taken with respect to the adapters."""
         return
 
     @property
     def trains(self) -> bool:
-        """True if the model was in train mode when it was recorded."""
+        """True if the model was in train mode when the pass was recorded."""
         return bool(self.contract.get("training_mode", False))
 
     @property
     def has_dropout(self) -> bool:
-        """True if the forward uses dropout, so that its results differ between runs."""
+        """True if the forward uses dropout, which makes its results differ between runs."""
         drops = (torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d, torch.nn.AlphaDropout)
         config = getattr(self._model, "config", None)
         attention = float(getattr(config, "attention_dropout", 0.0) or 0.0)
@@ -60,8 +60,8 @@ class GradientScorer(HfScorer):
         return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
 
     def gradient(self, rows: Sequence[LossRow], loss: Losses, seen: Callable[[ForwardBatch, Any], None]) -> list[Any]:
-        """Return the gradient of the rows' loss: a tensor or None per parameter. `seen` is called with each forward's
-        logprobs.
+        """Return the gradient of the rows' loss: for each parameter, a tensor or None. `seen` is called with each
+        forward's logprobs.
 
         If memory runs out, later forwards have half as many rows. Raises CannotReplay.
         """

@@ -1,4 +1,4 @@
-"""One optimizer step under each arm. Each arm's gradient is compared with the first arm's, which is the reference.
+"""One optimizer step under each arm. The first arm's gradient is the reference for all others.
 
 Shapes: n micro-batches, M kinds of modules.
 """
@@ -104,7 +104,8 @@ class StepPasses:
     def _gradient(
         self, sums: Sums, scorer: GradientScorer, loss: StepLoss, seen: _Seen
     ) -> tuple[list[Any], list[np.ndarray]]:
-        """Return the gradient and, if there are enough micro-batches, the squared norms [M] of each one's share."""
+        """Return the gradient and, if there are enough micro-batches, the squared norms [M] of the micro-batches'
+        shares."""
         total: list[Any] | None = None
         squares = []
         places = self.update.places.values()
@@ -123,7 +124,7 @@ class StepPasses:
         if not np.isfinite(norm):
             notes.append(f"the gradient is not finite ({norm})")
         if update.metric_step is None:
-            notes.append("its grad norm cannot be told apart from those of the step's other updates")
+            notes.append("the logged grad norm cannot be told apart from those of the step's other updates")
         if scorer.substitution is not None:
             notes.append(f"the recorded code does not run here ({scorer.substitution}), so other code was used")
         if reproduced is False:
@@ -131,7 +132,7 @@ class StepPasses:
         return notes
 
     def _why(self, scorer: GradientScorer, loss: StepLoss, seen: _Seen) -> list[str]:
-        """Return the known reasons why the gradient norm differs from the logged one."""
+        """Return the known reasons why the gradient norm differs from the logged norm."""
         update, why = self.update, []
         if loss.loss.unknown:
             why.append(f"the loss has unknown settings: {', '.join(loss.loss.unknown)}")
@@ -139,7 +140,7 @@ class StepPasses:
             why.append("the trace does not record which rows formed each micro-batch")
         writers = len({writer for writer, _ in update.places})
         if writers > 1:
-            why.append(f"{writers} processes computed it, so the summation order differs here")
+            why.append(f"{writers} processes computed the gradient, so the summation order differs here")
         if self._accumulated and update.composition_known and len(update.places) < self._accumulated * writers:
             why.append(
                 f"only {len(update.places)} of the {int(self._accumulated) * writers} micro-batches of an optimizer step "
@@ -156,13 +157,13 @@ class StepPasses:
         why.append(
             "the forward reproduced the recorded logprobs bit for bit"
             if seen.held
-            else f"the forward's logprobs differ from the recorded ones by up to {seen.largest:.2g} nats"
+            else f"the forward's logprobs differ from the recorded logprobs by up to {seen.largest:.2g} nats"
         )
         return why
 
 
 class _Seen:
-    """Compares the logprobs of the forward passes with the recorded ones."""
+    """Compares the logprobs of the forward passes with the recorded logprobs."""
 
     def __init__(self) -> None:
         self.held = True
@@ -179,7 +180,7 @@ class _Seen:
 
 
 def modules(sums: Sums, products: np.ndarray, squares: Sequence[np.ndarray]) -> tuple[ModuleGradient, ...]:
-    """Compare with the reference gradient, for the whole model and then for each kind of module in it."""
+    """Compare with the reference gradient, for the whole model and then for each kind of module."""
     n, variances_M = len(squares), None
     if n > 1:  # the sum of |n a_i - a|^2 / (n (n - 1)) over micro-batches
         variances_M = np.maximum(n * np.sum(squares, axis=0) - products[0], 0.0) / (n - 1)

@@ -1,4 +1,4 @@
-"""The optimizer steps in a trace: their weights, rows and loss inputs, and the step at which the grad norm was logged.
+"""The optimizer steps in a trace, with their weights, rows, loss inputs and the step at which the grad norm was logged.
 
 Shapes: T response tokens in a sequence.
 """
@@ -22,7 +22,7 @@ GRAD_NORMS = ("grad_norm", "actor/grad_norm", "train/grad_norm")
 _LOSS = "loss"
 """Value of the contract field `source` for a pass whose logprobs come from the loss's own forward pass."""
 Place = tuple[str, int]
-"""Identity of a recorded forward pass: its writer, and its index among that writer's forward passes."""
+"""Identity of a recorded forward pass: the writer, and the index of the pass among the writer's forward passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class LossRow:
 
     @property
     def place(self) -> Place:
-        """Recorded micro-batch that contained this sequence."""
+        """The recorded micro-batch that contained this sequence."""
         return self.row.writer, self.row.forward_id
 
     @property
@@ -67,7 +67,7 @@ class Update:
     step_places: int
     """Number of forward passes in one iteration of the loss over the whole step."""
     own_ratio: bool
-    """True if the trainer took its old logprobs from the loss's own forward pass, so all importance ratios were 1."""
+    """True if the trainer's old logprobs came from the loss's own forward pass, so all importance ratios were 1."""
     metric_step: int | None
     """Step at which this optimizer step's grad norm was logged; None if unknown."""
     notes: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Update:
 
     @cached_property
     def places(self) -> dict[Place, tuple[LossRow, ...]]:
-        """Micro-batch -> its rows. If micro-batches were not recorded, one contains all rows."""
+        """Micro-batch -> its rows. If micro-batches were not recorded, a single micro-batch contains all rows."""
         if not self.composition_known:
             return {("", 0): self.rows}
         found: dict[Place, list[LossRow]] = {}
@@ -109,7 +109,8 @@ def hyperparameters(run: RecordedRun) -> dict[str, Any]:
 
 
 def logged(run: RecordedRun, names: Sequence[str]) -> dict[int, float]:
-    """Return step -> last logged value for the first of these metrics that the trace has; empty if it has none."""
+    """Return step -> last logged value, for the first of these metrics that the trace has; empty if the trace has none
+    of these metrics."""
     for name in names:
         rows = run.records(METRICS, ds.field("name") == name, ["step", "value"])
         found = {step: value for step, value in rows if value is not None}
@@ -176,7 +177,7 @@ def _one_iteration_a_version(rows: list[RecordedRow]) -> tuple[list[RecordedRow]
             dropped += 1
     notes = [
         f"{dropped} rows were scored again with other weights under the same policy version; their optimizer steps "
-        f"cannot be told apart, so only the first one is used (record versions with "
+        f"cannot be told apart, so only the first step is used (record versions with "
         f"Recorder.add_scores(policy_version=...))"
     ]
     kept.sort(key=lambda row: (row.writer, row.forward_id, row.forward_row))
@@ -211,7 +212,7 @@ def _loss_row(row: RecordedRow, sequence: dict[str, Any], known: Mapping[str, di
 
 
 def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarray]:
-    """Return sequence -> the first logprobs that a pass has for it. Raises CannotReplay if the pass has none."""
+    """Return sequence -> its first logprobs in a pass. Raises CannotReplay if the pass has no logprobs at all."""
     wanted = (ds.field("step") == step) & (ds.field("pass") == pass_name)
     table = run.table(SCORES, wanted, ["seq_id", "iteration", "logprobs"])
     columns = (table["seq_id"].to_pylist(), table["iteration"].to_pylist(), table["logprobs"])
@@ -222,8 +223,8 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
         if values.is_valid
     }
     if not found:
-        how = f"replay it first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
-            f"record it, or set a loss without it, e.g. "
+        how = f"replay this arm first (tim-trace replay RUN --steps {step})" if "/" in pass_name else (
+            f"record this pass, or set a loss that does not need it, e.g. "
             f"{option('loss', 'denominator=train,correction=none,kl_coefficient=0')}"
         )  # fmt: skip
         raise CannotReplay(
@@ -235,10 +236,10 @@ def _logprobs(run: RecordedRun, step: int, pass_name: str) -> dict[str, np.ndarr
 def _metric_steps(
     run: RecordedRun, step: int, versions: Sequence[int], norms: Mapping[int, float]
 ) -> dict[int, int | None]:
-    """Return policy version -> step at which its update was logged; None if unknown.
+    """Return policy version -> step at which the update of this version was logged; None if unknown.
 
     A single update is logged at its own step. Several updates are logged at consecutive steps, as in TRL, if these
-    steps have no sequences; otherwise it is unknown which update was logged.
+    steps have no sequences. Otherwise, the trace does not show which update was logged.
     """
     steps = {version: step + version - versions[0] for version in versions}
     others = set(loss_steps(run)) - {step}

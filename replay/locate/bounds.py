@@ -27,8 +27,8 @@ _SAFETY = 8.0
 _FUSED = ("SiLU", "SiLUActivation", "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "ReLU", "Tanh", "Sigmoid")
 """Activations that run as a single operation and therefore round only once."""
 _STEPS_OF_CODE = 4.0
-"""Additional error allowed for code other than the recorded model's, in unit roundoffs of a token's largest element,
-for example because it splits sums."""
+"""Additional error allowed for code other than the recorded model's code, in unit roundoffs of a token's largest
+element. Such code may, for example, split sums."""
 _ROWS = 64
 """Number of queries whose attention scores are in memory at a time."""
 
@@ -44,7 +44,7 @@ def tiny(dtype: Any) -> float:
 
 
 def growth(length: int) -> float:
-    """Return g(n): the error bound of a sum of n products, in roundoffs of the sum of its terms' absolute values."""
+    """Return g(n), the error bound of a sum of n products, in roundoffs of the sum of the terms' absolute values."""
     return min(float(length), _SAFETY * math.sqrt(length)) + 1.0
 
 
@@ -59,9 +59,9 @@ class Rounding:
     weight: Any = None
     """torch dtype of the operator's weight; None if the operator has no weight."""
     recorded: Any = None
-    """torch dtype of the recorded weight, which the operator's weight may have been rounded from."""
+    """torch dtype of the recorded weight, from which the operator's weight may have been rounded."""
     adds: bool = False
-    """True if the operator adds two tensors to get its input, and may use the unrounded sum."""
+    """True if the operator adds two tensors to get its input and may use the unrounded sum."""
 
     @property
     def out(self) -> float:
@@ -85,7 +85,7 @@ class Rounding:
 
     @property
     def least(self) -> float:
-        """Rounding error of a value below the normal range of the narrower dtype that it is rounded to."""
+        """Rounding error of a value below the normal range of the narrower dtype to which it is rounded."""
         narrower = [self.given] if unit(self.taken) < self.out else []
         if self.weight is not None and self.recorded is not None and unit(self.weight) > unit(self.recorded):
             narrower.append(self.weight)
@@ -97,8 +97,8 @@ def of_module(
 ) -> Any:
     """Return a bound on the error of each element of a module's output, in a shape that broadcasts to `exact`.
 
-    `takes` are the module's inputs in float64; `exact` is the float64 module's output for them. With `is_other_code`,
-    each step of the module's code may round.
+    `takes` are the module's inputs in float64; `exact` is the float64 module's output for these inputs. With
+    `is_other_code`, each step of the module's code may round.
     """
     bound = _of_module(module, takes, exact, slot, rounding, is_fused=not is_other_code)
     if is_other_code and exact.dim():
@@ -191,7 +191,7 @@ def of_attention(
     query [T, N, D], key and value [T, G, D], weights [N, T, T] (the exact softmax), all float64. `rounds_scores` is
     True if scores and softmax are rounded to the dtype of the output, as in unfused attention. `cut` is the error of
     each weighted value, as a share of the largest one, if values are split into slices (`exact.slices.matmul`). `off`
-    bounds the errors of query and key, in their shapes; without `off`, query and key are exact.
+    contains bounds on the errors of query and key, in their shapes; without `off`, both are exact.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1).transpose(0, 1) for states in (key, value))
@@ -242,7 +242,7 @@ def of_logprobs(
 
 
 def _product(module: Any, x: Any, exact: Any, slot: int, rounding: Rounding) -> Any:
-    """Return a bound on the error of a linear layer or, to first order, of a router's scores (`slot` above 0)."""
+    """Return a bound on the error of a linear layer or, if `slot` is above 0, of a router's scores to first order."""
     weight = module.weight.double()
     if exact.shape[-1] == weight.shape[1] != weight.shape[0] or type(module).__name__ == "Conv1D":
         weight = weight.mT
@@ -298,7 +298,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
     per_sum = 0.5 * growth(x.shape[-1]) * rounding.sums + 6.0 * rounding.sums
     # Normalised values are rounded to the input's dtype before they are multiplied by a wider weight.
     out = max(rounding.out, unit(rounding.taken))
-    # If the sum was not rounded, each value is off by one rounding, and so is the norm.
+    # If the sum was not rounded, each value is off by one rounding, and the norm is too.
     of_sum = 2.0 * unit(rounding.taken) if rounding.adds else 0.0
     bias = getattr(module, "bias", None)
     centred = bias is not None or "LayerNorm" in type(module).__name__
@@ -323,7 +323,7 @@ def _norm(module: Any, x: Any, exact: Any, rounding: Rounding, *, is_fused: bool
 
 
 def _experts(module: Any, takes: tuple[Any, ...], exact: Any, rounding: Rounding) -> Any:
-    """Return a bound [T, H] on the error of the sum over each token's selected experts, all of them gated layers."""
+    """Return a bound [T, H] on the error of the sum over each token's selected experts, which are gated layers."""
     x, chosen, shares = takes[0], takes[1], takes[2]
     x = x.reshape(-1, x.shape[-1])
     up_EIK, down_EHI = module.gate_up_proj.double(), module.down_proj.double()

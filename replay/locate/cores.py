@@ -1,4 +1,4 @@
-"""Compare the core of an attention layer with float64: the queries, keys and values that reach it, and its output.
+"""Compare the core of an attention layer with float64: its queries, keys and values, and its output.
 
 Shapes: T tokens, N heads, G key-value heads, D head width.
 """
@@ -21,13 +21,13 @@ from .taps import like
 ROTARY = "rotary"
 """Kind of operator that rotates queries and keys."""
 STATES = "queries", "keys", "values"
-"""Kinds of an attention core's three inputs. They are reported if no rotary precedes the core, or if only the keys
-are wrong, since a cache lies between the rotary and the core."""
+"""Kinds of an attention core's three inputs. They are reported if no rotary precedes the core, or if only the keys are
+wrong, because keys pass through a cache between the rotary and the core."""
 _QKV = "q_proj", "k_proj", "v_proj"
 _NORMS = tuple(re.compile(rf"\.{word[0]}(?:{word[1:]})?_?(?:layer)?norm$") for word in ("query", "key", "value"))
 """Names of the norms of queries, keys and values."""
 _OTHERWISE = 0.1
-"""Minimum relative difference from float64's queries or keys for a missing norm, or another order of dimensions."""
+"""Minimum relative difference from float64 queries or keys that shows a missing norm or another order of dimensions."""
 
 
 class Cores:
@@ -37,10 +37,10 @@ class Cores:
         self._heard, self._operators = heard, operators
         self.has_rotary = any(name.rpartition(".")[2] == "rotary_emb" for name in operators)
         self._normed: tuple[set[int | None], ...] = (set(), set(), set())
-        """Layers whose norm was observed: one set each for the norms of queries, keys and values."""
+        """Layers whose norm was observed, as one set for each of queries, keys and values."""
 
     def note_norm(self, name: str) -> None:
-        """Note that a module was observed if it is a norm of queries, keys or values."""
+        """Note that a norm of queries, keys or values was observed; other modules are ignored."""
         for layers, norm in zip(self._normed, _NORMS, strict=True):
             if norm.search(name):
                 layers.add(layer_of(name))
@@ -48,7 +48,8 @@ class Cores:
     def judge(
         self, name: str, module: Any, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return its own output."""
+        """Run a core in float64 on the execution's queries, keys and values [1, N, T, D]; return the execution's own
+        output."""
         heard, layer = self._heard, layer_of(name)
         call = heard.begin(name)
         heard.judgement.attended.add(layer)
@@ -73,7 +74,7 @@ class Cores:
         return (like(found, given[0]), *given[1:])
 
     def _judged_states(self, name: str, states: tuple[Any, ...], takes: Sequence[Any]) -> list[Any]:
-        """Judge an attention core's inputs, and return them in the shape of the float64 model's."""
+        """Judge an attention core's inputs, and return the inputs in the shapes that the float64 model uses."""
         heard, layer = self._heard, layer_of(name)
         new, takes = list(states), list(takes)
         order_D = _order_of_dimensions(states[:2], takes[:2])
@@ -96,7 +97,7 @@ class Cores:
                 # The same tables rotate queries and keys, so if only the keys are wrong, they were changed after the
                 # rotary.
                 is_right = ratio(taken, exact, bound) <= 1.0
-                # A rotation, or its absence, preserves the norm of each head's vector.
+                # The norm of each head's vector is the same with and without a rotation.
                 keeps = (taken.double().norm(dim=-1) - exact.norm(dim=-1)).abs() <= bound.norm(dim=-1)
                 kind = ROTARY if slot == 0 or is_right or not are_right or bool(keeps.all()) else kind
                 are_right = is_right
@@ -109,7 +110,7 @@ class Cores:
         """Return the operator that would cause these wrong queries, keys or values [T, N, D], and its kind.
 
         A rotation preserves the norm of each head's vector. So if the norms differ and the preceding norm layer was not
-        observed, that layer is wrong.
+        observed, that layer is the wrong one.
         """
         norms = [
             (name, kind_of(name))
@@ -124,7 +125,8 @@ class Cores:
 
 
 def _order_of_dimensions(states: Sequence[Any], takes: Sequence[Any]) -> Any:
-    """Return [D]: the index of each dimension in the execution's queries and keys; None if their order is float64's.
+    """Return [D]: the index of each dimension in the execution's queries and keys; None if the order is the same as in
+    the float64 model.
 
     Attention scores do not depend on the order of dimensions, if queries and keys share it. Some code rotates
     neighbouring pairs and leaves them in place.

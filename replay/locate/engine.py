@@ -36,14 +36,14 @@ from .windows import Window, bytes_per_token, free_bytes, parts
 
 REFERENCE = "dtype=fp64"
 _SAME_FUNCTION = 1e-9
-"""Maximum difference between the float64 log-probabilities of two codes that compute the same function, nats."""
+"""Maximum difference, in nats, between float64 log-probabilities of two implementations of the same function."""
 _SHARE_OF_MEMORY = 0.25
 """Maximum share of the free memory for recorded operator values."""
 _TASKS = 4
-"""Number of progress units per sequence: one for running both executions, one for judging each of the two, and one for
+"""Number of progress units per sequence: one for running both executions, one for judging each execution, and one for
 propagating errors to the logprobs."""
 _NEAR_VERSIONS = 8
-"""Number of policy versions, before and after the step's own, that are searched for a tensor that differs."""
+"""Number of policy versions, before and after the step's own version, that are searched for a tensor that differs."""
 
 
 def locate(
@@ -138,7 +138,7 @@ class _Location:
         is_asked: Callable[[str], bool],
         progress: Progress,
     ):
-        """`wanted` selects the operators to observe, `is_asked` those to judge and patch."""
+        """`wanted` selects the operators to observe, `is_asked` the operators to judge and patch."""
 
         self._run, self._step, self._rows, self._chosen, self._progress = run, step, rows, chosen, progress
         self._wanted, self._is_asked = wanted, is_asked
@@ -147,7 +147,7 @@ class _Location:
         self._tensors = run.weights.load(self._version, rows[0].attempt)
         self._executions: dict[str, AnyExecution] = {}
         self._doubles: dict[str, Execution] = {}
-        """Side whose code differs from the recorded model's -> an execution of that code in float64."""
+        """Side whose code differs from the recorded model's code -> an execution of this code in float64."""
 
     def build(
         self, arms: Mapping[str, Arm], runs: Mapping[str, RecordedRun], changes: Mapping[str, Prepare | None]
@@ -189,8 +189,8 @@ class _Location:
         return self._run.weights.load(arm.weights_version, self._rows[0].attempt)
 
     def located(self, patch: str, only: str, tapped_bytes: int | None) -> Located:
-        """Return the result. `only` describes the layers and operators that the search is limited to; `tapped_bytes` is
-        the memory for operator values."""
+        """Return the result. `only` describes the layers and operators to which the search is limited. `tapped_bytes`
+        is the memory for operator values."""
         rows, executions = self._chosen.rows, self._executions
         pooled = self._pooled(int(self._free * _SHARE_OF_MEMORY) if tapped_bytes is None else tapped_bytes)
         if not pooled.judged:
@@ -238,7 +238,7 @@ class _Location:
         )
 
     def _pooled(self, tapped_bytes: int) -> Pooled:
-        """Return the findings for all sequences, judged in parts that fit into memory."""
+        """Return the findings for all sequences. Sequences are judged in parts that fit into memory."""
         pooled = Pooled(same_in_double=dict.fromkeys(self._doubles, True))
         rows = self._chosen.rows
         per_token = sum(bytes_per_token(each.model) for each in self._executions.values())
@@ -299,7 +299,7 @@ class _Location:
                     pooled.in_double[side, each.operator].append((row.seq_id, each))
 
     def _foreign_weights(self) -> Iterator[WeightDifference]:
-        """Yield each side's weights that differ from the recorded ones."""
+        """Yield the weights of each side that differ from the recorded weights."""
         recorded = dict(self._reference.model.named_parameters(remove_duplicate=False))
         for side, execution in self._executions.items():
             if execution.is_adapted or self._run.model.get("adapters"):
@@ -320,7 +320,7 @@ class _Location:
                     )
 
     def _version_of(self, name: str, parameter: Any) -> int | None:
-        """Return the recorded policy version nearest to the step's that contains this tensor; None if there is none."""
+        """Return the nearest recorded policy version that contains this tensor; None if there is none."""
         versions = sorted(self._run.weights.versions, key=lambda version: abs(version - self._version))
         for version in versions[: 2 * _NEAR_VERSIONS]:
             tensor = self._run.weights.load(version, self._rows[0].attempt).get(name)

@@ -1,4 +1,4 @@
-"""One of the two compared executions: an arm's model, which can be observed and changed while it scores."""
+"""One of the two compared executions: an arm's model that can be observed and changed while it scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .taps import Call, RowTaps, Taps, of_tokens, outputs_of, places
 Prepare = Callable[[Any], None]
 """Function that modifies a model after its weights are loaded."""
 Listening = Callable[[ForwardBatch, Mapping[int, RowTaps]], AbstractContextManager[None]]
-"""Function that observes one forward pass; it takes the batch, and row index -> where to record the row's values."""
+"""Function that observes one forward pass. It takes the batch, and row index -> where to record the row's values."""
 
 
 class Execution:
@@ -41,11 +41,11 @@ class Execution:
 
     scorer_of: type[HfScorer] = HfScorer
     attention_cut = 0.0
-    """Part of each weighted value that the engine's attention cuts off, as a share of the largest one."""
+    """Part of each weighted value that the engine's attention cuts off, as a share of the largest weighted value."""
     _keeps_double = True
     """True if torch has to keep every value of a float64 model in float64."""
     reference: Reference | None = None
-    """The recorded model, whose operators are observed here, whichever modules compute them."""
+    """The recorded model. Its operators are observed in this execution, whichever modules compute them."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Execution:
 
     @property
     def is_other_code(self) -> bool:
-        """True if the model is a user's own, not the recorded transformers model."""
+        """True if the model runs the user's code, not that of the recorded transformers model."""
         return self._prepare is not None or self.run.model_factory is not None
 
     @property
     def is_adapted(self) -> bool:
-        """True if the model has adapters, so that its weights differ from the recorded ones."""
+        """True if the model has adapters, so that its weights differ from the recorded weights."""
         return self.scorer.adapter is not None
 
     @property
@@ -113,7 +113,7 @@ class Execution:
 
     @property
     def coarsest(self) -> Any:
-        """Coarsest dtype of the weights, and so of all rounding; None if there is no such limit."""
+        """Coarsest dtype of the weights, and therefore of all rounding; None if there is no such limit."""
         if self.numerics.autocast is not None or self.is_adapted or self.arm.quantize:
             return None
         return max(
@@ -122,7 +122,7 @@ class Execution:
         )  # fmt: skip
 
     def held(self) -> Iterator[tuple[str, Any]]:
-        """Yield the name and value of the weights used in the computation."""
+        """Yield the name and value of each weight used in the computation."""
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             yield name, parameter.detach()
 
@@ -132,7 +132,7 @@ class Execution:
         of: list[RecordedRow],
         around: Callable[[ForwardBatch], AbstractContextManager[Any]] = nullcontext,
     ) -> dict[str, np.ndarray]:
-        """Return sequence -> [T] float64 log-probabilities of `rows`, scored in the batches of the rows `of`; each
+        """Return sequence -> [T] float64 log-probabilities of `rows`, scored in the batches of the rows `of`. Each
         batch runs in the context `around`."""
 
         @contextmanager
@@ -156,7 +156,7 @@ class Execution:
     def listen(
         self, rows: Sequence[RecordedRow], of: list[RecordedRow], wanted: Callable[[str], bool]
     ) -> tuple[dict[str, np.ndarray], dict[str, RowTaps]]:
-        """Score as `score` does, and also return the inputs and outputs of the operators selected by `wanted`."""
+        """Do the same as `score`, and also return the inputs and outputs of the operators selected by `wanted`."""
         heard_in = self._listening(wanted)
         found: dict[str, RowTaps] = {}
         names = {row.seq_id for row in rows}
@@ -180,16 +180,16 @@ class Execution:
 
 
 class ExactExecution(Execution):
-    """An arm of the exact engine with the weights of a step: its own operators, under transformers' names.
+    """An arm of the exact engine with the weights of a step. The engine's operators have transformers' names.
 
-    The engine stores values of its dtype in float64 tensors. Its operators are observed in that dtype.
+    The engine stores values of its dtype in float64 tensors. Operators are observed in the engine's dtype.
     """
 
     scorer_of = ExactArmScorer
     is_other_code = False
     rounds_scores = False
     coarsest = None
-    """None, since this engine rounds only once, to the dtype of its outputs."""
+    """None, because this engine rounds only once, to the dtype of an operator's output."""
     _keeps_double = False
 
     @property
@@ -199,7 +199,7 @@ class ExactExecution(Execution):
 
     @property
     def attention_cut(self) -> float:  # type: ignore[override]
-        """Part of each weighted value that the engine's attention cuts off, as a share of the largest one."""
+        """Part of each weighted value that the engine's attention cuts off, as a share of the largest weighted value."""
         slices = self.built.precision.slices
         return float(2.0 ** -(slices * bits_for(MOST_KEYS, slices)))
 

@@ -1,7 +1,7 @@
 """One row's forward pass in float64, with an execution's values substituted before and after each operator.
 
-Computations between modules (additions to the residual stream, rotations, products) are judged at the input of the next
-operator.
+A computation between modules (an addition to the residual stream, a rotation, a product) is judged at the input of the
+next operator.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ RESIDUAL, ACTIVATION, WIRING, EMBEDDING = "residual", "activation", "wiring", "e
 """Kinds of computations between operators: additions to the residual stream, the product of gate and up, anything else,
 and changes to embeddings before the first layer."""
 INPUT = "input"
-"""Suffix for an operator's input that should equal its layer's input but does not."""
+"""Suffix for the input of an operator that should equal the layer's input but does not."""
 _IN_ATTENTION = re.compile(r"att(?:n|ention)\.[^.]+$")
 _QUERY_LIKE = ("q_proj", "k_proj", "v_proj", "query_key_value", "c_attn", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj",
                "c_fc", "fc1", "dense_h_to_4h", "gate", "router")  # fmt: skip
 
 
 class Forward:
-    """Judges one row's forward pass while the float64 model runs it."""
+    """Judges one row's forward pass while the float64 model runs the row."""
 
     def __init__(self, heard: Heard, operators: Mapping[str, Any], names: Mapping[int, str]):
-        """`operators` are those of the float64 model, `names` its module names by id."""
+        """`operators` are the operators of the float64 model. `names` maps the ids of its modules to their names."""
         self._heard, self._operators, self._names = heard, operators, names
         self._judgement = heard.judgement
         self._cores = Cores(heard, operators)
@@ -70,7 +70,7 @@ class Forward:
             yield
 
     def _guarded(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a hook so that an operator it cannot handle is noted, and the others are still judged."""
+        """Wrap a hook. An operator that the hook cannot handle is noted, and the other operators are still judged."""
 
         def called(name: str, *args: Any) -> Any:
             try:
@@ -119,7 +119,7 @@ class Forward:
         return with_outputs(given, [value if own is None else like(own, value) for value, own in pairs])
 
     def _judge_output(self, name: str, module: Any, slot: int, value: Any, takes: tuple[Any, ...], call: Call) -> None:
-        """Compare an operator's output with float64's output on the same inputs."""
+        """Compare an operator's output with the output of the float64 model on the same inputs."""
         given, kind, layer = call.gives[slot], kind_of(name), layer_of(name)
         if kind in (*ENDS_OF_ATTENTION, *ENDS_OF_MLP) or are_experts(module):
             self._heard.branches.append(given)
@@ -146,7 +146,7 @@ class Forward:
         return with_tensors(args, kwargs, [self._taken(name, slot, value, call) for slot, value in enumerate(found)])
 
     def _taken(self, name: str, slot: int, value: Any, call: Call) -> Any:
-        """Judge the computation before an operator's input, and return the execution's input in place of float64's."""
+        """Judge the computation before an operator's input. Return the execution's input to use instead."""
         taken, layer, last = fitting(call.takes, slot, value), layer_of(name), name.rpartition(".")[2]
         if taken is None:
             return value
@@ -169,7 +169,7 @@ class Forward:
         return value.copy_(new) if value.is_contiguous() else new
 
     def _differs_from_layer(self, name: str, layer: int | None, taken: Any, exact: Any, point: Point) -> bool:
-        """Compare the input of a layer's first operator with the layer's own input; return True if they differ."""
+        """Compare the input of a layer's first operator with the layer's input. Return True if the two differ."""
         heard = self._heard
         if layer is None or layer in self._judgement.attended:
             return False

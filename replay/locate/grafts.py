@@ -1,7 +1,7 @@
-"""Compute operators of one execution (the taker) with another's code (the giver), on the taker's own inputs.
+"""Compute operators of one execution (the taker) with the code of the other (the giver), on the taker's inputs.
 
-The operator is replaced, not its result. Substituting a tensor of the other execution would include everything that
-differs before it, so that the last operator would seem to cause the whole mismatch.
+The operator is replaced, not its result. A result taken from the other execution would include all earlier differences,
+so the last operator would seem to cause the whole mismatch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .vllm_execution import AnyExecution, VllmExecution, names
 
 
 class Graft:
-    """Replaces operators in the taker's running model with the giver's."""
+    """Replaces operators in the taker's running model with the giver's operators."""
 
     def __init__(self, taker: Execution, giver: Execution):
         self.taker, self._giver = taker, giver
@@ -45,7 +45,7 @@ class Graft:
         self._masks: dict[tuple[int, ...], dict[str, Any]] = {}
 
     def names(self, rows: Sequence[RecordedRow], of: list[RecordedRow]) -> list[str]:
-        """Return the replaceable operators: those that both executions have, and attention in padded forwards."""
+        """Return the replaceable operators: operators that both executions have, and attention in padded forwards."""
         common = [name for name in self._ours if name in self.theirs]
         scorer = self.taker.scorer
         batches = scorer.batches(scorer.together(list(rows), of))
@@ -92,11 +92,12 @@ class Graft:
 
     @property
     def _first(self) -> Any:
-        """A parameter of the giver, which has its device and dtype."""
+        """A parameter of the giver, for the giver's device and dtype."""
         return next(self._giver.model.parameters())
 
     def _narrowed(self, dtype: Any) -> Any:
-        """Return the dtype of inputs under autocast, which does not narrow a taker's float64."""
+        """Return the dtype of inputs under autocast. Autocast would keep float64, so the giver's dtype is used
+        instead."""
         return self._first.dtype if dtype == torch.float64 else dtype
 
     @property
@@ -105,7 +106,7 @@ class Graft:
 
     @contextmanager
     def _as_giver(self) -> Iterator[None]:
-        """Use the giver's settings; otherwise a float64 taker would keep values in float64 that the giver narrows."""
+        """Use the giver's settings. Otherwise a float64 taker would keep values in float64 that the giver narrows."""
         is_double = self._first.dtype == torch.float64
         with (
             KeepDouble() if is_double else torch._C.DisableTorchFunction(),
@@ -154,7 +155,7 @@ def as_given(new: Any, given: Any) -> Any:
 
 
 class VllmGiver(Graft):
-    """Replaces projections, norms and the embedding in a transformers model with vLLM's.
+    """Replaces projections, norms and the embedding in a transformers model with those of vLLM.
 
     vLLM's other operators need its KV cache.
     """
@@ -187,7 +188,7 @@ class VllmGiver(Graft):
 
 
 def _part(module: Any, place: int, number: int) -> Callable[..., Any]:
-    """Return a function that runs a vLLM module, or one of the projections fused in it."""
+    """Return a function that runs a vLLM module, or one of the projections fused in the module."""
 
     def computed(taken: Any) -> Any:
         flat = cast(taken, next(module.parameters()).dtype)
@@ -223,7 +224,7 @@ def _experts(module: Any) -> Callable[..., Any]:
 
 
 def graft_of(taker: AnyExecution, giver: AnyExecution) -> Graft | None:
-    """Return the graft that puts the giver's operators into a transformers model; None if that is impossible."""
+    """Return the graft that puts the giver's operators into a transformers model; None if no graft can do so."""
     if type(taker) is not Execution or isinstance(giver, ExactExecution):
         return None
     return VllmGiver(taker, giver) if isinstance(giver, VllmExecution) else Graft(taker, giver)

@@ -1,4 +1,4 @@
-"""An execution's recorded values in one row's forward pass, and the bounds that they are compared with.
+"""An execution's recorded values in one row's forward pass, and the bounds on their errors.
 
 If an execution computes an operator without calling it separately (because its code fuses several), the operator is not
 observed, and its possible error is added to the bound of the next observed operator.
@@ -21,7 +21,7 @@ ENDS_OF_ATTENTION = ("o_proj", "out_proj", "dense", "c_proj")
 ENDS_OF_MLP = ("down_proj", "fc2", "dense_4h_to_h", "fc_out", "output_linear")
 FIRST_OF_MLP = ("gate_proj", "fc1", "c_fc", "dense_h_to_4h", "fc_in")
 _STEEPEST = 1.13
-"""Maximum derivative of the common activations, which is GELU's."""
+"""Maximum derivative of the common activations, which is that of GELU."""
 
 
 class Arithmetic(Protocol):
@@ -57,7 +57,7 @@ class Heard:
     ):
         self.taps, self.judgement, self.first_position = taps, judgement, first_position
         self._arithmetic, self._recorded = arithmetic, recorded_dtypes
-        # Computed only once, since both read all weights.
+        # Computed only once, because both properties read all weights.
         self._dtypes, self._coarsest = arithmetic.weight_dtypes, arithmetic.coarsest
         self._names = CallNames()
         self._last = list(taps.calls)[-2:]
@@ -66,7 +66,7 @@ class Heard:
         self.branches: list[Any] = []
         """Outputs of attention and MLP since the last addition to the residual stream."""
         self.unheard: dict[tuple[int | None, str], tuple[Any, Callable[[Any], Any]]] = {}
-        """(layer, kind) of an unobserved operator -> its exact output, and a function from dtype to its bound."""
+        """(layer, kind) of an unobserved operator -> its exact output, and a function from dtype to the bound."""
 
     # --- calls ----------------------------------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ class Heard:
         return self.taps.calls.get(self._names.next(name))
 
     def end(self, name: str) -> Call | None:
-        """Return the recorded call of an operator that is finishing; release its values unless the head needs them."""
+        """Return the recorded call of an operator that is finishing. Release its values unless the head needs them."""
         called = self.called(name)
         call = self.taps.calls.get(called)
         if call is not None and called not in self._last:
@@ -91,7 +91,7 @@ class Heard:
     def rounding(self, given: Any, taken: Any = None, **rest: Any) -> Rounding:
         """Return the rounding for values of the given dtypes.
 
-        A dtype coarser than the execution's coarsest one is replaced by that one.
+        A dtype coarser than the execution's coarsest dtype is replaced by that dtype.
         """
         coarsest = self._coarsest
 
@@ -111,7 +111,8 @@ class Heard:
         given: Any,
         made_in: Any = None,
     ) -> Any:
-        """Return a bound on an operator's output, in the shape of `given`; `made_in` is its dtype if not `given`'s."""
+        """Return a bound on the error of an operator's output, in the shape of `given`. `made_in` is the output's dtype
+        if it differs from that of `given`."""
         first = next((each for each in call.takes if each is not None and each.is_floating_point()), given)
         rounding = self.rounding(made_in or given.dtype, first.dtype, **self._weight(name), adds=call.adds)
         bound = bounds.of_module(module, takes, value, slot, rounding, is_other_code=call.is_other_code)
@@ -120,7 +121,7 @@ class Heard:
     def attention_bound(
         self, states: tuple[Any, ...], given: Any, kwargs: Mapping[str, Any], rounding: Rounding, *, turns: bool
     ) -> Any:
-        """Return a bound on the error of an attention core's output [T, N, D]; with `turns`, including the rotary."""
+        """Return a bound on the error of an attention core's output [T, N, D]. `turns` adds the rotary's error."""
         query, key, value = (state[0].transpose(0, 1) for state in states)
         scaling = float(kwargs.get("scaling") or query.shape[-1] ** -0.5)
         last = self.first_position + len(query)
@@ -146,9 +147,9 @@ class Heard:
         )
 
     def _weight(self, name: str) -> dict[str, Any]:
-        """Return the dtypes of an operator's weight: the one in use, and the recorded one.
+        """Return two dtypes of an operator's weight: the dtype in use, and the recorded dtype.
 
-        If the execution has no weight of that name, the dtype in use is the coarsest of all its weights.
+        If the execution has no weight of this name, the dtype in use is the coarsest dtype of its weights.
         """
         own, recorded = (
             dtypes.get(f"{name}.weight", dtypes.get(f"{name}.base_layer.weight"))
@@ -160,7 +161,7 @@ class Heard:
     # --- operators that were not observed -----------------------------------------------------------------------------
 
     def miss(self, name: str, given: Any, bound: Callable[[Any], Any]) -> None:
-        """Note an operator that was not observed: its exact output, and a function that maps a dtype to its bound."""
+        """Note an operator that was not observed: its exact output, and a function from dtype to the bound."""
         layer = layer_of(name)
         if any(
             other != layer for other, _ in self.unheard
@@ -188,7 +189,8 @@ class Heard:
         return value.reshape(exact.shape), bound(dtype).reshape(exact.shape)
 
     def missed_mlp(self, name: str, layer: int | None, exact: Any, dtype: Any) -> Any:
-        """Return how much unobserved projections add to the bound on the input of an activation or last projection."""
+        """Return how much unobserved projections add to the bound on the input of an activation or of the last
+        projection."""
         found = (self.missed(layer, kind, exact, dtype) for kind in FIRST_OF_MLP)
         gate = next((each for each in found if each is not None), None)
         if kind_of(name) not in ENDS_OF_MLP:  # the input of the activation

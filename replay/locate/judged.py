@@ -13,17 +13,17 @@ import torch
 from .windows import Window
 
 Point = tuple[str, str, int]
-"""Call of an operator, TAKES or GIVES, and index of the tensor."""
+"""Name of an operator's call, TAKES or GIVES, and index of the tensor."""
 TAKES, GIVES = "takes", "gives"
 OF_CODE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """Exceptions that user code may raise for unsupported dtypes, batches or environments."""
 _ORDERS = 10_000
-"""More than the number of operators in a layer."""
+"""A number larger than the number of operators in a layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """One operator in one row's forward, compared with float64."""
+    """One operator in one row's forward pass, compared with float64."""
 
     operator: str
     """Name of the operator's module, or a name such as `layers.7.residual` for a computation between modules."""
@@ -36,7 +36,7 @@ class Judged:
     largest: float
     """Error of the token with the largest error, relative to the RMS of the exact result."""
     ratio: float
-    """Largest introduced error divided by its bound; inf if only one of the values is finite, or a choice differs."""
+    """Largest introduced error divided by its bound; inf if only one of the values is finite or if a choice differs."""
     token: int
     """Index in the row (prompt and response) of the token with the largest error."""
     dtype: str
@@ -53,11 +53,11 @@ class Judgement:
     operators: list[Judged] = field(default_factory=list)
     """Judged operators in forward order, without the head."""
     errors: dict[Point, Any] = field(default_factory=dict)
-    """Error introduced at each point: found minus exact, float32 [T, ...]."""
+    """Error introduced at each point: found minus exact values, float32 [T, ...]."""
     unjudged: dict[str, str] = field(default_factory=dict)
     """Operator -> reason why it could not be judged."""
     attended: set[int | None] = field(default_factory=set)
-    """Layers whose attention has run. After the first one, operators outside the layers come after all layers."""
+    """Layers whose attention has run. From then on, operators outside the layers count as following all layers."""
 
     def add(
         self,
@@ -69,7 +69,8 @@ class Judgement:
         bound: Any,
         point: Point | None = None,
     ) -> None:
-        """Compare values [T, ...] with exact ones, given a bound for each; keep the error at `point`, if given."""
+        """Compare values [T, ...] with exact values, given a bound for each. If `point` is given, the error is kept
+        under this key."""
         if not self._owns(layer):
             return
         off = found.double() - exact
@@ -78,7 +79,8 @@ class Judgement:
         self._append(operator, kind, layer, point=point, **_measured(found, off, exact, bound))
 
     def add_differing(self, operator: str, kind: str, layer: int | None, differs: Any, num_values: int) -> None:
-        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks the unequal ones."""
+        """Add integers that must be equal, such as positions and choices; `differs` [T, ...] marks the unequal
+        integers."""
         if not self._owns(layer) or not bool(differs.any()):
             return
         rows = differs.flatten(1).any(1) if differs.dim() > 1 else differs
@@ -100,18 +102,18 @@ class Judgement:
 
 
 def judged(operator: str, kind: str, order: int, found: Any, exact: Any, bound: Any) -> Judged:
-    """Compare values [T, ...] outside the layers with exact ones, given a bound for each."""
+    """Compare values [T, ...] outside the layers with exact values, given a bound for each."""
     measured = _measured(found, found.double() - exact, exact, bound)
     return Judged(operator=operator, kind=kind, layer=None, order=order, **measured)
 
 
 def ratio(found: Any, exact: Any, bound: Any) -> float:
-    """Return the largest error of values [T, ...] divided by its bound."""
+    """Return the largest ratio of the error of values [T, ...] to the bound on this error."""
     return float(_measured(found, found.double() - exact, exact, bound)["ratio"])
 
 
 def _measured(found: Any, off: Any, exact: Any, bound: Any) -> dict[str, Any]:
-    """Return the fields of `Judged` that depend on values; `off`, found minus exact in float64, is overwritten."""
+    """Return the fields of `Judged` that depend on values. `off` (found minus exact values, float64) is overwritten."""
     off_TX, exact_TX = off.reshape(len(off), -1), exact.reshape(len(exact), -1)
     off_T = torch.linalg.vector_norm(off_TX, dim=1)
     size_T = torch.linalg.vector_norm(exact_TX, dim=1)

@@ -1,4 +1,4 @@
-"""Operators' names, kinds and layers."""
+"""Names, kinds and layers of operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def layer_of(name: str) -> int | None:
 
 
 def kind_of(name: str) -> str:
-    """Return an operator's kind, the last word of its name (q_proj, input_layernorm); list items have the list's name."""
+    """Return an operator's kind: the last word of the operator's name (q_proj, input_layernorm), or of the name of the
+    list that contains the operator."""
     return re.sub(r"(\.\d+)+$", "", name.partition("#")[0]).rpartition(".")[2]
 
 
@@ -34,7 +35,7 @@ def core_name(attention: str) -> str:
 
 
 class CallNames:
-    """Names the calls of operators in one forward: `name`, then `name#2`, and so on."""
+    """Names the calls of operators in one forward pass: `name`, then `name#2`, and so on."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()

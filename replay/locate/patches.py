@@ -1,4 +1,4 @@
-"""Measure the mismatch that remains if one execution uses the other's code for operators, or its expert choices.
+"""Measure the mismatch that remains if one execution uses the operators' code or the expert choices of the other.
 
 Shapes: T tokens in a sequence, L routers, S experts selected per token.
 """
@@ -40,7 +40,7 @@ def patched(
     is_asked: Names,
     progress: Progress,
 ) -> Iterator[Patch]:
-    """Patch each execution in turn, in the batches of `of`; `wanted` selects routers, `is_asked` operators."""
+    """Patch each execution in turn, in the batches of `of`. `wanted` selects routers; `is_asked` selects operators."""
     made = {(side, other): graft_of(executions[side], executions[other]) for side, other in ((B, A), (A, B))}
     grafts = {side: (graft, other) for (side, other), graft in made.items() if graft is not None}
     flipped = sum(each.num_flipped > 0 for each in pooled.routers.values())
@@ -76,7 +76,7 @@ def patched(
 
 
 def _plans(names: Sequence[str]) -> list[tuple[str, frozenset[str]]]:
-    """Return the groups of operators that are replaced together, with their names: each kind, and all of them."""
+    """Return the named groups of operators that are replaced together: each kind of operator, and all operators."""
     kinds = dict.fromkeys(map(kind_of, names))
     of_kind = [(kind, frozenset(name for name in names if kind_of(name) == kind)) for kind in kinds]
     return [*of_kind, ("all operators", frozenset(names))]
@@ -129,10 +129,10 @@ def _choices(
 def _score_with(
     taker: Execution, chosen: Mapping[str, Routing], rows: Sequence[RecordedRow], of: list[RecordedRow]
 ) -> dict[str, np.ndarray]:
-    """Return sequence -> the taker's [T] float64 log-probabilities, with `chosen` wherever it would use other experts.
+    """Return sequence -> the taker's [T] float64 log-probabilities with the experts in `chosen`.
 
-    A token with the same set of experts keeps the taker's own weights and order, so that earlier differences are not
-    included. Other rows in a forward pass keep the taker's own choices.
+    A token for which the taker chooses the same set of experts keeps the taker's own weights and order, so that earlier
+    differences are not included. Other rows in a forward pass keep the taker's own choices.
     """
     known = routers(taker.model)
     shape = next(iter(chosen.values())).expert_ids.shape[1:]

@@ -1,4 +1,4 @@
-"""Findings over all sequences, per operator, and the first operator at which two executions diverge."""
+"""Findings for each operator over all sequences, and the first operator at which two executions diverge."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ...tracer.located import A, B, Divergence, OperatorError, Router, WeightDif
 from .judged import Judged
 
 CODE_DIFFERS = 4e-6
-"""A side's code counts as equal to the recorded model's if, in float64, no token's relative error is larger than this.
-Code that uses float32 internally stays below it."""
+"""A side's code counts as equal to the recorded model's code if, in float64, no token's relative error exceeds this
+limit. Code that uses float32 internally stays below the limit."""
 _UNDONE = "differs from the recorded model without effect: in float64, this code gives the same log-probabilities"
 _IS_OTHER_TENSOR = 0.5
-"""Minimum share of elements that differ for a tensor to count as another tensor; below that, it counts as modified."""
+"""Minimum share of differing elements for a tensor to count as another tensor. Otherwise, it counts as modified."""
 
 Apart = tuple[float, float]
-"""Two sums of squares: of the difference between both executions' values, and of execution a's values. NaN if the
-values cannot be compared."""
+"""Two sums of squares: of the difference between the values of both executions, and of the values of execution a. NaN
+if the values cannot be compared."""
 Operator = tuple[str, str]
 """Side, and name of an operator."""
 Found = dict[Operator, list[tuple[str, Judged]]]
-"""Operator -> its results, each with the sequence that it was judged on."""
+"""Operator -> its results, each with the sequence on which it was judged."""
 
 
 @dataclass(slots=True)
@@ -33,14 +33,14 @@ class Pooled:
 
     judged: Found = field(default_factory=lambda: defaultdict(list))
     in_double: Found = field(default_factory=lambda: defaultdict(list))
-    """Operator -> its results if a side's code runs in float64, each with the sequence that it was judged on."""
+    """Operator -> its results if a side's code runs in float64, each with the sequence on which it was judged."""
     same_in_double: dict[str, bool] = field(default_factory=dict)
-    """Side -> True if its code and the recorded model give the same log-probabilities, both in float64."""
+    """Side -> True if the side's code and the recorded model give the same log-probabilities, both in float64."""
     apart: dict[str, list[tuple[Apart, Apart]]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, dict[str, np.ndarray]] = field(default_factory=lambda: {A: {}, B: {}})
     """Side -> sequence -> [T] log-probabilities of the response, nats."""
     products: dict[Operator, dict[str, float]] = field(default_factory=dict)
-    """Same as `Located.products`; a residual stream is judged in two places, whose errors are added up."""
+    """Same as `Located.products`. A residual stream is judged in two places; the errors of both places are added up."""
     routers: dict[str, Router] = field(default_factory=dict)
     unseen: set[str] = field(default_factory=set)
     unjudged: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Pooled:
     """Kinds of all operators that could be judged."""
 
     def add(self, side: str, seq_id: str, found: Judged, product: float | None) -> None:
-        """Add an operator's result on a sequence. `product` is its error's part of the sum of d^2, nats^2."""
+        """Add an operator's result on a sequence. `product` is the error's contribution to the sum of d^2, nats^2."""
         self.judged[side, found.operator].append((seq_id, found))
         if product is not None:
             own = self.products.setdefault((side, found.operator), {})
@@ -65,8 +65,8 @@ class Pooled:
         )
 
     def operators(self) -> Iterator[OperatorError]:
-        """Yield each operator's error over all sequences: first operators that were judged as they ran, then those that
-        were judged only with the side's code in float64."""
+        """Yield each operator's error over all sequences: first the operators that were judged as they ran, then the
+        operators that were judged only with the side's code in float64."""
         for (side, name), found in self.judged.items():
             yield self._operator(side, name, found)
         for (side, name), found in self.in_double.items():
@@ -79,7 +79,7 @@ class Pooled:
         seq_id, worst = max(found, key=lambda item: item[1].ratio)
         number = sum(each.num_values for _, each in found)
         square = sum(each.num_values * each.error**2 for _, each in found)
-        # A residual stream is judged in two places of a layer; its order is that of the place with the error.
+        # A residual stream is judged in two places of a layer. The place with the error determines its order.
         orders = [each.order for _, each in found if each.ratio > 1.0] or [
             each.order for each in in_double if each.largest > CODE_DIFFERS
         ]
@@ -110,7 +110,8 @@ def _relative(parts: list[Apart]) -> float | None:
 def first_divergence(
     operators: Iterable[OperatorError], weights: Iterable[WeightDifference], pooled: Pooled
 ) -> Divergence | None:
-    """Return the first operator, in forward order, whose result rounding cannot explain; None if there is none.
+    """Return the first operator, in forward order, whose result rounding cannot explain; None if rounding explains
+    every result.
 
     If a side's code gives the recorded model's log-probabilities in float64, a different intermediate result has no
     effect: it is noted in `pooled.unjudged`, but does not count.

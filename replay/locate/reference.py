@@ -39,11 +39,11 @@ from .windows import EVERY_LAYER, Window
 
 
 class Reference:
-    """Float64 model that judges the operators of executions."""
+    """The float64 model that judges the operators of executions."""
 
     def __init__(self, model: Any, recorded_dtypes: Mapping[str, Any] | None = None):
-        """`model` has the recorded weights in float64, and unfused attention; `recorded_dtypes` are their own
-        dtypes."""
+        """`model` has float64 weights and unfused attention. `recorded_dtypes` are the dtypes of the recorded
+        weights."""
         self.model = model.eval().requires_grad_(False)
         self.names = {id(module): name for name, module in model.named_modules()}
         self.operators = operators(model)
@@ -86,10 +86,10 @@ class Reference:
         """Return each error's contribution to sum(weights_T * logprobs) of a row's response, to first order: error
         times gradient.
 
-        This takes one forward and backward of the float64 model. `errors_of` returns some executions' errors in a
-        window of layers; it is called from the last window to the first, and only one window's errors are kept. Each
-        gradient is multiplied as soon as it exists, and the error is released. The values inside a layer exist for one
-        layer at a time, since layers are recomputed in the backward.
+        This takes one forward and backward of the float64 model. `errors_of` returns the errors of some executions in a
+        window of layers. It is called from the last window to the first, and only the errors of one window are kept.
+        Each error is multiplied by its gradient as soon as the gradient exists, and then released. The values inside a
+        layer exist for one layer at a time, since layers are recomputed in the backward.
         """
         products = _Products(windows, errors_of, self.names)
         embedding = {"": self.model.get_input_embeddings()}
@@ -110,7 +110,7 @@ class Reference:
 
     @contextmanager
     def _run_again(self) -> Iterator[None]:
-        """Within the block, layers keep only their inputs, and recompute the rest when the backward needs it."""
+        """Within the block, layers keep only their inputs and recompute other values when the backward needs them."""
         with ExitStack() as stack:
             for module in self.layers.values():
                 again = partial(
@@ -154,7 +154,7 @@ class Reference:
 
 
 class _Products:
-    """Multiplies errors by the gradients at their points, as the backward reaches them."""
+    """Multiplies each error by the gradient at the same point, as soon as the backward reaches the point."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Products:
         self._has_attended = False
         self._entered: Any = None
         self.is_over = False
-        """True during the backward, when recomputed layers are not observed again."""
+        """True during the backward. Layers recomputed then are not observed again."""
 
     def enters(self, _name: str, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._entered = hidden_of(args, kwargs)

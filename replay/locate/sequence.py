@@ -1,5 +1,5 @@
-"""Choose sequences, run each through both executions, judge the operators, and compute how much each one's error
-contributes to the mismatch.
+"""Choose sequences, run each through both executions, judge the operators, and compute how much the error of each
+operator contributes to the mismatch.
 
 Shapes: T response tokens in a sequence, H hidden width, V vocabulary.
 """
@@ -33,9 +33,9 @@ from .vllm_execution import AnyExecution
 from .windows import Window
 
 LOG_SOFTMAX, LOGITS = "log_softmax", "logits"
-"""Kinds of operators after the head; `logits` is, in user code, a scale or cap applied to the head's result."""
+"""Kinds of operators after the head. In user code, `logits` is a scale or cap applied to the head's result."""
 Head = list[tuple[Judged, np.ndarray]]
-"""Operators after the last hidden states, each with its own error's contribution to the log-probabilities, [T] nats."""
+"""Operators after the last hidden states, each with its error's contribution to the log-probabilities, [T] nats."""
 _LAST = 1 << 40
 """Position of the head in the order of operators, after any operator in a layer."""
 RANDOM = "random"
@@ -45,13 +45,13 @@ CARRIED = "operators' shares of the mismatch"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The sequences chosen from a step, at least one, all with the same policy version."""
+    """The sequences chosen from a step. There is at least one, and all have the same policy version."""
 
     rows: tuple[RecordedRow, ...]
     how: str
-    """How they were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
+    """How the sequences were chosen: `worst` (largest mismatch between trainer and engine), `random` or `named`."""
     groups: dict[str, str]
-    """Sequence -> its prompt group, or its own id without a group."""
+    """Sequence -> its prompt group, or the sequence's own id if it has no group."""
 
 
 def choose(run: RecordedRun, step: int, rows: Sequence[RecordedRow], text: str) -> Chosen:
@@ -114,14 +114,14 @@ class SequenceJudge:
         heard: dict[str, RowTaps],
         pooled: Pooled,
     ):
-        """`heard` has both executions' values in the last window, `pooled` their logprobs; `listen` runs any window."""
+        """`heard` has the values of both executions in the last window, `pooled` their logprobs. `listen` runs one."""
         self._row, self._executions, self._reference = row, executions, reference
         self._windows, self._listen, self._heard, self._pooled = windows, listen, heard, pooled
         self._positions = {side: taps.first_position for side, taps in heard.items()}
         self._judgements: dict[tuple[str, Window], Judgement] = {}
         self._heads: dict[str, Head] = {}
         self._apart: dict[str, tuple[Apart, Apart]] = {}
-        """Operator -> difference between both executions in its inputs, and in its outputs."""
+        """Operator -> difference between both executions in the operator's inputs, and in its outputs."""
 
     def judge(self, is_asked: Callable[[str], bool]) -> None:
         """Add the sequence's findings to `pooled`, with the errors of operators selected by `is_asked`."""
@@ -152,7 +152,7 @@ class SequenceJudge:
     def _of_side(
         self, side: str, products: Mapping[Point, float], d_T: np.ndarray
     ) -> Iterator[tuple[Judged, float | None]]:
-        """Yield a side's operators in order, the head last, each with its error's contribution to sum(d * logprobs)."""
+        """Yield a side's operators in order, head last, each with its error's part of sum(d * logprobs)."""
         for window in self._windows:
             for each in self._judgements[side, window].operators:
                 yield each, None if each.point is None else products.get(each.point)
@@ -160,7 +160,7 @@ class SequenceJudge:
             yield each, float((d_T * np.nan_to_num(own_T)).sum())
 
     def _errors(self, sides: Sequence[str], window: Window) -> list[dict[Point, Any]]:
-        """Judge the given sides' operators in a window of layers; return the errors that each side introduced."""
+        """Judge the operators of the given sides in a window of layers. Return the errors that each side introduced."""
         taps, pooled = self._heard, self._pooled
         is_last = window is self._windows[-1]
         if not is_last or any(side not in taps for side in sides):
@@ -179,7 +179,7 @@ class SequenceJudge:
         return [self._judgements[side, window].errors for side in sides]
 
     def _compare(self, a: RowTaps, b: RowTaps) -> None:
-        """Note how much both executions differ at each operator's inputs and outputs, and in chosen experts."""
+        """Note how much the two executions differ in each operator's inputs and outputs, and in the chosen experts."""
         self._pooled.unseen |= {kind_of(name) for name in set(a.calls) ^ set(b.calls)}
         for name, ours in a.calls.items():
             if (theirs := b.calls.get(name)) is not None:
@@ -214,7 +214,7 @@ def _routers(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[
 
 
 def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
-    """Return the largest margin among tokens whose experts differ: lowest chosen score minus highest other score."""
+    """Return the largest margin (lowest chosen score minus highest other score) among tokens whose experts differ."""
     wide = [each for each in gives if each is not None and each.is_floating_point() and each.shape[-1] > ids.shape[-1]]
     if not wide or not bool(flipped_T.any()):
         return None
@@ -227,7 +227,8 @@ def _margin(gives: Sequence[Any], ids: Any, flipped_T: Any) -> float | None:
 def judge_head(
     execution: AnyExecution, reference: Reference, row: RecordedRow, taps: RowTaps, logprobs_T: np.ndarray
 ) -> Head:
-    """Judge the operators after the last hidden states, or all as one if the projection is not called separately."""
+    """Judge the operators after the last hidden states. They count as one operator if the projection is not called
+    separately."""
     name = execution.head
     last = next((taps.calls[each] for each in reversed(taps.calls) if each != name), None)
     if last is None or not last.gives or last.gives[0] is None or not len(row.response_ids):

@@ -22,19 +22,19 @@ from .names import CallNames, core_name, layer_modules, layer_of
 
 _SKIPPED = ("Dropout", "Identity")
 _RECENT = 16
-"""Number of most recently recorded tensors that a new one is compared with, so that none is recorded twice."""
+"""Number of recent tensors with which a new tensor is compared, so that no tensor is recorded twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operator for one row: input and output tensors [T, ...]; None for those without token axis."""
+    """One call of an operator for one row: input and output tensors [T, ...], or None if there is no token axis."""
 
     takes: tuple[Any, ...]
     gives: tuple[Any, ...]
     adds: bool = False
-    """True if the operator first adds two inputs; `takes` has their rounded sum, but it may use the unrounded one."""
+    """True if the operator first adds two inputs. `takes` has the rounded sum; the operator may use the exact sum."""
     is_other_code: bool = False
-    """True if code other than the recorded model's computes the operator; such code may round at each step."""
+    """True if the operator runs code other than the recorded model's code. Such code may round at each step."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class RowTaps:
     """The operator calls recorded for one row in a forward pass."""
 
     calls: dict[str, Call] = field(default_factory=dict)
-    """Operator -> its call, in execution order."""
+    """Operator -> the operator's call, in execution order."""
     entered: dict[int, Any] = field(default_factory=dict)
     """Layer index -> the layer's input [T, H]; absent if the layer is not a module that is called."""
     mixed: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def operators(model: Any, also: Collection[str] = ()) -> dict[str, Any]:
     """Return name -> module of a model's operators: modules that compute and contain no other module.
 
     A mixture's experts count as one operator, and so does a projection with its adapters. Each module named in `also`
-    is an operator too, whatever it contains: these are operators of another model, which this model may compute in
+    is an operator too, whatever it contains. These are operators of another model, which this model may compute in
     several modules or not at all.
     """
     found: dict[str, Any] = {}
@@ -92,13 +92,13 @@ def are_experts(module: Any) -> bool:
 
 
 def _is_router(module: Any) -> bool:
-    """Return True if a module computes one logit per expert with its own weight, and selects experts by the logits."""
+    """Return True if a module computes one logit per expert with its own weight and selects experts by these logits."""
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     return weight is not None and weight.dim() == 2 and type(module).__name__.endswith("Router")
 
 
 def mixtures(model: Any) -> dict[str, Any]:
-    """Return name -> module for each mixture of experts: the module that sums all experts, including a shared one."""
+    """Return name -> module for each mixture of experts: the module that sums all experts, shared expert included."""
     return {name: module for name, module in model.named_modules() if "experts" in dict(module.named_children())}
 
 
@@ -108,7 +108,7 @@ def is_adapted(module: Any) -> bool:
 
 
 def of_tokens(value: Any, shape: tuple[int, int], places_T: Any, *, heads_first: bool = False) -> Any:
-    """Return a row's part [T, ...] of a tensor in a forward pass; None if the tensor has no token axis.
+    """Return the part [T, ...] of a forward pass's tensor that belongs to a row; None if the tensor has no token axis.
 
     The tensor is [B, W, ...], [B * W, ...], [1, W, ...] or [B, N, W, D]; with `heads_first` [B, N, W, D] for any N.
     """
@@ -154,13 +154,13 @@ def like(value_T: Any, template: Any, *, heads_first: bool = False) -> Any:
 
 
 def fitting(found: Sequence[Any], slot: int, value: Any) -> Any:
-    """Return the execution's tensor that replaces `value` in the float64 model; None if no tensor has that size."""
+    """Return the execution's tensor that replaces `value` in the float64 model; None if no tensor has the same size."""
     own = found[slot] if slot < len(found) else None
     return None if own is None or own.numel() != value.numel() else own
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the tensors among a call's arguments, even nested ones. Keyword arguments come last, sorted by name."""
+    """Return all tensors in a call's arguments, even nested tensors. Keyword arguments come last, sorted by name."""
     return [*outputs_of(args), *outputs_of([kwargs[name] for name in sorted(kwargs)])]
 
 
@@ -244,7 +244,8 @@ def hooked(
     """Call `before(name, module, args, kwargs)` and `after(name, module, args, kwargs, given)` around the modules'
     calls.
 
-    The value returned by `before` replaces the arguments, and that of `after` the result, as with torch's hooks.
+    As with torch's hooks, the value returned by `before` replaces the arguments, and the value returned by `after`
+    replaces the result.
     """
     with ExitStack() as stack:
         for name, module in modules.items():
@@ -269,7 +270,7 @@ class Taps:
         wanted: Callable[[str], bool],
         recorded: Mapping[str, Any],
     ):
-        """`wanted` selects operators by name; `recorded` are the recorded model's operators."""
+        """`wanted` selects operators by name. `recorded` are the operators of the recorded model."""
         self._device = next(model.parameters()).device
         every = operators(model, recorded)
         self._operators = {name: module for name, module in every.items() if wanted(name)}
@@ -279,7 +280,7 @@ class Taps:
             if (own := recorded.get(name)) is not None
             and ("forward" in vars(module) or type(module).forward is not type(own).forward)
         }
-        """Operators that this model computes with code other than the recorded model's."""
+        """Operators for which this model runs code other than the recorded model's code."""
         self._cores = {
             id(module): core_name(name) for name, module in model.named_modules() if wanted(core_name(name))
         }  # fmt: skip
@@ -288,13 +289,13 @@ class Taps:
 
     @contextmanager
     def heard(self, batch: ForwardBatch, chosen: Mapping[int, RowTaps]) -> Iterator[None]:
-        """Observe one forward pass. `chosen` maps a row's index to where its values are recorded."""
+        """Observe one forward pass. `chosen` maps the index of a row to the object that records the row's values."""
         self._chosen, self._shape = chosen, batch.tokens_BW.shape
         self._places = places(batch, chosen, self._device)
         self._calls = CallNames()
         self._recent: deque[tuple[Any, int, dict[int, Any]]] = deque(maxlen=_RECENT)
         self._taken: dict[str, dict[int, tuple[Any, ...]]] = {}
-        """Running operator -> row -> the operator's inputs, recorded before the operator can change them in place."""
+        """Running operator -> row -> the operator's inputs, recorded before they can be changed in place."""
         with (
             hooked(self._layers, self._enters),
             hooked(self._mixtures, after=self._mixed),
@@ -304,7 +305,7 @@ class Taps:
             yield
 
     def _kept(self, value: Any, index: int) -> Any:
-        """Return a row's part of a tensor. A tensor that one operator returns and others take is copied only once."""
+        """Return a row's part of a tensor. A tensor that several operators return or take is copied only once."""
         if value.is_inference():
             return of_tokens(value, self._shape, self._places[index])
         for tensor, version, parts in self._recent:

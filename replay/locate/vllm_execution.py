@@ -41,12 +41,12 @@ _ROTARY = "rotary_emb"
 _PARTS_OF_ATTENTION = "attn."
 
 Span = tuple[str, slice, int]
-"""Location of a sequence's tokens in a forward pass: the sequence, the slice of its tokens in the forward pass, and the
-index in the sequence of the slice's first token."""
+"""Location of a sequence's tokens in a forward pass: the sequence, the slice of the forward pass with its tokens, and
+the index in the sequence of the first of these tokens."""
 
 
 class VllmExecution:
-    """A vLLM engine with the weights of a step, in eager mode: without compilation, CUDA graphs and prefix cache."""
+    """A vLLM engine with the weights of a step, in eager mode: without compilation, CUDA graphs or a prefix cache."""
 
     is_other_code = False
     rounds_scores = True
@@ -164,12 +164,12 @@ class _EagerScorer(VllmScorer):
 
 
 class _Batch:
-    """Finds each sequence's tokens in vLLM's next forward pass."""
+    """Finds the tokens of each sequence in vLLM's next forward pass."""
 
     def __init__(self, runner: Any, rows: Sequence[RecordedRow], decodes: bool):
         self._runner, self._decodes = runner, decodes
         self._waiting: dict[tuple[int, ...], list[str]] = defaultdict(list)
-        """Token ids -> sequences with exactly these tokens whose requests vLLM has not started yet."""
+        """Token ids -> sequences that have exactly these tokens and whose requests vLLM has not started yet."""
         for row in rows:
             self._waiting[(*row.prompt_ids.tolist(), *row.response_ids.tolist())].append(row.seq_id)
         self._known: dict[str, str] = {}
@@ -203,7 +203,7 @@ class _Batch:
 
 
 def names(model: Any) -> dict[str, list[str]]:
-    """Return vLLM module -> the operators that transformers has in its place.
+    """Return vLLM module -> the operators that transformers has in place of this module.
 
     Raises CannotReplay for a module that corresponds to no operator.
     """
@@ -245,7 +245,7 @@ class _EngineTaps:
         self.spans: list[Span] = []
         """The sequences' spans in the next forward pass."""
         self._pieces: dict[str, dict[str, list[tuple[int, Call]]]] = defaultdict(lambda: defaultdict(list))
-        """Sequence -> operator -> its calls, each with the index in the sequence of the first token that it covers."""
+        """Sequence -> operator -> its calls, each with the index in the sequence of the first token in the call."""
 
     @contextmanager
     def heard(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ _UNKNOWN_FREE = 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A range of layers whose operator values are in memory together."""
+    """A range of layers whose operator values are in memory at the same time."""
 
     first: int | None = None
     """Index of the first layer in the window; None if the window contains all layers."""
@@ -86,7 +86,7 @@ def parts(
 
 
 def bytes_per_token(model: Any) -> int:
-    """Return the approximate memory for the inputs and outputs of a model's operators, bytes per token."""
+    """Return the approximate memory, in bytes per token, for the inputs and outputs of a model's operators."""
     text = model.config.get_text_config()
     hidden = getattr(text, "hidden_size", 1024)
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
@@ -95,7 +95,7 @@ def bytes_per_token(model: Any) -> int:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free memory on a device, bytes; _UNKNOWN_FREE if the system does not report it."""
+    """Return the free memory on a device, in bytes; _UNKNOWN_FREE if the system does not report it."""
     if device == "cuda":
         return int(torch.cuda.mem_get_info()[0])
     try:

@@ -420,5 +420,5 @@ def test_options_that_trl_would_not_take_are_refused(tmp_path):
         stats(tmp_path / "run", like="trl", logging_steps=2)
     with pytest.raises(InvalidOption, match="logging_first_step needs logging_steps"):
         stats(tmp_path / "run", by="step", like="trl", logging_first_step=True)
-    with pytest.raises(InvalidOption, match="delta: TRL's RLOO trainer does not have it"):
+    with pytest.raises(InvalidOption, match="delta: TRL's RLOO trainer does not have this option"):
         stats(tmp_path / "run", like="trl", trainer="rloo", delta=2.0)

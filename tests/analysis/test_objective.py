@@ -270,7 +270,7 @@ def test_every_figure_of_every_update_is_what_numpy_says(opened, name, by_token)
     assert found.value("bias") == pytest.approx(of_run, rel=1e-9, abs=1e-12)
     assert (found.num_updates, found.num_groups) == (4, 6)
     assert (found.num_nan, found.num_inf) == (6, 4)
-    assert any("6 tokens have a NaN logprob and 4 an infinite one" in note for note in found.notes)
+    assert any("6 tokens have a NaN logprob and 4 an infinite logprob" in note for note in found.notes)
 
 
 @given(advantage=st.floats(-5, 5), drift=st.floats(-3, 3), name=st.sampled_from(sorted(LOSSES)), d=st.floats(-3, 3))
@@ -427,7 +427,7 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
     found = objective(one_sequence(tmp_path / "run", [math.log(0.4)], [math.log(0.5)], loss=loss))
     assert found.value("bias") == pytest.approx(1.1 - 1.25, abs=1e-6)
     assert found.value("uncorrected_bias") == pytest.approx(1 - 1.25, abs=1e-6)
-    assert any("without its weights the bias is -20% instead of -12%" in s for s in found.verdict)
+    assert any("without the weights of the correction, the bias is -20% instead of -12%" in s for s in found.verdict)
     assert "uncorrected_bias" not in objective(tmp_path / "run", loss="correction=none").figures
 
 

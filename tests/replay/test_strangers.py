@@ -218,7 +218,8 @@ def test_experts_that_are_not_torch_s_are_not_loaded(tmp_path):
         tmp_path / "run", contract={"model": {"dtypes": {"float32": 1}, "attention": "sdpa", "experts": "evil/experts"}}
     )
     with pytest.warns(
-        TimTraceWarning, match=r"the recorded experts implementation 'evil/experts' is not one of torch's; eager"
+        TimTraceWarning,
+        match=r"the recorded experts implementation 'evil/experts' is not one of torch's implementations; eager",
     ):
         (result,) = replay(tmp_path / "run")
     assert result.num_tokens == 2

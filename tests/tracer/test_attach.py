@@ -364,7 +364,7 @@ def test_info_check_and_replay_name_the_command(dumped):
     assert f"tim-trace weights {dumped} --attach VERSION DIR" in missing
     with pytest.raises(
         CannotReplay,
-        match="was imported from a dump and has no model; attach the weights that scored it with: tim-trace weights",
+        match="was imported from a dump and has no model; attach the weights that scored the dump: tim-trace weights",
     ):
         replay(dumped)
     with pytest.raises(WeightsMissing, match="attach a folder"):

@@ -18,10 +18,10 @@ from .functions import Precision, exp, power_of_two
 from .slices import Slices, bits_for, exponents, matmul, scaled_matmul, sliced, sum_of_units
 
 MOST_KEYS = 1 << 17
-"""Maximum context length, tokens. Sums over more keys might not be exact."""
+"""Maximum context length, in tokens. Sums over more keys might not be exact."""
 BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-"""Device -> maximum number of attention scores in memory at a time, but at least those of one query. They fit into a
-CPU's cache, or keep a GPU busy with few launches (256 MB, and six to eight times as much for intermediate results)."""
+"""Device -> maximum number of attention scores in memory at a time, at least one query's. This many fit into a CPU's
+cache, or keep a GPU busy with few launches (256 MB, plus six to eight times as much for intermediate results)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Seen:
     keys_BTS: Any
     """bool: true if the query sees the key."""
     first_T: list[int]
-    """Index of the first key that the query sees in any row; on the host, copied once per forward pass."""
+    """Index of the first key that the query sees in any row; stored on the host, copied once per forward pass."""
     last_T: list[int]
     """Index of the last key that the query sees in any row."""
 
@@ -52,7 +52,7 @@ class KeyValueCache:
         """True for tokens whose value vector is not finite; only queries that see such a token give NaN."""
 
     def add(self, keys_BNTD: Any, values_BNTD: Any, start: int) -> None:
-        """Store the keys and values of consecutive tokens; `start` is the index of the first one."""
+        """Store the keys and values of consecutive tokens; `start` is the index of the first token."""
         new = slice(start, start + keys_BNTD.shape[2])
         _, finite = exponents(values_BNTD)
         keys = sliced(keys_BNTD, self._key_bits, self._count)
@@ -64,7 +64,8 @@ class KeyValueCache:
         self._broken[:, :, new] = ~finite[..., 0]
 
     def attend(self, queries_BATD: Any, seen: Seen, scaling: float) -> Any:
-        """Return [B, A, T, D] float64: the mean of the values each query sees, weighted by e**(scaling query key)."""
+        """Return [B, A, T, D] float64: the mean of the values seen by each query, weighted by e**(scaling query
+        key)."""
         B, A, T, D = queries_BATD.shape
         N, S = self._broken.shape[1], seen.keys_BTS.shape[2]
         queries_BNGTD = queries_BATD.view(B, N, A // N, T, D)
@@ -72,7 +73,7 @@ class KeyValueCache:
         block = max(1, BLOCK.get(queries_BATD.device.type, BLOCK["cuda"]) // (B * A * S))
         for start in range(0, T, block):
             stop = min(T, start + block)
-            # Skip keys before the first and after the last one that the block sees.
+            # Skip keys before the first key and after the last key that the block sees.
             keys = slice(min(seen.first_T[start:stop]), max(seen.last_T[start:stop]) + 1)
             queries_BNGCD = queries_BNGTD[:, :, :, start:stop]
             seen_BCS = seen.keys_BTS[:, start:stop, keys]

@@ -31,7 +31,8 @@ _ATANH = tuple(1 / (2 * order + 1) for order in range(12))
 
 
 def exp(x: Any) -> Any:
-    """Return e**x of a float64 tensor, with a relative error of about 1e-16; exactly 0 below -708, e**709 above 709."""
+    """Return e**x of a float64 tensor, with a relative error of about 1e-16; exactly 0 for x < -708, e**709 for x >
+    709."""
     inside = x.clamp(_LEAST, _MOST)
     turns = (inside * _LOG2_E).round_()
     rest = inside.sub_(turns * _LN2[0]).sub_(turns * _LN2[1])
@@ -42,7 +43,7 @@ def exp(x: Any) -> Any:
 def log(x: Any) -> Any:
     """Return the natural logarithm of a float64 tensor of positive normal numbers, with a relative error of about 2e-16.
 
-    With x = m 2**k and m near 1, it is k ln 2 + 2 atanh((m - 1) / (m + 1)).
+    With x = m 2**k and m near 1, ln x = k ln 2 + 2 atanh((m - 1) / (m + 1)).
     """
     exponent = (x.view(torch.int64) >> 52) - 1023
     mantissa = x * power_of_two(-exponent)
@@ -99,13 +100,13 @@ class Precision:
     """Rounding of numbers kept in float64 tensors: to `dtype` wherever the transformers model would round."""
 
     dtype: Any
-    """torch's dtype of weights and activations."""
+    """torch dtype of weights and activations."""
 
     @property
     def slices(self) -> int:
-        """Slices per number: two represent at least 36 bits relative to a vector's largest element, three at least 51.
+        """Slices per number. Two keep at least 36 bits relative to a vector's largest element, three at least 51.
 
-        Sums in an fp64 replay are therefore as accurate as in float64; rotary tables are float32, as in transformers.
+        So the sums of an fp64 replay are as accurate as float64 sums. Rotary tables are float32, as in transformers.
         """
         return 3 if self.dtype == torch.float64 else 2
 

@@ -17,14 +17,14 @@ from .slices import Slices, bits_for, matmul, sliced, sum_of_squares, sum_of_uni
 ROWS = 2048
 """Maximum number of tokens per matrix product, which bounds memory use."""
 CHUNK_BYTES = 128 << 20
-"""Maximum size of float64 logits in memory at a time, bytes."""
+"""Maximum size, in bytes, of float64 logits in memory at a time."""
 
 
 class Linear:
     """Linear layer whose weight is sliced only once."""
 
     def __init__(self, weight_OK: Any, bias_O: Any, precision: Precision, output_dtype: Any = None):
-        """`output_dtype` is the dtype that the result is rounded to; None for the dtype of the activations."""
+        """`output_dtype` is the dtype that the result is rounded to; None means the dtype of the activations."""
         self._precision = precision
         self._dtype = output_dtype or precision.dtype
         self._bits = bits_for(weight_OK.shape[1], precision.slices)
@@ -51,7 +51,7 @@ class RmsNorm:
         self._precision = precision
 
     def __call__(self, x: Any) -> Any:
-        """Return x normalised, in its own shape."""
+        """Return x normalised, in the shape of x."""
         mean = divided(sum_of_squares(x, self._precision.slices), x.shape[-1])
         return self._precision.round(self._precision.round(x / (mean + self._epsilon).sqrt()) * self._weight)
 
@@ -116,7 +116,7 @@ class Router:
 
 
 class Experts:
-    """The experts of a mixture, each a gated layer; each token uses J of them."""
+    """The experts of a mixture. Each expert is a gated layer; each token uses J experts."""
 
     def __init__(self, experts: list[Mlp], precision: Precision):
         self._experts, self._precision = experts, precision
@@ -150,10 +150,10 @@ class Mixture:
 
 
 class ExactHead:
-    """Projection to the vocabulary, sliced only once, and its log-softmax."""
+    """Projection to the vocabulary, sliced only once, followed by a log-softmax."""
 
     def __init__(self, held: Any, precision: Precision, temperature: float, projection_dtype: Any = None):
-        """`projection_dtype` is the dtype that logits are first rounded to; None for the dtype of the activations."""
+        """`projection_dtype` is the dtype that logits are first rounded to; None means the dtype of the activations."""
         projection = held.get_output_embeddings()
         self._linear = Linear(projection.weight, projection.bias, precision, projection_dtype)
         self._chunk = max(1, CHUNK_BYTES // (8 * projection.weight.shape[0]))

@@ -21,11 +21,11 @@ from .layers import ExactHead, Experts, Linear, Mixture, Mlp, RmsNorm, Rotary, R
 _HEADS_FIRST = ("q_norm", "k_norm", "attention")
 CLASSES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
 _ROTARY_BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies, and therefore results, depend on the sequence length."""
+"""Rotary embeddings whose frequencies, and therefore their results, depend on the sequence length."""
 
 
 def check(identity: Mapping[str, Any]) -> None:
-    """Raise CannotReplay if this engine cannot run the model; `identity` is its recorded description."""
+    """Raise CannotReplay if this engine cannot run the model; `identity` is the recorded description of the model."""
     name, config = str(identity.get("class", "")).rpartition(".")[2], identity["config"]
     if name not in CLASSES:
         raise CannotReplay(
@@ -41,7 +41,7 @@ def check(identity: Mapping[str, Any]) -> None:
     if kind in _ROTARY_BY_LENGTH or rotary.get("partial_rotary_factor", 1.0) != 1.0:
         raise CannotReplay(
             f"engine exact: rotary embedding {kind!r} is not supported, because its angles depend on the sequence "
-            "length or it covers only part of a head; default, linear, llama3 and yarn over the whole head work; use "
+            "length or it covers only part of a head; supported are default, linear, llama3 and yarn over the whole head; use "
             f"{option('engine', 'hf')}"
         )
 
@@ -90,7 +90,7 @@ class ExactModel:
         return self.held.get_input_embeddings().weight.device
 
     def forget(self) -> None:
-        """Discard the sliced weights; call this after new weights are loaded."""
+        """Discard the sliced weights. Call this after loading new weights."""
         self._layers, self._heads = [], {}
 
     def prepare(self) -> None:
@@ -124,18 +124,18 @@ class ExactModel:
         return found
 
     def head(self, temperature: float, dtype: Any = None) -> ExactHead:
-        """Return the head; `dtype` is the dtype that logits are first rounded to, None for the activations' dtype."""
+        """Return the head. Logits are first rounded to `dtype`; None means the dtype of the activations."""
         key = (temperature, dtype)
         if key not in self._heads:
             self._heads[key] = ExactHead(self.held, self.precision, temperature, dtype)
         return self._heads[key]
 
     def caches(self, num_rows: int, width: int) -> list[KeyValueCache]:
-        """Return one empty cache per layer. Raises CannotReplay if sums over this many tokens are not exact."""
+        """Return one empty cache per layer. Raises CannotReplay if sums over `width` tokens would not be exact."""
         if width > MOST_KEYS:
             raise CannotReplay(
                 f"engine exact: got {width:,} tokens per sequence, but sums are exact only up to {MOST_KEYS:,}; "
-                "replay shorter ones"
+                "replay shorter sequences"
             )
         shape = (num_rows, self.config.num_key_value_heads, width, self._head_width)
         return [KeyValueCache(*shape, self.precision, self.device) for _ in range(self.config.num_hidden_layers)]
@@ -187,7 +187,7 @@ def seen_by_window(rows_BS: Any, positions_BS: Any, start: int, windows: set[int
 
 
 def _seen(rows_BS: Any, positions_BS: Any, start: int, window: int | None) -> Any:
-    """Return [B, T, S]: True if a token sees a key: its own, or an earlier one in its row and window."""
+    """Return [B, T, S]: True if a token sees a key, which is its own key or an earlier key in its row and window."""
     place_S = torch.arange(rows_BS.shape[1], device=rows_BS.device)
     place_T1 = place_S[start:, None]
     seen_BTS = (place_S < place_T1) & (rows_BS[:, None] == rows_BS[:, start:, None]) & (rows_BS > 0)[:, None]

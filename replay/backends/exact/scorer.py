@@ -27,7 +27,7 @@ from .model import ExactModel, check
 class ExactScorer(BatchScorer):
     """Scores a token bit-identically for every batch, padding, chunking and thread count.
 
-    Positions count only a row's own tokens, so padding does not shift them.
+    Positions count only a row's own tokens, so padding does not shift positions.
     """
 
     name = "tim_trace.replay.backends.exact.scorer.ExactScorer"
@@ -35,7 +35,7 @@ class ExactScorer(BatchScorer):
     def __init__(
         self, model: ExactModel, *, temperature: float = 1.0, head_dtype: Any = None, cached_tokens: int | None = None
     ):
-        """`cached_tokens` is the number of response tokens per forward through the KV cache; None for one forward."""
+        """`cached_tokens` is the number of response tokens per forward through the KV cache; None means one forward."""
         self._model, self._temperature, self._head_dtype = model, temperature, head_dtype
         self._cached_tokens = cached_tokens
 
@@ -85,7 +85,7 @@ class ExactArmScorer(HfScorer):
 
     @property
     def adapter(self) -> str | None:
-        """`off` or `merged`, since the exact layers have no adapters; None for a model without adapters."""
+        """`off` or `merged`, because the exact layers have no adapters; None for a model without adapters."""
         return (self.arm.adapter or "merged") if self.run.model.get("adapters") else None
 
     def build(self) -> ExactModel:
@@ -100,7 +100,7 @@ class ExactArmScorer(HfScorer):
         )
 
     def put(self, model: ExactModel, tensors: Mapping[str, Tensor]) -> None:
-        """Load a version's weights, rounded to the arm's dtype if it has one. Raises CannotReplay."""
+        """Load a version's weights, rounded to the arm's dtype if the arm sets one. Raises CannotReplay."""
         super().put(model.held, tensors)
         model.forget()
 
@@ -114,7 +114,7 @@ class ExactArmScorer(HfScorer):
         )
 
     def made_by(self) -> Contract:
-        """Return the contract of this arm's scores: the recorded one, updated with the settings in use."""
+        """Return the contract of this arm's scores: the recorded contract, updated with the settings in use."""
         made = super().made_by()
         return made | {
             "engine": "exact",

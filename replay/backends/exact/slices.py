@@ -21,7 +21,7 @@ import torch
 from .functions import power_of_two
 
 _LARGEST = 500
-"""Largest exponent, so that the product of two scales stays within float64. No float32 reaches it."""
+"""Largest exponent for which the product of two scales stays within float64. No float32 number reaches it."""
 _UNIT_BITS = 33
 """Bits of a limb in `sum_of_units`."""
 UNITS = 1 << (53 - _UNIT_BITS)
@@ -33,7 +33,7 @@ class Slices:
     """Vectors along the last axis: x = 2**(exponent - bits) (parts[0] + 2**-bits parts[1] + ...), truncated."""
 
     parts: tuple[Any, ...]
-    """Float64 tensors of integers in the shape of x: the first up to 2**bits, the others up to 2**(bits - 1)."""
+    """Float64 tensors of integers in the shape of x: up to 2**bits in the first, up to 2**(bits - 1) in the others."""
     exponent: Any
     """int64, last axis of length 1: every element's magnitude is below 2**exponent."""
     bits: int
@@ -65,7 +65,8 @@ def sliced(x: Any, bits: int, count: int) -> Slices:
 
 
 def exponents(x: Any) -> tuple[Any, Any]:
-    """Return an exponent that bounds each vector along the last axis, and whether it is finite; both keep the axis."""
+    """Return an exponent that bounds each vector along the last axis, and whether the vector is finite; the axis is
+    kept."""
     least, most = x.aminmax(dim=-1, keepdim=True)
     largest = torch.maximum(most, -least)
     exponent = ((largest.view(torch.int64) >> 52) & 0x7FF) - 1022
@@ -85,7 +86,7 @@ def matmul(left: Slices, right: Slices) -> Any:
 
 
 def scaled_matmul(left: Slices, right: Slices) -> Any:
-    """Like `matmul`, for left elements that already include right's exponents; right's parts are [..., K, N]."""
+    """Do the same as `matmul` for left elements that include the exponents of `right`, whose parts are [..., K, N]."""
     total = _total(left, right, lambda a, b: a @ b)
     return total.mul_(power_of_two(left.exponent - left.bits - right.bits))
 
@@ -108,7 +109,7 @@ def sum_of_units(x: Any) -> Any:
 
 
 def _total(left: Slices, right: Slices, contract: Any) -> Any:
-    """Sum over the orders, smallest terms first. Each order is exact; adding two orders rounds once per element."""
+    """Sum over the orders, smallest terms first. Each order is exact; adding another order rounds each element once."""
     assert left.bits == right.bits
     total = None
     for order in reversed(range(len(left.parts))):
