@@ -303,7 +303,7 @@ def test_the_verdict_in_words():
         counted = attribution(replace(suspect("unknown", 0.98), evidence=evidence), suspect("length", 0.02))
         assert verdict_sentence(counted) == where + (
             "Cause unknown. None of those tested explains it (98%): starting at step 40, the loss mask differs in 100% of 70 "
-            "responses sampled both before and after it. Basis: observation of one run."
+            "responses sampled both before and after that step. Basis: observation of one run."
         )
     sure = attribution(suspect("entropy", 0.99), kind="intervention", control="other")
     assert (

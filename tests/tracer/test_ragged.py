@@ -73,7 +73,7 @@ def test_lists_of_tensors_and_arrays_are_ragged():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (np.zeros(3), r"shape \(3,\); give \[B, T\]"),
+        (np.zeros(3), r"shape \(3,\); give a batch \[B, T\]"),
         ([1, 2], r"here: row 0 is 1 \(int\); give B lists"),
         ([["a"]], r"here: row 0 is \['a'\] \(list\); token ids are whole numbers from 0 to 2147483647"),
         ([[1.0, [2]]], r"here: row 0 is \[1.0, \[2\]\] \(list\)"),

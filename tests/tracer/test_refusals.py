@@ -88,7 +88,7 @@ def test_integers_of_numpy_and_torch_are_steps(recorder, step):
         (np.array([[1, None], [2, 3]], dtype=object), "got values of object"),
         (np.array([[True, False]]), "got values of bool"),
         (np.array([[1j]]), "got values of complex128"),
-        (np.array([1, 2]), r"got shape \(2,\); give \[B, T\]"),
+        (np.array([1, 2]), r"got shape \(2,\); give a batch \[B, T\]"),
         (np.float32([[2**24 + 2, 1]]), "row 0, token 0 is 16777218.0"),
         (torch.tensor([[1, 2]], dtype=torch.bfloat16), "got bfloat16, which rounds token ids"),
         (torch.tensor([[1, 2]], dtype=torch.float16), "float16, which rounds token ids"),
