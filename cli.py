@@ -836,7 +836,7 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 @_gpus_per_arm
 @_prints(json="Print JSON, one row per step; with --dry-run, one row per arm.")
 def replay(trace: str, form: _Form, **options: Any) -> None:
-    """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
+    """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     Without options, steps are replayed with the recorded settings. Every replay starts with this check: it reproduces the
     recorded bits, or reports what differs on this machine. Steps that an arm already has are skipped.
@@ -1320,7 +1320,7 @@ def _replayed(trace: str, results: ReplayedSteps, pair: str) -> Iterator[str]:
         yield _sampled(results.sample)
     broken = [result for result in results if result.differs]
     if pair.endswith(f":{ROLLOUT}"):
-        yield "the trace has no pass `train`, so d compares the replay with the engine's logprobs"
+        yield "the trace has no `train` pass, so d compares the replay with the engine's logprobs"
     elif broken:
         from .analysis.replay_text import not_held_reason
 

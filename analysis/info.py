@@ -44,7 +44,7 @@ class WriterInfo:
     num_sequences: int
     num_tokens: int
     waited_s: float
-    """Time that training waited for the disk, seconds."""
+    """Time that training waited for the disk, in seconds."""
     error: str | None
 
 

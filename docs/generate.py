@@ -178,7 +178,7 @@ def formats():
             f"| `{ours}` | {', '.join(f'`{name}`' for name in theirs)} |" for ours, theirs in format.columns.items()
         ]
         if format.lacks:
-            lines += ["", *(f"- No pass `{name}`: {note}." for name, note in format.lacks.items())]
+            lines += ["", *(f"- No `{name}` pass: {note}." for name, note in format.lacks.items())]
         yield "\n".join(lines)
 
 

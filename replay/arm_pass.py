@@ -1,4 +1,4 @@
-"""The pass `replay/<arm>`: read an arm's scores from the trace, and add scores."""
+"""The `replay/<arm>` pass: read an arm's scores from the trace, and add scores."""
 
 from __future__ import annotations
 

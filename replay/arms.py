@@ -142,7 +142,7 @@ class Arm:
         "Score with the weights of this policy version.", users=_ANY, metavar="N", least=0
     )
     name: str = arm_option(
-        "Arm name, also in the pass replay/NAME.  [default: from the changes]", default="", users=_ANY, metavar="NAME",
+        "Arm name; the pass is replay/NAME.  [default: from the changes]", default="", users=_ANY, metavar="NAME",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

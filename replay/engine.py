@@ -66,7 +66,7 @@ def replay(
     progress: Progress = no_progress,
     **changes: Any,
 ) -> ReplayedSteps:
-    """Score recorded steps again under different numerics, and write each arm as a pass replay/<arm>.
+    """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
     `changes` define one arm, with the field names of `Arm`; `arm` adds arms as text, such as `dtype=fp16,batch-size=1`.
     The recording itself is always replayed first, as `replay/as-recorded`: the distance of another arm is meaningful

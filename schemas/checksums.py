@@ -15,7 +15,7 @@ SMALL_BLOCK_BYTES = 64 << 10
 """Block size of files intended for small reads from object storage."""
 BLOCK_SIZES = (BLOCK_BYTES, SMALL_BLOCK_BYTES)
 DIGEST_BYTES = 8
-"""Size of a block checksum, bytes."""
+"""Size of a block checksum, in bytes."""
 
 Bytes = bytes | bytearray | memoryview
 

@@ -20,7 +20,7 @@ from .errors import DamagedTrace, NewerTrace
 CHECKSUM = "checksum"
 """Name of the checksum field, which holds the XXH3-128 of the other fields as JSON with sorted keys and no spaces."""
 MAX_BYTES = 64 << 20
-"""Maximum size of a document, bytes."""
+"""Maximum size of a document, in bytes."""
 MAX_DEPTH = 64
 """Maximum nesting depth of values in a document; it keeps recursive readers within the stack limit."""
 _MAX_INTEGER = 1 << 64
@@ -215,7 +215,7 @@ class WriterState:
     journals: tuple[str, ...] = ()
     """Paths of journals that are not sealed."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Journal that was sealed after its process died -> size of the incomplete record at the journal's end, bytes."""
+    """Journal that was sealed after its process died -> size of the incomplete record at the journal's end, in bytes."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
     """Path in the imported folder -> size and checksums at import. `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
@@ -238,11 +238,11 @@ class WriterState:
     num_eval_sequences: int = 0
     """Number of evaluation sequences, which num_sequences and num_tokens do not include."""
     spent_s: float = 0.0
-    """Time that hooks spent in the recorded program's thread, including waiting time, seconds."""
+    """Time that hooks spent in the recorded program's thread, including waiting time, in seconds."""
     cpu_s: float | None = None
     """CPU time of this process's hooks and writer threads, seconds; None until the process ends."""
     waited_s: float = 0.0
-    """Time that the recording thread waited for the disk, seconds."""
+    """Time that the recording thread waited for the disk, in seconds."""
     model: dict[str, Any] = field(default_factory=dict)
     """The trained model: name, class, config, number of parameters, dtypes."""
     tokenizer: dict[str, Any] = field(default_factory=dict)

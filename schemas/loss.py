@@ -72,7 +72,7 @@ class Loss:
     max_tokens: int | None = None
     """Number of tokens per sequence by which the aggregation `constant` divides; None for other aggregations."""
     kl_coefficient: float = 0.0
-    """Coefficient of the KL term, which is the k3 estimate against the pass `reference`."""
+    """Coefficient of the KL term, which is the k3 estimate against the `reference` pass."""
     kl_weighted: bool = False
     """True if the KL term is multiplied by the ratio, with gradients flowing through the ratio."""
     kl_level: str | None = None

@@ -65,7 +65,7 @@ class WeightLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Size of one version before compression, bytes."""
+        """Size of one version before compression, in bytes."""
         return sum(ITEM_BYTES[dtype] * count for dtype, count in self.num_elements.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class WeightVersion:
     chain: str
     """SHA-256 of the previous version's chain and this version's hashes; identifies the whole version history."""
     num_bytes: int
-    """Size of the version on disk, bytes."""
+    """Size of the version on disk, in bytes."""
     stored_at: str
     """Time when the version was written, ISO 8601 in UTC."""
     base_row: int | None = None

@@ -30,11 +30,11 @@ LOCAL = "local"
 STORE_BYTES = 10**8
 """Size of a local cluster's object store, bytes; small, because units and results are small."""
 CONNECT_S = 10.0
-"""Connection timeout, seconds."""
+"""Connection timeout, in seconds."""
 TRIES = 3
 """Number of actors that may die while running the same unit before the work fails."""
 LOOK_S = 10.0
-"""Time without a result after which to check whether any node has room for an actor, seconds."""
+"""Time without a result after which to check whether any node has room for an actor, in seconds."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
 """Maximum length of a unit's name in an error message, characters."""

@@ -223,7 +223,7 @@ def top_k_with_tail(logits_TV: Any, k: int, temperature: float) -> tuple[Any, An
 
 
 LOGITS_BYTES = 256 << 20
-"""Maximum size of temporary float32 logits, bytes."""
+"""Maximum size of temporary float32 logits, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from .store import Store
 from .whole_file import write_part
 
 MAX_BYTES = 64 << 20
-"""Maximum size of an index, bytes."""
+"""Maximum size of an index, in bytes."""
 
 MANY_FOOTERS = 1024
 """Maximum number of a table's footers in the index: opening a trace reads them, but few queries need all."""
@@ -55,7 +55,7 @@ class _Footer(msgspec.Struct, array_like=True):
     """A Parquet footer, raw and parsed."""
 
     num_bytes: int
-    """Size of the whole file, bytes."""
+    """Size of the whole file, in bytes."""
     num_rows: int
     schema: int
     metadata: dict[bytes, bytes]
@@ -66,10 +66,10 @@ class KnownFile(msgspec.Struct, array_like=True):
     """A file whose footer is not in the index."""
 
     num_bytes: int
-    """Size of the whole file, bytes."""
+    """Size of the whole file, in bytes."""
     schema: int
     tail_bytes: int
-    """Total size of the footer, its length field and the magic number, bytes."""
+    """Total size of the footer, its length field and the magic number, in bytes."""
     hash: str
     """XXH3-64 of the footer, its length field and the magic number."""
 

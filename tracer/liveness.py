@@ -21,9 +21,9 @@ from .journal import JOURNALED
 from .store import Store
 
 HEARTBEAT_S = 60.0
-"""Interval at which an open writer touches its state file, seconds."""
+"""Interval at which an open writer touches its state file, in seconds."""
 SILENT_S = 900.0
-"""Time without a heartbeat after which a writer on another machine counts as ended, seconds."""
+"""Time without a heartbeat after which a writer on another machine counts as ended, in seconds."""
 
 CLOSED_ITSELF, PROCESS, RESTARTED, AGE = "closed", "process", "restarted", "age"
 """Basis of a verdict on a writer: a normal close, its process, a reboot of its machine, or its last heartbeat."""
@@ -215,7 +215,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return unsealed segment -> table -> size of its journal, bytes."""
+    """Return unsealed segment -> table -> size of its journal, in bytes."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:

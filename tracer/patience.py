@@ -14,7 +14,7 @@ from typing import Any
 from ..schemas.errors import InvalidOption, StorageStalled
 
 MAX_WAIT_S = 60.0
-"""Default timeout for an unresponsive file system, seconds."""
+"""Default timeout for an unresponsive file system, in seconds."""
 _TELLS_EVERY_S = 5.0
 _LOOKS_EVERY_S = 0.5
 

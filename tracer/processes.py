@@ -26,9 +26,9 @@ NUMBERS = (
 )  # fmt: skip
 """Environment variables in which launchers number nodes and processes from 0; PET_ is torchrun's prefix."""
 SIGN_S = 5.0
-"""Heartbeat interval of `tim-trace record`, seconds."""
+"""Heartbeat interval of `tim-trace record`, in seconds."""
 SIGNED_S = 2 * SIGN_S
-"""Time without a heartbeat after which a launcher counts as ended, seconds."""
+"""Time without a heartbeat after which a launcher counts as ended, in seconds."""
 _LOOK_S = 0.2
 
 _NUMBER = re.compile(r"--(?:node|machine)[-_]rank[ =](\d+)")

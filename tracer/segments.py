@@ -93,7 +93,7 @@ class SegmentWriter:
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time used by the sealing threads, seconds."""
+        """Total CPU time used by the sealing threads, in seconds."""
         return sum(sealer.cpu_s for sealer in self._sealers.values())
 
     @property

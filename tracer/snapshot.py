@@ -93,7 +93,7 @@ class Snapshot:
     ignored: list[str] = field(default_factory=list)
     """Files that are not part of the trace, one sentence each."""
     torn_bytes: int = 0
-    """Total size of incomplete records at the end of journals, bytes."""
+    """Total size of incomplete records at the end of journals, in bytes."""
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)

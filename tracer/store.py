@@ -269,7 +269,7 @@ class Store:
         return {file.removesuffix(".json") for name in building for file in self.files(f"{name}/{WRITERS}")}
 
     def size(self, folder: str) -> int:
-        """Return the total size of all files below a folder, bytes."""
+        """Return the total size of all files below a folder, in bytes."""
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:

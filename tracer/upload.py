@@ -165,7 +165,7 @@ def _without_unsealed(content: bytes, where: str) -> tuple[bytes, set[str]]:
 
 
 _QUIET_S = 5.0
-"""Duration of the final upload after which a message is printed, seconds."""
+"""Duration of the final upload after which a message is printed, in seconds."""
 
 
 def cache_folder(url: str) -> Path:

@@ -25,7 +25,7 @@ _MAX_AHEAD_BYTES = 8 << 20
 _SMALL_BYTES = 256 << 10
 """Maximum size of a small read, bytes; a file's small reads run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
-"""Maximum size of a read whose blocks are cached, bytes."""
+"""Maximum size of a read whose blocks are cached, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

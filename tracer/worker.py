@@ -28,7 +28,7 @@ _FIRST_PACE = 64 << 20
 _SHARE = 0.75
 """Share of the maximum wait that queued work may take; the rest is a margin, since tasks vary."""
 _LOOKS_EVERY_S = 0.01
-"""Interval at which a waiting caller checks `is_behind`, seconds."""
+"""Interval at which a waiting caller checks `is_behind`, in seconds."""
 
 
 class Worker:
@@ -89,7 +89,7 @@ class Worker:
 
     @property
     def cpu_s(self) -> float:
-        """Total CPU time used by the worker's thread, seconds."""
+        """Total CPU time used by the worker's thread, in seconds."""
         return time.thread_time() if threading.current_thread() is self._thread else self._cpu_s
 
     @property
@@ -114,7 +114,7 @@ class Worker:
             self._wait(lambda: (bool(self._tasks) or self._busy) and not self._is_abandoned, signs=signs)
 
     def result(self, call: Callable[[], _Given]) -> _Given:
-        """Run a call on this worker's thread while it makes progress; return its result or raise its error."""
+        """Run a call on this worker's thread, giving up if it stalls; return its result or raise its error."""
         given: list[_Given] = []
         self.submit(lambda: given.append(call()), 0)
         self.drain(signs=lambda: self.signs)
@@ -240,7 +240,7 @@ class _Pace:
         self._weight = kept * self._weight + num_bytes + _TASK_BYTES
 
     def expected_s(self, num_tasks: int, num_bytes: int) -> float:
-        """Return the expected duration of the given tasks, seconds."""
+        """Return the expected duration of the given tasks, in seconds."""
         return self._seconds / self._weight * (num_bytes + num_tasks * _TASK_BYTES)
 
 

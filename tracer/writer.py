@@ -30,11 +30,11 @@ from .worker import Worker, run_within
 _T = TypeVar("_T")
 
 QUEUE_BYTES = 128 << 20
-"""Amount of queued data above which the training thread waits, bytes."""
+"""Amount of queued data above which the training thread waits, in bytes."""
 QUEUE_S = 1.0
-"""Age of queued data above which the training thread waits, seconds."""
+"""Age of queued data above which the training thread waits, in seconds."""
 RESERVE_BYTES = 64 << 10
-"""Disk space reserved for a state that reports a full disk, bytes."""
+"""Disk space reserved for a state that reports a full disk, in bytes."""
 
 
 class Part(StrEnum):
@@ -71,9 +71,9 @@ class TraceWriter:
     ):
         """`attempt` is None outside training.
 
-        Without `journals`, for an import, nothing survives a kill: the folder becomes a trace only at the end. The
+        Without `journals` (as for imports), nothing survives a kill: the folder becomes a trace only at the end. The
         state is then saved only at the start and the end, without library versions, and `check` raises the error that
-        ended writing.
+        stopped the writer.
         """
         self.folder = folder
         rank = environment.rank()

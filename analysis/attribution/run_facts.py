@@ -233,7 +233,7 @@ class Facts:
 
     @cached_property
     def reordered(self) -> ReorderedRewards:
-        """Rewards after the onset of the drop, compared with the earlier rewards of the same responses."""
+        """Rewards after the onset of the drop, compared with earlier rewards of identical responses."""
         step = int(self.steps[-1]) + 1 if self.fall is None else min(self.breaks, self.fall.interval[0] - int(ft.AHEAD))
         return reordered_rewards(self.rollouts, step)
 

@@ -115,7 +115,7 @@ EVIDENCE: Mapping[str, str] = {
     "entropy_collapses": _ENTROPY + "it drops with the outcome, before the policy learned to be certain",
     "advantages_by_surprise": "since the drop, advantages within groups follow -logprob (correlation {correlation:.2f}, {correlation_before:.2f} before): an entropy bonus or a penalty in the reward dominates them",
     "length_pays": "within groups, longer responses get higher rewards (correlation {correlation:.2f})",
-    "length_pays_since": "starting at step {step}, the rewards of the same responses change with their length (correlation {correlation:.2f}, {num_responses:,} responses)",
+    "length_pays_since": "starting at step {step}, identical responses are rewarded differently depending on their length (correlation {correlation:.2f}, {num_responses:,} responses)",
     "length_explains_rewards": "since the drop, length explains {share:.0%} of the variance of rewards within a step ({before_share:.0%} before)",
     "mismatch_size": "mean |d| at the onset is {mean_abs_d:.2g} nats",
     "engine_moves_with_mismatch": "where the mismatch jumps at step {step}, the sampled responses change too: the engine changed",

@@ -443,12 +443,12 @@ def _parts(at: np.ndarray) -> Iterator[tuple[int, slice]]:
 
 
 def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean [N] of the rows with the same label; labels are indices from 0."""
+    """For each of the N rows, return the mean over all rows with the same label; labels are zero-based integers."""
     return np.asarray((np.bincount(label, values) / np.maximum(np.bincount(label), 1))[label])
 
 
 def count_of(label: np.ndarray) -> np.ndarray:
-    """Return the number [N] of rows with the same label."""
+    """For each of the N rows, return the number of rows with the same label."""
     return np.asarray(np.bincount(label)[label])
 
 

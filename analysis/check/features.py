@@ -395,8 +395,8 @@ REASONS: dict[str, tuple[str, str]] = {
     "first_step": ("it has its full size at the first step", "the first step is at the level of rounding"),
     "along": ("it follows the updates, as if {b} lagged behind {a}", "it follows the updates, as if {a} lagged behind {b}"),
     "exact_rows": ("{v:.0%} of the rows are at the level of rounding and the others are not", "no row is at the level of rounding"),
-    "persistence": ("neighbouring tokens are off by similar sizes (correlation {v:.2f})", "neighbouring tokens are off by unrelated sizes"),
-    "persistence_within": ("within rows, neighbouring tokens are off by similar sizes", "within rows, neighbouring tokens are off by unrelated sizes"),
+    "persistence": ("neighbouring tokens are off by similar amounts (correlation {v:.2f})", "neighbouring tokens are off by unrelated amounts"),
+    "persistence_within": ("within rows, neighbouring tokens are off by similar amounts", "within rows, neighbouring tokens are off by unrelated amounts"),
     "twins_both": ("{a} reproduces its values less exactly than {b}", "{b} reproduces its values less exactly than {a}"),
     "unsteady": ("one side reproduces its values after the same prefix, the other does not", "neither side is known to be non-deterministic"),
     "unsteady_rows": (

@@ -113,7 +113,7 @@ class Fault:
         share: float | None = None,
         numbers: Mapping[str, Number],
     ) -> Finding:
-        """Return a finding about the kept tokens marked in `affected`, [K] bool; None means all kept tokens."""
+        """Return a finding about the kept tokens in the mask `affected`, [K] bool; None means all kept tokens."""
         if signal not in self.evidence:
             raise KeyError(signal)
         if share is None:

@@ -61,15 +61,15 @@ class PairData:
     """[N] bool: True for compared tokens that no earlier finding explains."""
 
     def without(self, explained: np.ndarray) -> PairData:
-        """Return the data without the tokens marked in `explained`, [N] bool, which a finding explains."""
+        """Return the data without the tokens in the mask `explained`, [N] bool, which a finding explains."""
         return replace(self, keep=self.keep & ~explained)
 
     def within(self, inside: np.ndarray) -> PairData:
-        """Return the data restricted to the kept tokens marked in `inside`, [K] bool."""
+        """Return the data restricted to the kept tokens in the mask `inside`, [K] bool."""
         return self.without(self.marked(~inside))
 
     def marked(self, tokens: np.ndarray) -> np.ndarray:
-        """Convert a mark of kept tokens, [K] bool, to one of sampled tokens, [N] bool."""
+        """Convert a boolean mask over the kept tokens, [K], to one over the sampled tokens, [N]."""
         marks = np.zeros(len(self.keep), bool)
         marks[np.flatnonzero(self.keep)[tokens]] = True
         return marks

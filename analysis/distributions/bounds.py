@@ -92,7 +92,7 @@ def tv(p: Array, q: Array) -> Array:
 
 
 def compare_partly(a: Full | TopK, b: Full | TopK) -> dict[str, Array]:
-    """Return the bounds of all measures for rows with a top-K side; measures without a bound are missing."""
+    """Return bounds on every measure for rows where a side has only its top K; measures that have no bound are omitted."""
     side_a, side_b, outside = columns(a, b)
     found: dict[str, Array] = {}
     forward, back = _low_high(side_a, side_b, outside), _low_high(side_b, side_a, outside)

@@ -188,7 +188,7 @@ class Growth:
     growth: float
     """Relative growth per step: exp(slope) - 1."""
     doubling: float | None
-    """Number of steps in which k3 doubles, or halves if negative; None if the interval of the slope contains 0."""
+    """Number of steps k3 takes to double (to halve, if negative); None if the slope's confidence interval contains 0."""
 
 
 def growths(k3: Series | None, changes: Sequence[ChangePoint] = ()) -> tuple[Growth, ...]:

@@ -152,7 +152,7 @@ def kept_rewards(rollouts: Rollouts, step: int) -> KeptRewards | None:
 
 
 def reordered_rewards(rollouts: Rollouts, step: int) -> ReorderedRewards:
-    """For each step from `step` on, compare its rewards, in any order, with the earlier rewards of the same responses."""
+    """For each step from `step` on, compare its rewards, in any order, with earlier rewards of identical responses."""
     least = least_reward(rollouts)
     known = _earned_before(rollouts, step)
     since = (rollouts.step >= step) & np.isfinite(rollouts.reward)

@@ -69,7 +69,7 @@ def relation(rollouts: Rollouts, first: str, second: str) -> Relation:
 
 
 def _in_groups(rollouts: Rollouts, first: str, second: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return two columns minus their group means, for sequences that have both, and [N] bool that marks these."""
+    """Return two columns minus their group means, for sequences that have both, and the mask of these, [N] bool."""
     columns = [getattr(rollouts, name) for name in (first, second)]
     known = np.isfinite(columns[0]) & np.isfinite(columns[1])
     x, y = (centred(column[known], rollouts.group[known]) for column in columns)

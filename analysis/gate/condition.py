@@ -177,7 +177,7 @@ LARGEST = {"max_abs_d": "max_abs_d", "prob_diff_max": "max_prob_diff"}
 """Column of `stats` that is a maximum -> column with the maximum of each sequence."""
 
 MOST_NULL = 0.5
-"""Maximum share of the tokens in the loss without a logprob in a pass, for a metric that is to represent the run."""
+"""For a metric to represent the run, at most this share of the loss tokens may lack a logprob in a pass."""
 
 QUANTILES = {"p50_abs_d": 0.5, "p95_abs_d": 0.95, "p99_abs_d": 0.99}
 """Column of `stats` that is a quantile of |d| -> its probability."""

@@ -116,11 +116,11 @@ FIGURES: Mapping[str, FigureFormula] = {
     "unclipped_bias": FigureFormula(_per_update(_of("unclipped")), "sum A (w rho_used - rho*): the bias without the clip", _CLIPPED),
     "unclipped_relative_bias": FigureFormula(_over(_of("unclipped"), _of("size")), "unclipped_bias / sum |f(rho*)|; "
     "relative_bias is larger if only f(rho*) is clipped", _CLIPPED),
-    "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the weights of the loss's correction", of_correction=True),
-    "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without the weights of the loss's correction", of_correction=True, bounds=_SIZE),
-    "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without the weights of the loss's correction", of_correction=True, bounds=_SIGNED),
-    "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without the weights of the loss's correction", of_correction=True),
-    "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without the weights of the loss's correction", of_correction=True, bounds=_SIZE),
+    "uncorrected_bias": FigureFormula(_per_update(_of("plain")), "bias without the loss's correction weights", of_correction=True),
+    "uncorrected_abs_bias": FigureFormula(_per_update(_of("abs_plain")), "abs_bias without the loss's correction weights", of_correction=True, bounds=_SIZE),
+    "uncorrected_skew": FigureFormula(_over(_of("plain"), _of("abs_plain")), "skew without the loss's correction weights", of_correction=True, bounds=_SIGNED),
+    "uncorrected_relative_bias": FigureFormula(_over(_of("plain"), _of("size")), "relative_bias without the loss's correction weights", of_correction=True),
+    "uncorrected_relative_abs_bias": FigureFormula(_over(_of("abs_plain"), _of("size")), "relative_abs_bias without the loss's correction weights", of_correction=True, bounds=_SIZE),
     "clipped": FigureFormula(lambda t: _clipped_used(t) / t["terms_known"], "share of the terms that the loss clips", frozenset({ADVANTAGE, CLIP}), bounds=_SHARE),
     "clipped_true": FigureFormula(_share("clipped_positive", "clipped_negative"), "share of the terms that the loss "
     "would clip under rho*", _CLIPPED, bounds=_SHARE),

@@ -56,7 +56,7 @@ class LossTerms:
     ratio_applied: Array
     """The ratio in the loss, times the correction if the loss applies the correction to the ratio (vespo)."""
     weight: Array | float
-    """Weight of the loss's correction; 1 if the correction is part of the ratio."""
+    """The loss's correction weight; 1 if the correction is part of the ratio."""
     advantage: Array
     tokens: Array | float
     """Number of tokens that each term stands for."""

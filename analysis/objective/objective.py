@@ -41,8 +41,8 @@ def objective(
     With d = train - rollout and drift = current - train (logprobs of a token, nats), the correct importance ratio is
     rho* = current / rollout = exp(d + drift). The loss uses rho_used, which divides by one of the passes train (exp(drift)),
     rollout (rho* itself) or current (1). The bias of a token, or of a sequence if the loss takes one ratio per sequence, is
-    b = w f(rho_used) - f(rho*), after arXiv 2605.14220, which has b = f(rho* exp(-d)) - f(rho*). f is the loss's term,
-    including the advantage; w is the weight of its correction, or 1 without a correction (in vespo, w multiplies
+    b = w f(rho_used) - f(rho*), after arXiv 2605.14220, which has b = f(rho* exp(-d)) - f(rho*). f is one term of the loss,
+    including the advantage; w is the loss's correction weight, or 1 without a correction (in vespo, w multiplies
     rho_used). Exponents are clamped to +-20 nats. A sequence-level ratio uses the mean advantage of its tokens.
 
     The loss is read from the trace. `loss` overrides recorded values: a kind (ppo_clip, reinforce, gspo, rloo, cispo, sapo,
@@ -54,7 +54,7 @@ def objective(
     `ray`, the address of a Ray cluster (`auto`, `host:port`, or `local` to start one here), has its actors share the
     reading of the tokens.
 
-    Questions that lack data (no advantages, no pass `current`, no trainer or no engine, an unknown loss) are listed in
+    Questions that lack data (no advantages, no `current` pass, no trainer or no engine, an unknown loss) are listed in
     `cannot` and `notes`; all others are answered. Raises InvalidOption, TraceNotFound, NewerTrace or DamagedTrace.
     """
     if not 0 < confidence < 1:

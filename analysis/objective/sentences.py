@@ -31,12 +31,12 @@ VERDICT: Mapping[str, str] = {
     "negligible_opposed": "The mismatch changes the objective negligibly, in no clear direction: {opposed}. {how_much}",
     "small_opposed": "The mismatch changes the objective slightly, in no clear direction: {opposed}. {how_much}",
     "large_opposed": "The mismatch changes the objective strongly, in no clear direction: {opposed}. {how_much}",
-    "unclipped": "Without the loss's clip the bias would be {relative_bias_signed}{interval}.",
+    "unclipped": "Without clipping, the bias would be {relative_bias_signed}{interval}.",
     "signs": "Overall, {signs}.",
     "worst_update": "The largest bias is at step {step} ({bias:+.3g}{share_of_all}).",
     "clip_decisions": "The mismatch flips the clip decision of {flipped_percent} of the {terms}; {clipped_percent} are clipped in "
     "total.",
-    "correction": "These figures include the loss's correction; without the weights of the correction, the bias is {uncorrected_relative_bias_signed} "
+    "correction": "These figures include the loss's correction; without its weights, the bias is {uncorrected_relative_bias_signed} "
     "instead of {relative_bias_signed}, and the sum of absolute biases is {uncorrected_relative_abs_bias_percent} "
     "instead of {relative_abs_bias_percent}.",
 }
@@ -50,17 +50,17 @@ _WAYS = {
 CANNOT: Mapping[str, str] = {
     "no_trainer_logprobs": "any question, because the trace has no logprobs of 'train' or 'current', from which the loss's ratio is computed; "
     "record them with Recorder.add_scores",
-    "no_rollout": "how the mismatch affects the objective, because the trace has no logprobs of the pass 'rollout'",
-    "no_train": "which part of the ratio is mismatch and which is policy drift; record the pass 'train'",
-    "no_current": "how later updates on a batch behave, and how far the policy drifts; record the pass 'current'",
+    "no_rollout": "how the mismatch affects the objective, because the trace has no logprobs of the 'rollout' pass",
+    "no_train": "which part of the ratio is mismatch and which is policy drift; record the 'train' pass",
+    "no_current": "how later updates on a batch behave, and how far the policy drifts; record the 'current' pass",
     "no_advantages": "any question about advantages; record them with Recorder.add_sequences(advantage=...)",
 }
 """Code of a question without an answer -> the question, and why or what to record."""
 
 NOTES: Mapping[str, str] = {
-    "current_for_train": "the trace has no pass 'train', so 'current' replaces it and the updates since sampling count as "
+    "current_for_train": "the trace has no 'train' pass, so 'current' replaces it and the updates since sampling count as "
     "mismatch",
-    "first_update_only": "the trace has no pass 'current', so figures are for the first update on a batch, where the policy inside the "
+    "first_update_only": "the trace has no 'current' pass, so figures are for the first update on a batch, where the policy inside the "
     "loss is the trainer's policy and the used ratio is 1 unless the loss divides by the rollout's logprobs",
     "sequences_left_out": "{num_left_out:,} of {num_sequences:,} sequences lack logprobs in one of the passes and are left out",
     "not_finite": "{num_nan:,} tokens have a NaN logprob and {num_inf:,} an infinite logprob in some pass; all figures exclude them",

@@ -40,8 +40,8 @@ SIGNED_COLUMNS = (
 )  # fmt: skip
 """Sums over terms, separately by the sign of the advantage; sizes and biases are multiplied by the tokens per term.
 
-size: |f(rho*)|; used: w f(rho_used), w the loss's correction; plain: f(rho_used) - f(rho*); applied: w f(rho_used) - f(rho*);
-unclipped: A (w rho_used - rho*);
+size: |f(rho*)|; used: w f(rho_used), w the loss's correction weight; plain: f(rho_used) - f(rho*);
+applied: w f(rho_used) - f(rho*); unclipped: A (w rho_used - rho*);
 clipped: terms clipped under rho*; to_clipped: clipped under rho_used only; to_free: clipped under rho* only."""
 
 COLUMNS = (*TOKEN_COLUMNS, *(f"{name}_{side}" for name in SIGNED_COLUMNS for side in SIDES), "terms_known")

@@ -143,7 +143,7 @@ def direction(relative: Estimate, size: Estimate, unclipped: Estimate | None = N
 
 
 def is_opposed(relative: Estimate, unclipped: Estimate | None) -> bool:
-    """Return True if the bias with the loss's clip and the bias without the clip have opposite signs."""
+    """Return True if the bias with clipping and the bias without it have opposite signs."""
     return unclipped is not None and (relative.value or 0.0) * (unclipped.value or 0.0) < 0
 
 
@@ -221,7 +221,7 @@ def _without_bias(figures: Mapping[str, Estimate]) -> Iterator[Statement]:
 def nothing_read(
     trace: str, loss: Loss, loss_basis: tuple[Statement, ...], confidence: float, steps_asked: str
 ) -> Objective:
-    """Return the result for a trace without logprobs of the trainer, of the engine, or of both."""
+    """Return the result for a trace that lacks trainer logprobs, engine logprobs or both."""
     return Objective(
         trace=trace, steps_asked=steps_asked, loss=loss, loss_basis=loss_basis, passes=("train", "rollout", "current"), num_updates=0, num_rows=0,
         num_sequences=0, num_tokens=0, num_terms=0, num_nan=0, num_inf=0, num_groups=0, confidence=confidence,

@@ -52,7 +52,7 @@ CREATE OR REPLACE MACRO loss_has_gradient(
     ratio, advantage, clip_low := clip_low, clip_high := clip_high, clip_hard := clip_hard
 ));
 
--- correction_weight(...): the weight of the loss's correction on a token's term; log_ratio is d of the token or the sequence.
+-- correction_weight(...): the loss's correction weight for a token's term; log_ratio is d of the token or the sequence.
 CREATE OR REPLACE MACRO correction_weight(log_ratio, correction, correction_low, correction_high) AS
     CASE WHEN correction = 'none' THEN 1.0
          WHEN correction IN ('token_truncate', 'sequence_truncate')

@@ -4,7 +4,7 @@
 
 -- objective_tokens(train, rollout, now, ...): one row per (response token, inner iteration) that counts and has an advantage and
 -- finite logprobs in all three passes. term_applied is weight f(ratio_used), or f(weight ratio_used) for vespo, and bias is
--- term_applied - f(ratio_true). bias_unclipped is the bias of the importance-weighted term without the loss's clip. A
+-- term_applied - f(ratio_true). bias_unclipped is the bias of the importance-weighted term without clipping. A
 -- sequence-level ratio is the same for all tokens of the sequence. For vespo this is so at every level; its ratio is the product
 -- of token ratios, clamped to exp(+-20).
 CREATE OR REPLACE MACRO objective_tokens(

@@ -158,7 +158,7 @@ def is_clipped(loss: Loss, ratio: Array, advantage: Array) -> np.ndarray:
 
 
 def correction_weight(loss: Loss, log_ratio: Array) -> Array:
-    """Return the weight of the loss's correction for a ratio exp(log_ratio); log_ratio = train - rollout, nats.
+    """Return the loss's correction weight for a ratio exp(log_ratio); log_ratio = train - rollout, nats.
 
     Ratios beyond a bound become the bound if truncated, 0 if masked; a bound of None is no bound.
 

@@ -27,7 +27,7 @@ class Centred:
 
 
 def centred(values_T: Array, starts_N: np.ndarray, num_N: Array, counted_T: np.ndarray | None = None) -> Centred:
-    """Centre values within sequences; `counted_T` marks the `num_N` tokens that count; the others have value 0."""
+    """Centre values within sequences; `counted_T` is the mask of the `num_N` tokens that count; the others have value 0."""
     divisor_N = np.maximum(num_N, 1)
     mean_N = np.add.reduceat(values_T, starts_N) / divisor_N
     off_T = values_T - repeated(mean_N, starts_N, len(values_T))

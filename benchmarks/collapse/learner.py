@@ -43,7 +43,7 @@ class Update:
 
     rows: Tensor
     logprobs: Tensor
-    """[rows, T] of the pass `current`."""
+    """[rows, T] of the `current` pass."""
     loss: float
     grad_norm: float
     """Before clipping."""
@@ -74,7 +74,7 @@ class Learner:
 
     @torch.no_grad()
     def score(self, prompt_BP: Tensor, rollout: Rollout) -> Tensor:
-        """[B, T] logprobs of the weights as they are: the pass `train`."""
+        """[B, T] logprobs of the weights as they are: the `train` pass."""
         return self._forward(prompt_BP, rollout.ids)[0]
 
     def learn(

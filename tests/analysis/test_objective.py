@@ -360,9 +360,7 @@ def test_a_bias_that_the_clip_makes_has_no_direction(tmp_path):
     assert [part.code for part in found.verdict_codes][:2] == ["large_opposed", "unclipped"]
     assert "in no clear direction" in first
     assert f"It adds {clipped.value * 100:+.3g}% of the sum of the terms' sizes" in first
-    assert second.startswith(
-        f"Without the loss's clip the bias would be {free.value * 100:+.3g}% (95% interval over groups "
-    )
+    assert second.startswith(f"Without clipping, the bias would be {free.value * 100:+.3g}% (95% interval over groups ")
     for word in ("up: ", "down: ", "one way", "credited", "punished"):
         assert not any(word in sentence for sentence in found.verdict)
     text = objective_text(found)
@@ -427,7 +425,7 @@ def test_a_correction_is_part_of_what_the_loss_used(tmp_path):
     found = objective(one_sequence(tmp_path / "run", [math.log(0.4)], [math.log(0.5)], loss=loss))
     assert found.value("bias") == pytest.approx(1.1 - 1.25, abs=1e-6)
     assert found.value("uncorrected_bias") == pytest.approx(1 - 1.25, abs=1e-6)
-    assert any("without the weights of the correction, the bias is -20% instead of -12%" in s for s in found.verdict)
+    assert any("without its weights, the bias is -20% instead of -12%" in s for s in found.verdict)
     assert "uncorrected_bias" not in objective(tmp_path / "run", loss="correction=none").figures
 
 
@@ -735,7 +733,7 @@ def test_without_train_the_loss_divides_by_itself(tmp_path):
 
 def test_without_rollout_there_is_no_mismatch_to_judge(tmp_path):
     found = objective(write(tmp_path / "run", [make(14, holes=False)], Loss(), passes=("train", "current")))
-    assert any("no logprobs of the pass 'rollout'" in sentence for sentence in found.cannot)
+    assert any("no logprobs of the 'rollout' pass" in sentence for sentence in found.cannot)
     assert set(found.figures) == {"clipped", "mean_drift", "var_drift"}
     assert objective_text(found)
 

@@ -215,7 +215,7 @@ def test_the_engine_s_side_alone_is_scored_with_the_weights(tmp_path, model):
     attach(tmp_path / "run", 0, tmp_path / "model")
     done = tim_trace("replay", tmp_path / "run", "--arm", "dtype=fp64", "--json")
     assert done.code == 0, done.stderr
-    assert "the trace has no pass `train`" in done.stderr
+    assert "the trace has no `train` pass" in done.stderr
     assert f"next: tim-trace stats {tmp_path / 'run'} --pair replay/fp64:rollout --by step" in done.stderr
     found = {row["arm"]: row for row in done.json()}
     num_tokens = sum(len(sample.response) for sample in samples)

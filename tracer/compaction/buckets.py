@@ -42,7 +42,7 @@ class Part:
     tokens: np.ndarray
     """Estimated response tokens per step: the step's number of rows times the row group's mean tokens per row."""
     num_bytes: int
-    """Size of the row group in the file, bytes."""
+    """Size of the row group in the file, in bytes."""
 
 
 def read_parts(store: Store, entries: Sequence[TableFile]) -> Iterator[Part]:

@@ -19,7 +19,7 @@ CASTS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16")
 """dtypes that a tensor may have been rounded to on its way from the trainer to the engine."""
 
 _ROW_BYTES = 256
-"""Approximate size of one tensor's recorded comparison, bytes."""
+"""Approximate size of one tensor's recorded comparison, in bytes."""
 _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""

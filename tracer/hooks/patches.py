@@ -12,7 +12,7 @@ _MISSING = object()
 Original = Callable[..., Any]
 """A library's function, as it was before it was wrapped."""
 Points = Mapping[str, tuple[str, str]]
-"""Function of a library -> the method that hooks it, and the data recorded from its calls."""
+"""Library function -> the method that hooks it and the data recorded from its calls."""
 
 
 class Patches:

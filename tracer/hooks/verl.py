@@ -67,7 +67,7 @@ _OLDER_POINTS = {
 _LOGGED = {"log": ("log", "logged metrics")}
 
 _SYNC = "verl.trainer.main_ppo_sync"
-"""Module of a program in verl 0.8 that defines its own trainer."""
+"""Entry-point module of verl 0.8 that defines its own trainer."""
 
 _WORKERS = "verl.workers.engine_workers"
 _NOT_HOOKED = (
@@ -77,9 +77,9 @@ _NOT_HOOKED = (
 _LEGACY = "set trainer.use_legacy_worker_impl=disable, or use verl 0.8 or newer"
 _OWN_WORKERS = f"derive them from {_WORKERS}.ActorRolloutRefWorker"
 _DUMPS_ALONE = (
-    "verl {}: only metrics are recorded, since this release's trainer has no function for an actor update; for text "
-    "and rewards, set trainer.rollout_data_dir=DIR, and after the run: tim-trace import verl DIR -o RUN; verl 0.7 "
-    "and newer are recorded"
+    "verl {}: only metrics are recorded, since this release's trainer has no actor-update function to hook; for text and "
+    "rewards, set trainer.rollout_data_dir=DIR and run `tim-trace import verl DIR -o RUN` afterwards; recording works "
+    "with verl 0.7 and newer"
 )
 
 _NO_DISTRIBUTIONS = "verl's passes are recorded as logprobs of the sampled tokens, without distributions (--capture {})"

@@ -52,7 +52,7 @@ class Update:
     is_last: bool
     """True if this is the last update of the training run."""
     is_train: bool
-    """True if the loss's first logprobs are the `train` pass, since verl computes none before the loss."""
+    """True if the first logprobs computed in the loss serve as the `train` pass because verl computes none beforehand."""
     num_mini_batches: int = 0
     engine: Any = None
     """verl's training engine; None if another process records the same rows."""

@@ -202,7 +202,7 @@ class RowBatch:
     routing: Sequence[np.ndarray | None] = ()
     """Router choices per row: [prompt and response tokens, layers, slots] int16, or None; empty if no row has any."""
     num_bytes: int = 0
-    """Size of the rows in the file, bytes."""
+    """Size of the rows in the file, in bytes."""
 
     def place(self, row: int) -> str:
         """Return a row's location in the file, for messages."""

@@ -79,7 +79,7 @@ class DumpFolder:
         return path
 
     def num_bytes(self, names: Sequence[str]) -> int:
-        """Return the total size of the named files, bytes."""
+        """Return the total size of the named files in bytes."""
         return sum(os.stat(self.root / name).st_size for name in names if (self.root / name).exists())
 
     def beside(self, name: str, other: str) -> str | None:

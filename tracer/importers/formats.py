@@ -60,8 +60,8 @@ AREAL = Format(
     keys=frozenset({"head_version", "tail_version"}),
     lacks=dict.fromkeys(
         ("rollout", "train"),
-        "AReaL dumps only text; record input_ids, logprobs and prox_logp of its batches with tim_trace.Recorder, or "
-        "write them as Parquet",
+        "AReaL dumps only text; record the input_ids, logprobs and prox_logp of each batch with tim_trace.Recorder, or "
+        "write them to Parquet",
     ),
     lines=True,
 )
@@ -104,7 +104,7 @@ MS_SWIFT = Format(
     lacks=dict.fromkeys(
         ("rollout", "train"),
         "log_completions writes text and rewards but no token ids or logprobs; record its batches with "
-        "tim_trace.Recorder, or write them as Parquet",
+        "tim_trace.Recorder, or write them to Parquet",
     ),
     lines=True,
 )

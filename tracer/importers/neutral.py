@@ -172,7 +172,7 @@ class RowFiles:
         return cls(url=url, filesystem=filesystem, files=tuple(files), metrics_files=tuple(metrics))
 
     def size(self, name: str) -> int:
-        """Return a file's size, bytes."""
+        """Return a file's size, in bytes."""
         return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:

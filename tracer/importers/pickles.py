@@ -19,7 +19,7 @@ from ...schemas.errors import ImportFailed
 CONTAINER_BYTES = 64
 """Memory charged to the budget for an empty list, dict or tuple, bytes; pickles do not state sizes in advance."""
 VIEWED_BYTES = 1 << 16
-"""Minimum length at which a byte string is kept as a view of the file instead of being copied, bytes."""
+"""Minimum length at which a byte string is kept as a view of the file instead of being copied, in bytes."""
 BYTES = (bytes, memoryview)
 """Types of a pickle's byte strings after loading."""
 
@@ -259,7 +259,7 @@ class _Machine:
 _OWED_BYTES = 1 << 20
 """Number of bytes that may be allocated before they are charged to the memory budget."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
-"""Opcode of a number (BININT1, BININT2, BININT or BINFLOAT) -> size of its argument, bytes."""
+"""Opcode of a number (BININT1, BININT2, BININT or BINFLOAT) -> size of its argument, in bytes."""
 _FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
@@ -269,7 +269,7 @@ _SIZED = {
 }  # fmt: skip
 """Opcode -> kind of the value that it pushes on the stack, and size of its length field in bytes."""
 _HEADERS = {0x80: 1, 0x95: 8}
-"""Opcode that has no effect (PROTO or FRAME) -> size of its argument, bytes."""
+"""Opcode that has no effect (PROTO or FRAME) -> size of its argument, in bytes."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
 """Opcode for an empty container -> its type. A set is read as a list, so that only dictionary keys are hashed."""

@@ -84,7 +84,7 @@ def response_format(
         lines=True,
         lacks={
             "rollout": rollout,
-            "train": "responses have only the engine's logprobs; write them as Parquet with the trainer's logprobs "
+            "train": "responses have only the engine's logprobs; write them to Parquet with the trainer's logprobs "
             "of the same tokens, and import that with `tim-trace import parquet`",
         },
         **told,

@@ -36,7 +36,7 @@ from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
 """Logprob column -> its standard pass."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
-"""Other score columns. They are recorded with the pass `train` or, if it is missing, with `current` or `rollout`."""
+"""Other score columns. They are recorded with the `train` pass or, if it is missing, with `current` or `rollout`."""
 
 KINDS: dict[str, Kind] = {
     **{name: kind_of(column) for name, column in GIVEN.items()},

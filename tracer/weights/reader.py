@@ -71,7 +71,7 @@ class WeightReader:
     """
 
     most_held = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    """Maximum size of a version kept in memory, bytes."""
+    """Maximum size of a version kept in memory, in bytes."""
 
     def __init__(
         self,

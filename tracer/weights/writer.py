@@ -84,7 +84,7 @@ class WeightWriter:
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
         self._stored = self._of_deltas = 0
-        """Sizes of the segment's keyframe and of its deltas, bytes."""
+        """Sizes of the segment's keyframe and of its deltas, in bytes."""
         self._is_few = True
         """True if all rows after the current segment's keyframe are stored as sparse changes."""
         self._recent: list[list[ChunkChanges]] = []
@@ -114,7 +114,7 @@ class WeightWriter:
 
     @property
     def cpu_s(self) -> float:
-        """CPU time used by the writer's threads, seconds."""
+        """CPU time used by the writer's threads, in seconds."""
         return sum(worker.cpu_s for worker in (self._worker, *self._encoders))
 
     def snapshot(self, version: int, tensors: Mapping[str, Any]) -> None:
