@@ -159,7 +159,7 @@ def test_where_a_bias_lies():
         )
     assert parts["worst_update"] == "The largest bias is at step 2 (-0.3, 75% of the total)."
     assert (
-        "of the correction, the bias is -30% instead of +1%, and the sum of absolute biases is 40% instead of 20%"
+        "without its weights, the bias is -30% instead of +1%, and the sum of absolute biases is 40% instead of 20%"
         in parts["correction"]
     )
 

@@ -399,7 +399,7 @@ def test_each_process_keeps_its_shard_and_the_whole_comes_back(tmp_path):
         assert same(reader.load(version), expected)
     next((tmp_path / "run" / "weights").glob("r1-*.1.json")).unlink()
     with pytest.raises(
-        WeightsMissing, match=r"version 1: .* has \d+ of \d+ elements, because some writers' files are missing"
+        WeightsMissing, match=r"version 1: .* has only \d+ of \d+ elements, because some writers' files are missing"
     ):
         WeightReader(Store(tmp_path / "run")).load(1)
     with pytest.raises(WeightsMissing, match=r"because some writers' files are missing"):
@@ -433,7 +433,7 @@ def test_shards_of_fsdp_are_recorded_without_a_collective_and_where_one_recorder
             assert same(reader.load(version), {name: bits(tensor) for name, tensor in whole.items()}), kind
         if kind != "none":  # every process holds all of it, and the first one records it
             with pytest.raises(
-                WeightsMissing, match=r"version 3: .* has \d+ of \d+ elements, because some writers' files are missing"
+                WeightsMissing, match=r"version 3: .* has only \d+ of \d+ elements, because some writers' files are missing"
             ):
                 reader.load(3)
 
