@@ -15,7 +15,7 @@ from ..schemas.results import Result
 from ..tracer.environment import NUMERIC_LIBRARIES
 from ..tracer.liveness import AGE, RESTARTED, SILENT_S
 from ..tracer.located import result_ids
-from .trace.columns import sample_sentence, sampled_passes, scored_passes
+from .trace.columns import AttemptInfo, attempts, sample_sentence, sampled_passes, scored_passes
 from .trace.database import Database
 from .trace.source import Source, open_source
 from .trace.tokens import step_ranges
@@ -64,20 +64,6 @@ class PassInfo:
     note: str | None
     """Note that scores cover only a sample, or why the pass has no scores (from its contract); None if there is no
     note."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptInfo:
-    """One training attempt of a resumed run."""
-
-    attempt: int
-    first_step: int
-    last_step: int
-    num_sequences: int
-    num_superseded: int
-    """Number of sequences in steps that a later attempt repeated; SQL views exclude these sequences."""
-    superseded: tuple[tuple[int, int], ...] = ()
-    """Steps that a later attempt repeated, as (first, last) ranges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,15 +184,6 @@ _WRITTEN = """
     SELECT writer, count(*), sum(num_response_tokens)::BIGINT FROM sequences GROUP BY writer
 """
 
-_ATTEMPTS = """
-    SELECT attempt, min(step) AS first_step, max(step) AS last_step, count(*) AS num_sequences,
-           count(*) FILTER (attempt < newest) AS num_superseded,
-           list_sort(list(DISTINCT step) FILTER (attempt < newest)) AS superseded
-    FROM (SELECT step, attempt, max(attempt) OVER (PARTITION BY step) AS newest FROM all_sequences)
-    WHERE attempt IS NOT NULL
-    GROUP BY attempt
-    ORDER BY attempt
-"""
 
 _PASSES = """
     SELECT coalesce(counted."pass", agreed."pass") AS name,
@@ -347,34 +324,6 @@ def _judged(source: Source) -> list[str]:
 def _not_recorded(source: Source) -> list[str]:
     lacks = dict.fromkeys(sentence for state in source.writers for sentence in state.not_recorded)
     return [f"not recorded: {sentence}" for sentence in lacks]
-
-
-def attempts(database: Database) -> tuple[AttemptInfo, ...]:
-    """Return the training attempts of a trace, if there are several."""
-    if not database.sources[0].newest:
-        return ()
-    rows = database.ask(_ATTEMPTS).dicts()
-    return tuple(AttemptInfo(**row | {"superseded": _runs(row["superseded"] or [])}) for row in rows)
-
-
-def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return (first, last) of each range of sorted steps.
-
-    >>> _runs([1, 2, 3, 7, 9, 10])
-    ((1, 3), (7, 7), (9, 10))
-    """
-    firsts = [step for place, step in enumerate(steps) if not place or steps[place - 1] < step - 1]
-    lasts = [step for place, step in enumerate(steps) if place == len(steps) - 1 or steps[place + 1] > step + 1]
-    return tuple(zip(firsts, lasts, strict=True))
-
-
-def steps_text(runs: Sequence[tuple[int, int]]) -> str:
-    """Render ranges of steps.
-
-    >>> steps_text([(1, 3), (7, 7)])
-    '1 to 3, 7'
-    """
-    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)
 
 
 def _writer(source: Source, state: WriterState, num_sequences: int, num_tokens: int) -> WriterInfo:

@@ -6,8 +6,9 @@ import shlex
 
 from rich.filesize import decimal
 
-from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo, steps_text
+from .info import FINISHED, KILLED, LIVE, STOPPED, TraceInfo, WriterInfo
 from .rows import Rows, shown, to_text
+from .trace.columns import steps_text
 
 _STATES = {
     LIVE: "live: recording in progress",

@@ -30,7 +30,7 @@ from . import thresholds as t
 from .attribution import INTERVENTION, OBSERVATION, Attribution, Difference, NotFinite, SilentChange, Suspect
 from .divergence import SAMPLING, UPDATE
 from .fact import Fact
-from .looks.engine import carried
+from .looks.engine import OF_WEIGHTS, carried
 from .model import ALONE, BESIDE, judged, shares_prompts, supported, table, table_beside
 from .run_facts import Facts, read_facts
 from .text import DIFFERENCES, evidence_sentence
@@ -136,16 +136,14 @@ def _compare(facts: Facts, control: Facts, *, shares: bool) -> _Comparison:
     notes = () if shares else (Statement(code="other_prompts"),)
     if facts.fall and not fell_too and not differences:
         notes = (*notes, Statement(code="no_difference"))
-    of_first = [one for one in shown if parted is None or one is shown[0] or one.feature.startswith(_SET)]
-    if (
-        parted is not None
-        and parted.code in (UPDATE, SAMPLING)
-        and any(one.feature.startswith(_SET) for one in of_first)
-    ):
-        of_first = [
-            one for one in of_first if one.feature.startswith(_SET)
-        ]  # a setting acts through the update or the sampling
-    codes = {supported(one, BESIDE) for one in of_first}
+    configured = [one for one in shown if one.feature.startswith(_SET)]
+    if parted is None:
+        decide = shown
+    elif configured and parted.code in (UPDATE, SAMPLING):
+        decide = configured  # a setting acts through the update or the sampling
+    else:
+        decide = [*shown[:1], *configured]
+    codes = {supported(one, BESIDE) for one in decide}
     return _Comparison(
         suspects=described(facts, suspects), differences=differences, notes=notes, facts=(*found, *known), step=None if parted is None else parted.step,
         is_intervention=shares and (facts.fall is None or len(codes) == 1),
@@ -156,10 +154,9 @@ def _supposed(facts: Facts) -> SilentChange | None:
     """Return the most probable cause, judged by the clearest change, in case the run got worse without a visible drop."""
     found = []
     for step in sorted(set(broken_steps(facts)))[:_MOST_STEPS]:
-        supposed = supposed_at(facts, step)
-        suspects = _alone(supposed, table(supposed))
+        at, suspects = _judged_at(facts, None, step)
         if suspects[0].code != "unknown":
-            found.append(SilentChange(suspects=suspects, step=step, low=step, high=step))
+            found.append(SilentChange(suspects=described(at, suspects), step=step, low=step, high=step))
     return max(found, key=lambda one: one.suspects[0].probability, default=None)
 
 
@@ -167,10 +164,19 @@ def _supposed_beside(facts: Facts, control: Facts, compared: _Comparison) -> Sil
     """Return the same as `_supposed`, judged by the first difference from a baseline run."""
     if compared.step is None:
         return None
-    at = supposed_at(facts, compared.step)
+    at, suspects = _judged_at(facts, control, compared.step)
+    return SilentChange(
+        suspects=described(at, suspects), step=compared.step, low=compared.step, high=compared.step
+    )  # fmt: skip
+
+
+def _judged_at(facts: Facts, control: Facts | None, step: int) -> tuple[Facts, tuple[Suspect, ...]]:
+    """Return the facts as if the run dropped at a step, and the suspects judged by them, beside a baseline run if given."""
+    at = supposed_at(facts, step)
     known = table(at)
-    suspects = described(at, judged((*known, *table_beside(at, control, known)[0]), BESIDE))
-    return SilentChange(suspects=suspects, step=compared.step, low=compared.step, high=compared.step)
+    if control is None:
+        return at, judged(known, ALONE)
+    return at, judged((*known, *table_beside(at, control, known)[0]), BESIDE)
 
 
 def _attribution(
@@ -274,12 +280,7 @@ def read_silent(facts: Facts, control: Facts | None = None) -> SilentChange | No
 
 
 def _judged(facts: Facts, control: Facts | None, step: int, low: int, high: int) -> SilentChange:
-    at = supposed_at(facts, step)
-    known = table(at)
-    if control is None:
-        suspects = judged(known, ALONE)
-    else:
-        suspects = judged((*known, *table_beside(at, control, known)[0]), BESIDE)
+    at, suspects = _judged_at(facts, control, step)
     # The change itself is certain, so one of the tested suspects caused it.
     named = [suspect for suspect in suspects if suspect.code != "unknown"]
     total = sum(suspect.probability for suspect in named)
@@ -406,8 +407,6 @@ def ending_step(rollouts: Rollouts) -> int | None:
     return None
 
 
-_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
-
 _NEXT = {
     "optimizer": "rerun from the last version before the drop with a tenth of the learning rate and everything else unchanged",
     "reward": "score the recorded responses of the steps around the drop again with the verifier, and compare with sequences.reward",
@@ -457,7 +456,7 @@ def kind(facts: Facts) -> str:
     if facts.checked is None or facts.checked.is_valid or first is None or carried(facts) < 0.1:
         return ""
     run, earlier, code = facts.mismatch, facts.earlier_weights, first.code
-    if run is None or code not in _OF_WEIGHTS:
+    if run is None or code not in OF_WEIGHTS:
         return code
     if earlier is not None and earlier.explains:
         return "stale_weights"

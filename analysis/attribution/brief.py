@@ -117,13 +117,20 @@ def _alike(suspects: tuple[Suspect, ...]) -> str:
     return f"Probabilities: {listed}. {apart}"
 
 
+def _onset(result: Attribution) -> tuple[int, int] | None:
+    """Return the step of the drop, or of the change that may hide one, and the last step at which it can have begun."""
+    if result.fall is not None:
+        return result.fall.step, result.fall.latest
+    change = result.silent or result.supposed
+    return None if change is None else (change.step, change.high)
+
+
 def _rows(result: Attribution) -> str:
     """Return a command that shows rows of the step at which the run first differs from its baseline, or of the steps before and
     after the onset."""
     steps = [int(each.values["step"]) for each in result.difference_codes if "step" in each.values]
-    change = result.silent or result.supposed
-    onset = result.fall.step if result.fall else change.step if change else result.num_steps
-    first = min(steps, default=onset)
+    onset = _onset(result)
+    first = min(steps, default=result.num_steps if onset is None else onset[0])
     traces = " ".join(shlex.quote(each) for each in (result.trace, result.control) if each)
     where = f"step = {first}" if result.control else f"step IN ({first - 1}, {first})"
     return (
@@ -133,9 +140,9 @@ def _rows(result: Attribution) -> str:
 
 
 def _questions(result: Attribution, suspects: tuple[Suspect, ...]) -> str:
-    fall, change = result.fall, result.silent or result.supposed
-    step, last = (fall.step, fall.latest) if fall else (change.step, change.high) if change else (0, result.num_steps)
-    near = f"step BETWEEN {step - 15} AND {last + 10}" if fall or change else "step IS NOT NULL"
+    onset = _onset(result)
+    step, last = onset or (0, result.num_steps)
+    near = f"step BETWEEN {step - 15} AND {last + 10}" if onset else "step IS NOT NULL"
     open_ = [one.code for one in suspects if one.probability >= _OPEN] or ["unknown"]
     lines = [f'Open questions; run each with: tim-trace sql {shlex.quote(result.trace)} "QUERY"']
     for code in dict.fromkeys((*open_, "unknown")):

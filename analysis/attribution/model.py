@@ -63,10 +63,9 @@ def unexplained(facts: Iterable[Fact]) -> dict[str, Fact]:
         for name in explained if share else ():
             if name in found and name not in explaining:
                 found[name] = replace(found[name], level=found[name].level * (1 - share))
-    if max((abs(found[name].level) for name in (*_OLD, "engine_stands_still") if name in found), default=0.0) > 0.5:
-        for name, behind in (("engine_parts.later", "engine_parts.behind"),):
-            if name in found:
-                found[behind] = replace(found.pop(name), group="behind", level=1.0)
+    is_old = any(abs(found[name].level) > 0.5 for name in (*_OLD, "engine_stands_still") if name in found)
+    if is_old and "engine_parts.later" in found:
+        found["engine_parts.behind"] = replace(found.pop("engine_parts.later"), group="behind", level=1.0)
     return found
 
 

@@ -15,8 +15,7 @@ from ...schemas.results import Result
 from ...schemas.steps import ALL_STEPS
 from ...tracer.progress import Progress, no_progress
 from ..engine_weights import read_engine_verdict
-from ..info import AttemptInfo, attempts
-from ..trace.columns import parse_pair, tell_sampled, why_nothing
+from ..trace.columns import AttemptInfo, attempts, parse_pair, tell_sampled, why_nothing
 from ..trace.database import Database, cached
 from ..trace.source import Pair
 from ..trace.tokens import spread
@@ -132,7 +131,7 @@ def gather(database: Database, pair: Pair, *, trace: str) -> PairData:
         has_weights=source.store.exists(WEIGHTS),
         is_import=source.manifest.is_import,
         model=next((state.model for state in source.store.writers()[0] if state.model), {}),
-        attempts=attempts(database) if source.newest else (),
+        attempts=attempts(database),
         engine=_engine(database),
         first=_first_step(database, pair),
         keep=sample.compared,

@@ -44,7 +44,7 @@ KINDS = {
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
-    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows of the full length {length} have finish reason '{reason}' but do not end with an end token, as all shorter ones do"),
+    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows of the full length {length} have finish reason '{reason}' but no end token at the end; all shorter rows with this reason have one"),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the end of {num_rows:,} rows do not count in the loss"),
     "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
 }  # fmt: skip
@@ -84,7 +84,7 @@ def data_text(finding: DataFinding) -> str:
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
     """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
     run = _Run(database, sample)
-    checks = (_values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _finished)
+    checks = (_values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _masked, _finished)
     found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
     return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
 
@@ -384,9 +384,7 @@ def _others(
         "divided by the number of response tokens": [each / length for each in normalised(r, g)],
         "multiplied by the number of response tokens": [each * length for each in normalised(r, g)],
     }
-    by_group = np.argsort(g, kind="stable")
-    rank = np.empty(len(r), np.int64)
-    rank[by_group] = np.arange(len(r)) - np.searchsorted(g[by_group], g[by_group])
+    rank = rank_of(g)
     if n >= 4:
         rules[_HALVES] = normalised(r, 2 * g + (2 * rank >= count_of(g)))
     for num in {1, int(n) // 2} if n > 2 else ():
@@ -450,6 +448,14 @@ def mean_of(label: np.ndarray, values: np.ndarray) -> np.ndarray:
 def count_of(label: np.ndarray) -> np.ndarray:
     """For each of the N rows, return the number of rows with the same label."""
     return np.asarray(np.bincount(label)[label])
+
+
+def rank_of(label: np.ndarray) -> np.ndarray:
+    """For each of the N rows, return the number of earlier rows with the same label."""
+    order = np.argsort(label, kind="stable")
+    rank = np.empty(len(label), np.int64)
+    rank[order] = np.arange(len(label)) - np.searchsorted(label[order], label[order])
+    return rank
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> float:
@@ -573,12 +579,12 @@ def _ratios(run: _Run) -> Iterator[DataFinding]:
         yield run.finding("ratio_is_one", is_equal, at, _EQUAL_BY_STEP, numbers, notice=is_notice)
 
 
-def _sampled_by(run: _Run) -> tuple[PassSample, PassSample] | None:
-    """Return the values of the engine and of the other pass at the inspected steps; None if there are none."""
+def _sampled_by(run: _Run) -> tuple[Sample, PassSample, PassSample] | None:
+    """Return the sample, its engine pass and its other pass; None if there are no engine values."""
     sample = run.sample
     if sample is None or "rollout" not in (sample.a.name, sample.b.name) or not len(sample.tokens):
         return None
-    return (sample.a, sample.b) if sample.a.name == "rollout" else (sample.b, sample.a)
+    return (sample, sample.a, sample.b) if sample.a.name == "rollout" else (sample, sample.b, sample.a)
 
 
 def _repeats_end(sample: Sample) -> np.ndarray:
@@ -591,10 +597,9 @@ def _repeats_end(sample: Sample) -> np.ndarray:
 
 def _unsampled(run: _Run) -> Iterator[DataFinding]:
     """Detect tokens in the loss that the engine did not sample: padding after the end token, and tool output."""
-    if (sides := _sampled_by(run)) is None:
+    if (found := _sampled_by(run)) is None:
         return
-    sample, (engine, other) = run.sample, sides
-    assert sample is not None
+    sample, engine, other = found
     seq, tokens = sample.seq, sample.tokens
     certain = (engine.logprobs == 0) & (other.logprobs < 0)
     if certain.any() and other.logprobs[certain].mean() > -0.1:  # probabilities rounded to 1
@@ -623,19 +628,16 @@ def _unsampled(run: _Run) -> Iterator[DataFinding]:
 
 
 def _samples(run: _Run) -> Iterator[DataFinding]:
-    """Detect responses that repeat more often than their probabilities allow, and sampled tokens outside the loss."""
-    if (sides := _sampled_by(run)) is None:
+    """Detect responses that repeat more often than their probabilities allow."""
+    if (found := _sampled_by(run)) is None:
         return
-    sample, (engine, other) = run.sample, sides
-    assert sample is not None
+    sample, engine, _ = found
     starts, at = sample.starts[:-1], np.searchsorted(run.steps, sample.steps)
     full = np.flatnonzero(sample.lengths)
     prompt, whole = sample.prefix_keys[starts[full]], sample.token_keys[starts[full] + sample.lengths[full] - 1]
     _, firsts, which = np.unique(whole, return_index=True, return_inverse=True)
     again = firsts[which] != np.arange(len(full))
-    order = np.argsort(prompt, kind="stable")
-    earlier = np.empty(len(full), np.int64)
-    earlier[order] = np.arange(len(full)) - np.searchsorted(prompt[order], prompt[order])
+    earlier = rank_of(prompt)
     asked = (earlier > 0) & np.array([sample.prompts[row] is not None for row in full], bool)
     # Sampling may be sharper than the recorded distribution: half of a logprob belongs to a temperature of about 0.5.
     probability = np.exp(np.add.reduceat(np.nan_to_num(engine.logprobs, posinf=0.0, neginf=-1e4), starts[full]) / 2)
@@ -646,6 +648,13 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
         numbers: Numbers = {"num": num, "num_asked": int(asked.sum()), "expected": expected}
         notice = not np.isfinite(temperature).any()
         yield run.finding("samples_repeat", again[asked], at[full][asked], _BY_ROW, numbers, notice=notice)
+
+
+def _masked(run: _Run) -> Iterator[DataFinding]:
+    """Detect sampled tokens at the end of responses that do not count in the loss."""
+    if (found := _sampled_by(run)) is None:
+        return
+    sample, engine, other = found
     place = np.arange(len(sample.tokens))
     last = np.full(sample.num_sequences, -1)
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
@@ -653,7 +662,8 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
     cut = sampled & (place > last[sample.seq]) & (last[sample.seq] >= 0) & ~_repeats_end(sample)
     rows = np.unique(sample.seq[cut])
     if len(rows) > max(3, sample.num_sequences / 2):
-        numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
+        numbers: Numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
+        at = np.searchsorted(run.steps, sample.steps)
         yield run.finding("mask_cuts", np.isin(np.arange(len(at)), rows), at, _BY_ROW, numbers, notice=True)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ...schemas.documents import Contract, engine_dtype
 from ...schemas.steps import ALL_STEPS
 from ..engine_weights import EngineVerdict
-from ..info import AttemptInfo
+from ..trace.columns import AttemptInfo
 from .sample import PairSums, Sample
 
 Value = TypeVar("Value")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ..info import steps_text
 from ..rows import of_steps, shown, wrapped
+from ..trace.columns import steps_text
 from .check import CheckResult
 from .data_checks import DataFinding, data_text
 from .faults import evidence_text

@@ -1,5 +1,5 @@
-"""Report which optional columns and passes of a trace have values; read its hyperparameters and contracts; parse the
-names of a pair of passes, and explain why they cannot be compared.
+"""Report which optional columns and passes of a trace have values; read its hyperparameters, contracts and training
+attempts; parse the names of a pair of passes, and explain why they cannot be compared.
 """
 
 from __future__ import annotations
@@ -188,3 +188,59 @@ def tell_sampled(database: Database, names: Iterable[str]) -> None:
     if asked:
         found = sampled_passes(database)
         tell_samples(f"{name} is {sample_sentence(*found[name])}" for name in sorted(asked & found.keys()))
+
+
+# --- Training attempts of a resumed run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptInfo:
+    """One training attempt of a resumed run."""
+
+    attempt: int
+    first_step: int
+    last_step: int
+    num_sequences: int
+    num_superseded: int
+    """Number of sequences in steps that a later attempt repeated; SQL views exclude these sequences."""
+    superseded: tuple[tuple[int, int], ...] = ()
+    """Steps that a later attempt repeated, as (first, last) ranges."""
+
+
+_ATTEMPTS = """
+    SELECT attempt, min(step) AS first_step, max(step) AS last_step, count(*) AS num_sequences,
+           count(*) FILTER (attempt < newest) AS num_superseded,
+           list_sort(list(DISTINCT step) FILTER (attempt < newest)) AS superseded
+    FROM (SELECT step, attempt, max(attempt) OVER (PARTITION BY step) AS newest FROM all_sequences)
+    WHERE attempt IS NOT NULL
+    GROUP BY attempt
+    ORDER BY attempt
+"""
+
+
+def attempts(database: Database) -> tuple[AttemptInfo, ...]:
+    """Return the training attempts of a trace, if there are several."""
+    if not database.sources[0].newest:
+        return ()
+    rows = database.ask(_ATTEMPTS).dicts()
+    return tuple(AttemptInfo(**row | {"superseded": _runs(row["superseded"] or [])}) for row in rows)
+
+
+def _runs(steps: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return (first, last) of each range of sorted steps.
+
+    >>> _runs([1, 2, 3, 7, 9, 10])
+    ((1, 3), (7, 7), (9, 10))
+    """
+    firsts = [step for place, step in enumerate(steps) if not place or steps[place - 1] < step - 1]
+    lasts = [step for place, step in enumerate(steps) if place == len(steps) - 1 or steps[place + 1] > step + 1]
+    return tuple(zip(firsts, lasts, strict=True))
+
+
+def steps_text(runs: Sequence[tuple[int, int]]) -> str:
+    """Render ranges of steps.
+
+    >>> steps_text([(1, 3), (7, 7)])
+    '1 to 3, 7'
+    """
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in runs)

@@ -433,7 +433,8 @@ def test_shards_of_fsdp_are_recorded_without_a_collective_and_where_one_recorder
             assert same(reader.load(version), {name: bits(tensor) for name, tensor in whole.items()}), kind
         if kind != "none":  # every process holds all of it, and the first one records it
             with pytest.raises(
-                WeightsMissing, match=r"version 3: .* has only \d+ of \d+ elements, because some writers' files are missing"
+                WeightsMissing,
+                match=r"version 3: .* has only \d+ of \d+ elements, because some writers' files are missing",
             ):
                 reader.load(3)
 

@@ -16,7 +16,8 @@ _USUAL = 0.02
 """Mean |d|, in nats, at which a mismatch has a weight of one half; bf16 engines show 0.002 to 0.01 in healthy runs."""
 _FEWEST = 2
 """Minimum number of steps with an entropy on each side of a drop."""
-_OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
+OF_WEIGHTS = ("weights_differ", "change_inside_sequence", "subset", "copies")
+"""Codes of findings of `check` that other weights in the engine can cause."""
 
 
 def weighs(facts: Facts) -> float:
@@ -79,7 +80,7 @@ def check(facts: Facts) -> Iterator[Fact]:
         yield fact("logprobs_in_other_rows", carried(facts) * weighs(facts))
     else:
         is_stale = "stale_weights" in (finding.code, finding.numbers.get("cause"))
-        group = "stale" if is_stale else "weights" if finding.code in _OF_WEIGHTS else "values"
+        group = "stale" if is_stale else "weights" if finding.code in OF_WEIGHTS else "values"
         yield fact("check_fails", carried(facts) * weighs(facts), group, finding=finding.code)
 
 

@@ -21,8 +21,6 @@ _CUSTOMARY: dict[str, tuple[float, float]] = {
     "entropy_coefficient": (1e-6, 0.1),
 }  # fmt: skip
 """Setting -> its usual range."""
-_FEWEST = 8
-"""Minimum number of steps for correlating the loss with another series."""
 
 
 def values_of(change: RecordedChange) -> dict[str, float | int | str]:
