@@ -9,7 +9,7 @@ from typing import Any
 from ...schemas.steps import ALL_STEPS
 from ..check.faults import TITLES
 from ..facts.recorded import change_sentence, interval_text
-from ..facts.series import Fall
+from ..facts.series import FLAT, Fall
 from ..rows import of_steps, shown
 from ..statement import Statement, sentences
 from .attribution import Attribution, NotFinite, SilentChange, Suspect
@@ -240,11 +240,10 @@ def verdict_sentence(result: Attribution) -> str:
         if result.supposed_cause is not None:
             return f"{calm}. {supposed_clause(result.supposed_cause)}."
         return f"{calm}."
-    fall = result.fall
-    where = (
-        f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval_text(*fall.interval)}, {fall.before:.3g} to "
-        f"{fall.after:.3g}"
-    )
+    fall, interval = result.fall, interval_text(*result.fall.interval)
+    where = f"{fall.outcome} {fall.verb} starting at step {fall.step}{interval}, {fall.before:.3g} to {fall.after:.3g}"
+    if fall.kind == FLAT:
+        where = f"Learning stalled: {fall.course} step {fall.step}{interval}"
     return f"{where}. {f'{broken}. ' if broken else ''}{_cause(result)}"
 
 
