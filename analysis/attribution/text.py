@@ -201,7 +201,7 @@ NOTES: Mapping[str, str] = {
     "check_failed": "check failed: {error}",
     "other_prompts": "the first steps of run and baseline have different prompts, so their differences are only an observation; for an intervention, "
     "rerun with the same seeds and data",
-    "no_difference": "the traces of run and baseline show no difference, yet only the run collapsed",
+    "no_difference": "the traces of run and baseline show no difference, yet the run does worse",
 }
 """Code of a note -> sentence template."""
 

@@ -12,6 +12,7 @@ from ...facts.changes import POLICY
 from ...facts.conditions import ADVANTAGES, PROMPTS
 from ...facts.relations import relation
 from ...facts.rollouts import Rollouts, other_endings
+from ...facts.series import FLAT
 from ..fact import Fact, fact, of_ratio
 from ..run_facts import Facts
 from .timing import AFTER, order
@@ -123,7 +124,7 @@ def hidden(facts: Facts) -> Iterator[Fact]:
         share = float((since > before.max() + 0.2 * np.ptp(before)).mean())
         values = {"share": share, "highest_before": float(before.max()), "highest": float(since.max())}
         yield fact("rewards_beyond_range", math.sqrt(share), **values)
-    if facts.reward_beside is None or facts.outcome is None:
+    if facts.reward_beside is None or facts.outcome is None or facts.fall.kind == FLAT:
         return
     of_reward, fall = facts.reward_beside, facts.fall
     lost = (of_reward[0] - of_reward[1]) / max(abs(of_reward[0]), 1e-12) / max(fall.share, 1e-12)
