@@ -275,7 +275,9 @@ def repeats(data: PairData) -> RepeatedTokens:
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     order = np.lexsort((data.seq, keys, steps))
     one, two = order[:-1], order[1:]
+    temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
     twin = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (data.rest[one] > 0.05)
+    twin &= temperature[one] == temperature[two]
     one, two = one[twin], two[twin]
     if len(one) < MIN_REPEATS:
         return RepeatedTokens(len(one), 0.0, 0.0, 0.0)

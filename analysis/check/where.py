@@ -31,7 +31,7 @@ MAX_COVERED = 0.95
 MIN_PERIODIC = 20
 """Minimum number of tokens off, and of distances between them, to detect a period."""
 _MOST_PERIOD = 64
-_MICRO_BATCHES = (2, 4, 8, 16, 32)
+MICRO_BATCHES = (2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,11 +244,11 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
             f"writer_{side}": np.array(own.writers, object), f"contract_{side}": np.array(own.contracts, object),
             f"version_{side}": _known(own.versions), f"forward_row_{side}": own.forward_row, f"pad_left_{side}": own.pad_left,
         }  # fmt: skip
-    columns |= {f"not_first_of_{size}": order % size > 0 for size in _MICRO_BATCHES}
-    batches = {str(size): sample.steps * 1_000_000 + order // size for size in _MICRO_BATCHES}
+    columns |= {f"not_first_of_{size}": order % size > 0 for size in MICRO_BATCHES}
+    batches = {str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}
     for size, batch in {**batches, "step": sample.steps}.items():
         columns |= {
-            f"shorter_{name}_of_{size}": lengths < _largest(lengths, batch)
+            f"shorter_{name}_of_{size}": lengths < largest(lengths, batch)
             for name, lengths in (("prompt", prompt), ("total", total))
         }
     return columns
@@ -349,7 +349,7 @@ def seen_before(sample: Sample) -> np.ndarray:
     return out
 
 
-def _largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
+def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)

@@ -14,7 +14,7 @@ from .. import commands
 from ..finding import Fault, Finding, Hypothesis, Number, predicting
 from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
-from .sampling import recorded_filter
+from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
@@ -24,8 +24,6 @@ MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
 """A value is tested if at least this many tokens, and this many different token ids, have it: a placeholder does not
 depend on the token."""
-IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this logprob, nats, are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
 _SHARED_FACTOR = 10
 """A value is a placeholder if both passes share it in at least this many times as many contexts as nearby values."""
 _REPEATED_FACTOR = 3
@@ -208,9 +206,11 @@ def find_constants(data: PairData) -> list[Hypothesis]:
         values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
         often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
         tested = {*often[counts[often] >= MIN_CONSTANT_TOKENS].tolist()}
-        tested |= {*np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()}
-        for value in values[sorted(tested)].tolist():
-            where = data.keep & (side.logprobs == value)
+        masks = [(value, data.keep & (side.logprobs == value)) for value in values[sorted(tested)].tolist()]
+        # Masked logits give values that differ by the normaliser.
+        if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
+            masks.append((float(np.median(impossible)), data.keep & (side.logprobs <= IMPOSSIBLE_LOGPROB)))
+        for value, where in masks:
             if _stands_for_none(data, side, other, value, where):
                 far = where & (np.abs(other.logprobs - value) > 0.1)
                 if value == 0.0 and far.sum() < 0.02 * where.sum():  # a certain token has a logprob of 0
@@ -261,13 +261,16 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
         reason = "after_end" if np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99 else "improbable"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
         reason = "floor"
-    return (PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED).finding(
-        data, "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
+    is_masked = value <= IMPOSSIBLE_LOGPROB and mean < min(1.5 * usual, usual - 1) and where.sum() < 1.5 * num_runs
+    fault = TRUNCATION if is_masked else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
+    return fault.finding(
+        data, "masked" if is_masked else "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
         next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT"),
         numbers={
             "side": side.name, "other": other.name, "value": value, "num_tokens": int(where.sum()),
             "num_sequences": len(np.unique(sample.seq[where])), "other_mean": mean,
             "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason,
+            "cause": "masked" if is_masked else "",
         },
     )  # fmt: skip
 
