@@ -276,8 +276,6 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         )
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
-            if each.left is None and any(other.left is not None and _own_same(each, other) for other in placed):
-                continue
             # Whatever the cause, wrong values after a position look like those of other tokens or of a smaller
             # vocabulary.
             if (by_position and each.left is None and same is None) or (each.left or 0.0) > MAX_LEFT:
@@ -303,10 +301,21 @@ def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     """Return the explanation with the largest gain; None if no gain is large enough. Explanations with few parameters are
     preferred.
     """
+    predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
+    found = [
+        each
+        for each in found
+        if each.finding.code != UNRELATED.code or each.left is not None or not _overlaps(each, predicted)
+    ]
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
     return min((each for each in found if each.gain >= best.gain / 2), key=lambda each: (each.rank, -each.gain))
+
+
+def _overlaps(one: Hypothesis, others: Sequence[Hypothesis]) -> bool:
+    """Return True if another explanation covers most of the tokens of one."""
+    return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in others)
 
 
 def _without(data: PairData, found: Sequence[Hypothesis]) -> PairData:
@@ -367,7 +376,7 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     """Return the cause, with the place that it is confined to, if any. A place that is part of the run is also a separate
     finding.
     """
-    if best.finding.signal == "judged":
+    if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
     is_unrelated = cause is not None and cause.code == UNRELATED.code and best.left is None

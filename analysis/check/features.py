@@ -483,6 +483,11 @@ def judged(hint: str) -> str:
     return _JUDGED.replace("HINT", hint)
 
 
+def implied(hint: str) -> str:
+    """Return the sentence for a kind of mismatch that its place implies."""
+    return judged(hint).removeprefix("{probability:.0%} probable; ")
+
+
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of the sentences `judged` and `SIZE` that are not numbers of the finding."""
     said = []

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..features import NO_FAULT, SIZE, growth, judged, judged_words, probabilities, reasons, repeats
+from ..features import NO_FAULT, SIZE, growth, implied, judged, judged_words, probabilities, reasons, repeats
 from ..finding import SIDES, Broken, Fault, Finding, Hypothesis, Number, explained, located, max_flip
 from ..pair_data import (
     HALF_ULP,
@@ -72,8 +72,8 @@ ROW_CONTEXT = Fault(
     code="row_context",
     title="the two sides read different contexts",
     broken="computation",
-    evidence={"judged": judged("{hint}")},
-    words={"judged": lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}},
+    evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
+    words=dict.fromkeys(("judged", "implied"), lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}),
     causes={
         "prompt": "the two sides read different prompts",
         "cut": "long prompts are cut or only partly read on one side",
@@ -144,7 +144,7 @@ def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
         )
         for place in where
-        if place.feature.startswith(_CONTEXT) and place.kind != "one_of"
+        if place.feature.startswith(_CONTEXT) and place.kind != "one_of" and not _is_alternating(data, place)
     ]
 
 
@@ -152,9 +152,9 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     """Return the most probable kind of the mismatch, and the next one if it is probable enough.
     The mismatch is confined to `place`, if given.
     """
-    is_implied = place is not None and place.feature.startswith(tuple(_IMPLIED)) and not _begins_later(data, place)
-    if place is not None and is_implied:
-        return [_finding(data, *_implied(data, place), 1.0, place)]
+    told = None if place is None else _implied(data, place)
+    if told is not None:
+        return [_finding(data, *told, None, place)]
     known = among_faults(probabilities(data))
     first, second, *_ = known
     if known[second] < MIN_SECOND:
@@ -189,32 +189,53 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
 def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
     """Return the finding for the `tokens`, [N] bool, if a place that consists of them implies a cause; else None.
 
-    A group of prompts implies one only if the values are unrelated."""
+    Only padding and packing imply one for values that are not unrelated: prompts may be served by other replicas."""
     inside = tokens[data.keep]
     same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
+    order = list(_IMPLIED.values())
     known = [
-        (list(_IMPLIED).index(name), at, place)
+        (order.index(told), at)
         for at, place in enumerate(same)
-        for name in _IMPLIED
-        if place.feature.startswith(name) and (is_unrelated or name != "group_id") and not _begins_later(data, place)
+        if (told := _implied(data, place)) and (is_unrelated or told[0] == "neighbours")
     ]
-    place = min(known, default=(0, 0, None), key=lambda each: each[:2])[2]
-    return None if place is None else _finding(data, *_implied(data, place), 1.0, place)
+    if not known:
+        return None
+    first, at = min(known)
+    return _finding(data, *order[first], None, same[at])
 
 
-def _implied(data: PairData, place: Where) -> tuple[str, str]:
-    """Return the kind and the cause that a place implies by its feature."""
-    name = next(name for name in _IMPLIED if place.feature.startswith(name))
-    if name == "prompt_length" and place.kind == "before":
-        return _IMPLIED["pad_left"]
-    return _IMPLIED[name]
+def _splits_steps(data: PairData, place: Where) -> bool:
+    """Return True if a place has only part of the rows of most of its steps."""
+    steps = np.unique(data.sample.steps[data.seq[place.inside]])
+    return bool(
+        np.isin(data.sample.steps[data.seq[~place.inside]], steps).any()
+        and np.isin(steps, data.sample.steps[data.seq[~place.inside]]).mean() > 0.5
+    )
+
+
+def _is_alternating(data: PairData, place: Where) -> bool:
+    """Return True if a place is every other row, as served by one of two replicas, and no packing is recorded."""
+    is_packed = np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any()
+    return place.feature == "not_first_of_2" and not is_packed
+
+
+def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
+    """Return the kind and the cause that a place implies by its feature; None if it implies none."""
+    name = next((name for name in _IMPLIED if place.feature.startswith(name)), None)
+    if name is None or _is_alternating(data, place) or _begins_later(data, place):
+        return None
+    if place.kind == "one_of" and name != "group_id":
+        return None  # some rows of each pack, or some lengths
+    if name == "group_id" and not _splits_steps(data, place):
+        return None
+    return _IMPLIED["pad_left" if name == "prompt_length" and place.kind == "before" else name]
 
 
 def _finding(
     data: PairData,
     kind: str,
     cause: str,
-    probability: float,
+    probability: float | None,
     place: Where | None,
     rival: Mapping[str, Number] | None = None,
 ) -> Finding:
@@ -239,7 +260,13 @@ def _finding(
         behind = "b" if along > CLEAR_LAG else "a" if along < -CLEAR_LAG else ""
         broken = SIDES.get(data.names.get(behind, ""), "computation")
     return KINDS[kind][0].finding(
-        data, "judged", inside, weight=probability, next=_next(data, kind), broken=broken, numbers=numbers
+        data,
+        "implied" if probability is None else "judged",
+        inside,
+        weight=1.0 if probability is None else probability,
+        next=_next(data, kind),
+        broken=broken,
+        numbers=numbers,
     )
 
 
@@ -395,6 +422,7 @@ def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
         by_time = place.feature in BY_TIME
         known = by_time or place.feature in _ROW_SETTINGS or place.feature in data.sample.settings
         known |= place.feature.startswith(("writer", "contract", "finish_reason", "group_id"))
+        known |= _is_alternating(data, place)
         if not known or len(place.values) > 20 or (place.feature.endswith("_length") and place.kind == "one_of"):
             continue
         steps = data.sample.steps

@@ -95,7 +95,7 @@ SHIFT = Fault(
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
-        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, are those of the {which} token: they differ from these by "
+        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, are those of the {which} token: they differ from that one's by "
         "{moved:.2g} nats on average, and from their own by {size:.2g}",
         "moved_after_place": f"{_AFTER}the turns were joined with an offset of one",
     },
@@ -223,29 +223,27 @@ def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
 
 def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Detect that the tokens at a place have the value of the token before or after them."""
-    found, tried = [], [place for place in where if place.inside.sum() >= 20 and place.inside.mean() < 0.5]
-    for place in tried:
-        for lag in (-1, 1):
-            source = np.where(place.inside, _lagged(_index(data), lag)[data.seq, data.position], -1)
-            for is_a, (own, other) in enumerate(((data.a, data.b), (data.b, data.a))):
-                # One side has the values of its own neighbours, or those that the other side has for them.
-                moved = {"own": np.abs(_at(own, source) - own), "other": np.abs(_at(own, source) - other)}
-                for of, off in moved.items():
-                    there = place.inside & np.isfinite(off)
-                    if there.sum() < 20 or np.median(off[there]) > 0.1 * np.median(np.abs(data.d[there])):
-                        continue
-                    if np.mean(off[there] < 0.2 * np.abs(data.d[there]).mean()) < 0.8:
-                        continue
-                    side = data.names["ab"[is_a] if of == "own" else "ba"[is_a]]
-                    finding = SHIFT.finding(
-                        data, "neighbours", there, next=commands.far_tokens(data),
-                        numbers={
-                            **place.numbers, "side": side, "cause": "neighbour", "lag": lag, "num_tokens": int(there.sum()),
-                            "of_tokens": data.num_kept, "moved": float(off[there].mean()), "size": float(np.abs(data.d[there]).mean()),
-                        },
-                    )  # fmt: skip
-                    residual = np.where(there, np.sign(data.d) * off, data.d)
-                    found.append(predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there))
+    found = []
+    for place in where:
+        if place.inside.sum() < 20 or place.inside.mean() > 0.5:
+            continue
+        for lag, side in ((-1, "a"), (-1, "b"), (1, "a"), (1, "b")):
+            own, others = (data.a, data.b) if side == "a" else (data.b, data.a)
+            at = np.where(place.inside, _lagged(_index(data), lag)[data.seq, data.position], -1)
+            there = at >= 0
+            off = np.abs(_at(others, at) - own)[there]
+            by_chance = np.abs(others[np.random.default_rng(0).permutation(at[there])] - own[there])
+            if len(off) < 20 or np.median(off) > 0.1 * min(np.median(np.abs(data.d[there])), np.median(by_chance)):
+                continue
+            finding = SHIFT.finding(
+                data, "neighbours", there, next=commands.far_tokens(data),
+                numbers={
+                    **place.numbers, "side": data.names[side], "cause": "neighbour", "lag": lag, "num_tokens": len(off),
+                    "of_tokens": data.num_kept, "moved": float(off.mean()), "size": float(np.abs(data.d[there]).mean()),
+                },
+            )  # fmt: skip
+            residual = np.where(there, np.sign(data.d) * np.abs(_at(others, at) - own), data.d)
+            found.append(predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there))
     return found
 
 

@@ -261,16 +261,26 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
         reason = "after_end" if np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99 else "improbable"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
         reason = "floor"
-    is_masked = value <= IMPOSSIBLE_LOGPROB and mean < min(1.5 * usual, usual - 1) and where.sum() < 1.5 * num_runs
-    fault = TRUNCATION if is_masked else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
+    cause, is_impossible = "", value <= IMPOSSIBLE_LOGPROB
+    ids = np.unique(sample.tokens[where])
+    if is_impossible and len(ids) < where.sum() / 2 and not np.isin(sample.tokens[rest], ids).any():
+        cause = "forbidden"
+    elif (
+        is_impossible
+        and mean < min(1.5 * usual, usual - 1)
+        and where.sum() < 1.5 * num_runs
+        and np.ptp(side.logprobs[where]) > 0
+    ):
+        cause = "masked"
+    fault = TRUNCATION if cause else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
     return fault.finding(
-        data, "masked" if is_masked else "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
+        data, cause or "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
         next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT"),
         numbers={
-            "side": side.name, "other": other.name, "value": value, "num_tokens": int(where.sum()),
+            "side": side.name, "other": other.name, "value": value, "num_ids": len(ids), "num_tokens": int(where.sum()),
             "num_sequences": len(np.unique(sample.seq[where])), "other_mean": mean,
             "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason,
-            "cause": "masked" if is_masked else "",
+            "cause": cause,
         },
     )  # fmt: skip
 

@@ -47,7 +47,7 @@ TEMPERATURE = Fault(
         "them, {least:g} to {largest:g}): {side} applies each row's own, {other} the same to all",
     },
     words={"scaled_logits": _recorded_temperatures},
-    causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
+    causes={"scale": "one side's logits are scaled: a temperature, a soft cap, or the scale of the head or its norm"},
 )
 TRUNCATION = Fault(
     code="truncation",
@@ -55,9 +55,12 @@ TRUNCATION = Fault(
     broken="recording",
     causes={
         "filter": "top-p, top-k or min-p renormalised on one side only",
+        "forbidden": "one side forbids token ids that the other sampled",
         "masked": "one side cuts off tokens that the other sampled: top-p, top-k or min-p recomputed from its own logits",
     },
     evidence={
+        "forbidden": "{side} gives all {num_tokens:,} tokens with one of {num_ids:,} ids about {value:.4g}, and {other} gives them "
+        "{other_mean:.3g} nats on average: {side} forbids these ids, but sampling allows them",
         "masked": "{side} gives {num_tokens:,} scattered tokens of {num_sequences:,} sequences about {value:.4g}, and {other} gives "
         "them {other_mean:.3g} nats on average, all others {elsewhere_mean:.3g}: {side} masks improbable tokens that sampling kept",
         "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, which "
@@ -586,6 +589,9 @@ def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
         return []
     side = max(scores, key=lambda each: abs(scores[each]))
     mean = sampled_mean(data, side)
+    surprise, entropy = -getattr(data, side), getattr(data.sample, side).entropy[data.keep]
+    if abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
+        return []  # entropies in bits, as the checks of the data report
     # Samples more likely than their distribution says are a fault only if the recording rules out a filter and a temperature.
     if abs(scores[side]) < (6 if recorded else 12) or abs(mean) < 0.05 or (mean > 0 and not _is_plain(data)):
         return []

@@ -349,6 +349,8 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
 
 def find_clamped(data: PairData) -> list[Hypothesis]:
     """Detect that |d| piles up at its largest value: one side was clamped to a distance from the other."""
+    if any(side.rounded is not None for side in precisions(data)):
+        return []  # on a grid, many differences are equal
     size = np.abs(data.d)
     limit = float(np.quantile(size, 0.999))
     error = np.maximum(2 * value_rounding(data), 1e-5 * limit)
@@ -457,7 +459,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
             "cause": sampled, "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
         },
     )  # fmt: skip
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept, rank=1)]
 
 
 def _within_ids(data: PairData) -> float | None:
