@@ -21,6 +21,7 @@ from ..trace.database import Database
 from ..trace.ragged import array_of
 from . import commands
 from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
+from .where import part_of_rows
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -349,7 +350,9 @@ def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> t
     fits = {name: follows(given) for name, given in scales.items()}
     for name, given in scales.items():
         inverted = follows(-given)
-        if 0.05 < inverted[asked].mean() < 0.95 and (fits[name] | inverted)[asked].mean() > 0.97:
+        # A sign that changes for whole steps is told with its first step.
+        within = (mean_of(at, (inverted & asked) * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[inverted & asked]
+        if len(within) and 0.05 < np.median(within) < 0.95 and (fits[name] | inverted)[asked].mean() > 0.97:
             return "advantages_mixed", inverted, {"rule": "the wrong sign", "num": int(inverted.sum())}
     ratio = {name: np.abs(a - given) < 0.02 * np.abs(given) for name, given in scales.items()}
     only = {name: ratio[name] & ~ratio[other] & asked for name, other in itertools.permutations(scales)}
@@ -821,6 +824,9 @@ def _entropies(run: _Run) -> Iterator[DataFinding]:
     if (sample := run.sample) is None:
         return
     at = np.searchsorted(run.steps, sample.steps)
+    compared = sample.compared
+    if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
+        return  # the entropies may be those of the other side's distribution
     for side in (sample.a, sample.b):
         if side.entropy is None:
             continue
@@ -838,7 +844,11 @@ def _entropies(run: _Run) -> Iterator[DataFinding]:
         numbers: Numbers = {"name": side.name, "ratio": float(np.median(ratios))}
         everywhere = np.ones(len(at), bool)
         query = _ENTROPIES.replace("{name}", side.name)
-        if np.all(np.abs(ratios / np.log(2.0) - 1) < 0.12) and abs(np.median(ratios) / np.log(2.0) - 1) < 0.03:
+        left = np.bincount(sample.seq[inside], entropy * np.log(2.0) - surprise, len(at))
+        count = np.bincount(sample.seq[inside], minlength=len(at))
+        in_rows = part_of_rows(sample, np.where(count > 0, left / np.maximum(count, 1), np.nan))
+        is_ln2 = abs(np.median(ratios) / np.log(2.0) - 1) < 0.03 and np.all(np.abs(ratios / np.log(2.0) - 1) < 0.12)
+        if is_ln2 and in_rows is None:
             yield run.finding("entropies_in_bits", everywhere, at, query, numbers)
         place = np.flatnonzero(inside)
         own, before, after = (np.corrcoef(surprise, side.entropy[place + lag])[0, 1] for lag in (0, -1, 1))

@@ -271,8 +271,8 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside = data.without(~place.tokens)
         if inside.num_kept < MIN_LOGPROBS:
             continue
-        by_position = (
-            "position" in str(place.finding.numbers.get("feature")) and place.finding.numbers["kind"] == "from"
+        by_position = "position" in str(place.finding.numbers.get("feature")) and (
+            place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5
         )
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)

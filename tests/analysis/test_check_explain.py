@@ -267,7 +267,7 @@ def test_packed_rows_are_found_without_a_record(tmp_path):
     first = first_of(Recording(rollout=in_float32, train=off_where(not_first)), tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["feature"]) == (
         "row_context",
-        "neighbours",
+        "packing",
         "not_first_of_4",
     )
 

@@ -340,7 +340,7 @@ _TOKENS = (
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
 """Maximum number of token ids that count as one place."""
-_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "response_length", "total_length")
+_ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from .. import commands
 from ..features import judged, judged_words, sampled_mean, sampled_score
 from ..finding import Fault, Hypothesis, Number, of_signs, predicting
 from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, value_rounding
-from ..where import repeated_in_row
+from ..where import part_of_rows, repeated_in_row
 
 
 def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -112,6 +112,8 @@ PENALTY = Fault(
         "the logprobs in {num_equal:,}, and in {num_shifted:,} they differ by {bias:.3g} nats: one side shifts the logits of "
         "some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
+        "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, logprob + entropy averages "
+        "to {mean:.3g} nats ({mean_rest:.2g} in the others): these were sampled at another temperature or with a filter",
         "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: sampling applied a "
         "temperature, filter or penalty that neither pass has, or both passes are in another unit{recorded_text}",
     },
@@ -582,23 +584,36 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """Detect that the passes agree but the tokens were sampled from another distribution."""
+    """Detect that the passes agree but the tokens of the run, or of some of its rows, were sampled from another
+    distribution."""
     recorded = recorded_penalty(data)
     scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
     if not scores or data.num_kept < 400:
         return []
     side = max(scores, key=lambda each: abs(scores[each]))
-    mean = sampled_mean(data, side)
-    surprise, entropy = -getattr(data, side), getattr(data.sample, side).entropy[data.keep]
-    if abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
+    mean, entropy = sampled_mean(data, side), getattr(data.sample, side).entropy[data.keep]
+    surprise = -getattr(data, side)
+    is_plain, part = _is_plain(data), None
+    numbers: dict[str, Number] = {"mean": mean, "recorded": recorded, "cause": "sampled_elsewhere"}
+    if is_plain:
+        total = np.bincount(data.seq, np.nan_to_num(entropy - surprise), data.sample.num_sequences)
+        count = np.bincount(data.seq, np.isfinite(entropy), data.sample.num_sequences)
+        part = part_of_rows(data.sample, np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    if part is not None:
+        signal, (where, inside) = "sampled_by_rows", part
+        numbers |= {
+            "where": where.removeprefix("all "), "mean": float(total[inside].sum() / count[inside].sum()),
+            "mean_rest": float(total[~inside].sum() / max(count[~inside].sum(), 1)), "num_sequences": int(inside.sum()),
+            "of_sequences": len(np.unique(data.seq)),
+        }  # fmt: skip
+    elif abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
         return []  # entropies in bits, as the checks of the data report
     # Samples more likely than their distribution says are a fault only if the recording rules out a filter and a temperature.
-    if abs(scores[side]) < (6 if recorded else 12) or abs(mean) < 0.05 or (mean > 0 and not _is_plain(data)):
+    elif abs(scores[side]) >= (6 if recorded else 12) and abs(mean) >= 0.05 and (mean < 0 or is_plain):
+        signal = "sampled_elsewhere"
+    else:
         return []
-    finding = PENALTY.finding(
-        data, "sampled_elsewhere", next=commands.tokens(data), effect=0.0,
-        numbers={"mean": mean, "recorded": recorded, "cause": "sampled_elsewhere"},
-    )  # fmt: skip
+    finding = PENALTY.finding(data, signal, next=commands.tokens(data), effect=0.0, numbers=numbers)
     return [Hypothesis(finding=finding, tokens=np.zeros(len(data.keep), bool), gain=float("inf"))]
 
 
