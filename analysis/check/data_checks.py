@@ -32,6 +32,10 @@ KINDS = {
     "rows_alone": ("rows have a group of their own", "{num:,} rows are alone in their group although other rows of the step have the same prompt: their baseline is their own reward"),
     "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
+    "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have another advantage than the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
+    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
+    "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts in the loss"),
+    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
     "advantages_mixed": ("some advantages follow another rule", "{num:,} rows have {rule}; all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
@@ -110,20 +114,20 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_scaled": {"advantages_by_length"},
+    "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
 }  # fmt: skip
 """Code of a finding -> codes of findings that explain it."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, response, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, response, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, is_cut, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
-    SELECT step, row_number() OVER () AS place, hash(prompt_ids, response_ids) AS response, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
+    SELECT step, row_number() OVER () AS place, hash(prompt_ids, response_ids) AS response, coalesce(lower(finish_reason) = 'length', false) AS is_cut, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt, {{list}} AS list
     FROM sequences
 )
@@ -137,6 +141,7 @@ _BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(rewar
 _BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
 _BY_ROW = "SELECT step, group_id, seq_id, hash(prompt_ids, response_ids) AS response, reward, advantage FROM {rows} ORDER BY step"
 _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
+_VERSIONS = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
 _ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
@@ -292,15 +297,16 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     factors = np.array([*scaled.values()])
     if 10 * len(scaled) > len(rules) and np.ptp(factors) < 0.1 * np.median(factors):  # groups may differ in scale
         yield _fault_if_changed(found("advantages_scaled", scaled, {"factor": float(np.median(factors))}, notice=True))
-    if explain and (mixed := _mixed(r, a, group, at)):
-        code, affected, mixed_numbers = mixed
-        yield run.finding(code, affected, at, _BY_ROW, mixed_numbers)
-        return
     others = Counter(rule.name for rule in rules.values() if rule.name not in ("own", "constant", ""))
     num_unknown = sum(rule.name == "" for rule in rules.values())
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + num_unknown:
         name = ""  # with a few small steps, some rule fits by chance
+    is_cut = run.rows["is_cut"][known]
+    if explain and not name and (mixed := _unequal(r, a, group, at, is_cut, rules) or _mixed(r, a, group, at)):
+        code, affected, mixed_numbers = mixed
+        yield run.finding(code, affected, at, _BY_ROW, mixed_numbers)
+        return
     off = {step: rule for step, rule in rules.items() if rule.name == name}
     freedom = sum(rule.freedom for rule in off.values())
     if not freedom:
@@ -327,6 +333,45 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         yield found("advantages_unrelated", off, numbers)
     elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change during the run
         yield found("baseline_unknown", off, numbers, notice=True)
+
+
+def _unequal(
+    r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
+) -> tuple[str, np.ndarray, Numbers] | None:
+    """Detect rows whose advantage differs from that of all other rows with the same reward in their group, or groups that
+    lost rows after their baseline was computed. Return the code, the affected rows, [N] bool, and the numbers."""
+    if any(rule.name in _OF_OWN for rule in rules.values()):
+        return None  # advantages that depend on more than the rewards
+    label = np.unique(group + at * (int(group.max()) + 1), return_inverse=True)[1]
+    cell = np.unique(np.stack([label, r]), axis=1, return_inverse=True)[1]
+    order = np.lexsort((a, cell))
+    first, size = np.searchsorted(cell[order], cell), count_of(cell)
+    usual = a[order][first + (size - 1) // 2]
+    scale = np.sqrt(mean_of(label, (a - mean_of(label, a)) ** 2))
+    off = (size > 2) & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
+    asked = size > 2
+    if 3 <= off.sum() < 0.34 * asked.sum() and off.any():
+        rank = rank_of(label)
+        parts = {"with finish reason 'length'": is_cut}
+        parts |= {f"from the group's row {place} on": rank >= place for place in range(2, int(rank.max()))}
+        share = {
+            name: off[part & asked].mean() if (part & asked).any() else 0.0
+            for name, part in parts.items()
+            if not off[~part].any()
+        }
+        where = max(share, key=share.__getitem__, default="")
+        numbers: Numbers = {"num": int(off.sum()), "where": f", all of them {where}" if where else ""}
+        return "advantages_unequal", off, numbers
+    in_group, mean = count_of(label), np.abs(mean_of(label, a))
+    full = in_group == in_group.max()
+    lost = ~full & (mean > 0.05 * scale) & (scale > 0)
+    if (
+        0.2 < full.mean() < 1
+        and mean[full].max() < 1e-3 * scale.max()
+        and lost.sum() > 0.5 * (~full & (scale > 0)).sum() >= 3
+    ):
+        return "rows_lost", lost, {"num": len(np.unique(label[lost])), "size": int(in_group.max())}
+    return None
 
 
 def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
@@ -765,10 +810,18 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
 
 
 def _masked(run: _Run) -> Iterator[DataFinding]:
-    """Detect sampled tokens at the end of responses that do not count in the loss."""
+    """Detect sampled tokens, or whole rows, that do not count in the loss, and impossible policy versions."""
     if (found := _sampled_by(run)) is None:
         return
     sample, engine, other = found
+    at = np.searchsorted(run.steps, sample.steps)
+    ahead = (engine.versions - other.versions).filled(0)
+    if other.name == "train" and (wrong := ahead > 0).mean() > 0.05:
+        numbers: Numbers = {"num": int(wrong.sum()), "ahead": int(np.median(ahead[wrong]))}
+        yield run.finding("versions_ahead", wrong, at, _VERSIONS, numbers)
+    counted = np.bincount(sample.seq[sample.mask], minlength=sample.num_sequences)
+    if (empty := (counted == 0) & (sample.lengths > 0)).sum() >= 3:
+        yield run.finding("rows_masked", empty, at, _BY_ROW, {"num": int(empty.sum())}, notice=True)
     place = np.arange(len(sample.tokens))
     last = np.full(sample.num_sequences, -1)
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
@@ -777,8 +830,7 @@ def _masked(run: _Run) -> Iterator[DataFinding]:
     rows = np.unique(sample.seq[cut])
     stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
     if len(rows) > max(3, (stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences) / 2):
-        numbers: Numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
-        at = np.searchsorted(run.steps, sample.steps)
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
         yield run.finding("mask_cuts", np.isin(np.arange(len(at)), rows), at, _BY_ROW, numbers, notice=True)
 
 

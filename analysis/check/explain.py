@@ -147,7 +147,8 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     equal = find_equal(data)
     if not data.d.any():
         return [*facts, *(each for each in equal if each.fails or not facts)]
-    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(data)]
+    since = [each for each in equal if each.signal == "copied_steps" and each.tokens is not None]
+    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(_without_tokens(data, since))]
     if not any(finding.fails for finding in (*found, *facts)):
         found += [each.finding for each in find_unsampled(data)]
         if not any(finding.fails for finding in found):
@@ -320,6 +321,13 @@ def _overlaps(one: Hypothesis, others: Sequence[Hypothesis]) -> bool:
 
 def _without(data: PairData, found: Sequence[Hypothesis]) -> PairData:
     for each in found:
+        data = data.without(each.tokens)
+    return data
+
+
+def _without_tokens(data: PairData, found: Sequence[Finding]) -> PairData:
+    for each in found:
+        assert each.tokens is not None
         data = data.without(each.tokens)
     return data
 

@@ -51,6 +51,10 @@ _EVIDENCE = {
     "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
     "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
     "{differing}: {copied_text}",
+    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, and differ at {share_before:.0%} of the "
+    "tokens before, with the same contracts: one has been a copy of the other since",
+    "shifted_mask": "{side} has no logprob for {num_tokens:,} counted tokens, all at the {end} of a run of counted tokens, and has logprobs "
+    "for {num_left_out:,} tokens just before or after such runs, which do not count: the loss mask is one token {late}",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
     "contracts name {differing}: in these rows one pass is a copy of the other",
 }
@@ -108,7 +112,8 @@ PLACEHOLDERS = _fault(
 )
 NOT_SAMPLED = _fault("mask", "prompt, tool or padding tokens are counted as sampled tokens", "constant")
 MASK = _fault("mask", "prompt or tool tokens are counted as sampled tokens", "unlikely_runs")
-COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows")
+COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps")
+SHIFTED_MASK = _fault("mask", "the loss mask is shifted by one token", "shifted_mask")
 EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
@@ -128,6 +133,7 @@ def find_missing(data: PairData) -> list[Finding]:
         _missing(data, *sides, lost_a & lost_b & ~(null_a & null_b), null_a & null_b, signal="missing_in_both"),
     )  # fmt: skip
     found = [finding for finding in missing if finding is not None]
+    found = [_shifted_mask(data, each) or each for each in found]
     elsewhere = data.sums.num_not_finite - int(((lost_a & ~null_a) | (lost_b & ~null_b)).sum())
     if elsewhere > 0:
         share = float(elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1))
@@ -171,6 +177,27 @@ def _missing(
             "value": next((kind for kind, has in kinds.items() if has.all()), "NaN"),
         },
     )  # fmt: skip
+
+
+def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
+    """Return the finding for a loss mask that is shifted by one token, if that explains the missing logprobs."""
+    sample, names = data.sample, {data.sample.a.name: data.sample.a, data.sample.b.name: data.sample.b}
+    side = names.get(str(finding.numbers.get("side")))
+    if side is None:
+        return None
+    has, joined = np.isfinite(side.logprobs), np.diff(sample.seq) == 0
+    before = {name: np.r_[False, each[:-1] & joined] for name, each in (("mask", sample.mask), ("has", has))}
+    after = {name: np.r_[each[1:] & joined, False] for name, each in (("mask", sample.mask), ("has", has))}
+    missing, left_out = sample.mask & ~has, has & ~sample.mask
+    for late, end, inside, outside in (("late", "end", before, after), ("early", "beginning", after, before)):
+        at_end = missing & inside["has"] & ~outside["mask"]
+        beside = left_out & outside["mask"]
+        if at_end.sum() > 0.9 * missing.sum() and beside.sum() > 0.5 * missing.sum():
+            return SHIFTED_MASK.finding(
+                data, "shifted_mask", np.zeros(data.num_kept, bool), effect=float("nan"), share=finding.share, next=finding.next,
+                numbers={"side": side.name, "num_tokens": int(missing.sum()), "num_left_out": int(beside.sum()), "end": end, "late": late},
+            )  # fmt: skip
+    return None
 
 
 def find_unsampled(data: PairData) -> list[Hypothesis]:
@@ -381,6 +408,8 @@ def find_equal(data: PairData) -> list[Finding]:
         known = bool(data.contract("a") and data.contract("b"))
         return [EQUAL.finding(data, "equal_bits", numbers=numbers | {"contracts_known": int(known)})]
     size = data.sample.num_sequences
+    if found := _copied_since(data):
+        return found
     num, telling, equal = (
         np.bincount(data.seq, each, minlength=size)
         for each in (None, data.b < -1e-3, (data.d == 0.0) & (data.b < -1e-3))
@@ -394,6 +423,35 @@ def find_equal(data: PairData) -> list[Finding]:
         COPIES.finding(
             data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
             numbers={"num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), **differing},
+        )
+    ]  # fmt: skip
+
+
+def _copied_since(data: PairData) -> list[Finding]:
+    """Detect that the passes begin to be bitwise equal at some step, without a change of contract."""
+    steps = data.sample.steps[data.seq]
+    known = np.unique(steps)
+    equal = np.array([not data.d[steps == step].any() for step in known])
+    since = int(np.argmax(equal))
+    if since < 2 or len(known) - since < 2 or not equal[since:].all():
+        return []
+    later = steps >= known[since]
+    telling = data.b[~later] < -1e-3
+    share = float(np.mean(data.d[~later][telling] != 0)) if telling.any() else 0.0
+    contracts = [
+        {
+            name
+            for row in np.unique(data.seq[part])
+            for name in (data.sample.a.contracts[row], data.sample.b.contracts[row])
+        }
+        for part in (later, ~later)
+    ]
+    if share < 0.5 or contracts[0] != contracts[1]:
+        return []
+    return [
+        COPIES.finding(
+            data, "copied_steps", later, effect=0.0, next=commands.stats(data, "step"),
+            numbers={**data.names, "since_equal": int(known[since]), "num_tokens": int(later.sum()), "share_before": share},
         )
     ]  # fmt: skip
 

@@ -375,7 +375,7 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
         return []
     # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
     # some tokens by nats in the other direction.
-    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(0.02 * other.sum(), 0.001 * len(size)):
+    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(0.02 * other.sum(), 0.002 * len(size)):
         return []
     # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
     quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)

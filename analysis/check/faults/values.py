@@ -51,6 +51,7 @@ _NAMES = {
     "by_length": "logprobs divided by the number of tokens of the response",
     "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
     "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
+    "moving_average": "a moving average along the response, in which each logprob has a weight of {factor:.3g}",
     "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
@@ -247,6 +248,12 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
     yield "by_length", values * data.sample.lengths[data.seq], {}, 2.0
     yield "cumulative", values - np.where(starts, 0.0, np.r_[0.0, values[:-1]]), {}, 2.0
     yield "cumulative_to_end", values - np.where(np.r_[starts[1:], True], 0.0, np.r_[values[1:], 0.0]), {}, 2.0
+    design = np.stack([np.where(starts, 0.0, np.r_[0.0, values[:-1]]), other], axis=1)[~starts]
+    if len(design) >= 30:
+        (kept, taken), *_ = np.linalg.lstsq(design, values[~starts], rcond=None)
+        if kept > 0.05 and taken > 0.05 and abs(kept + taken - 1) < 0.02:
+            averaged = (values - kept * np.r_[0.0, values[:-1]]) / taken
+            yield "moving_average", np.where(starts, values, averaged), {"factor": float(taken)}, 8.0
     p = np.exp(np.minimum(other, 0.0))
     (offset, factor), rounded = _line(values, p)
     if rounded in _PROBABILITIES:
