@@ -115,6 +115,7 @@ def data_findings(database: Database, sample: Sample | None) -> tuple[DataFindin
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"},
     "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
+    "rows_lost": {"not_finite"},
 }  # fmt: skip
 """Code of a finding -> codes of findings that explain it."""
 _LOST = "coalesce(NOT isfinite({}), false)"
@@ -303,7 +304,7 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     if 2 * num < others.total() + num_unknown:
         name = ""  # with a few small steps, some rule fits by chance
     is_cut = run.rows["is_cut"][known]
-    if explain and not name and (mixed := _unequal(r, a, group, at, is_cut, rules) or _mixed(r, a, group, at)):
+    if explain and not name and (mixed := _mixed(r, a, group, at) or _unequal(r, a, group, at, is_cut, rules)):
         code, affected, mixed_numbers = mixed
         yield run.finding(code, affected, at, _BY_ROW, mixed_numbers)
         return

@@ -373,18 +373,18 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     lean = abs(float(data.d.mean())) / float(size.mean())
     if lean < (MIN_ONE_SIDED if clear else 0.7):
         return []
+    quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
+    raised, lowered = ("b", "a") if is_negative else ("a", "b")
+    medians = [float(np.median(size[each])) for each in quarters]
+    if medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]:
+        return [_smoothed(data, lowered, raised)]
     # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
     # some tokens by nats in the other direction.
     if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(0.02 * other.sum(), 0.002 * len(size)):
         return []
     # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
-    quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
     if np.median(size[quarters[3]]) > max(3.0, 20 * float(np.median(size[quarters[1]]))):
         return []
-    raised, lowered = ("b", "a") if is_negative else ("a", "b")
-    medians = [float(np.median(size[each])) for each in quarters]
-    if medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]:
-        return [_smoothed(data, lowered, raised)]
     mass = np.minimum(np.exp(data.d if is_negative else -data.d), 1.0)
     score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
     if score < (4 if clear else 8):

@@ -363,12 +363,7 @@ def find_clamped(data: PairData) -> list[Hypothesis]:
     error = np.maximum(2 * value_rounding(data), 1e-5 * limit)
     at = np.abs(size - limit) < error
     near = (size < limit - error) & (size > 0.8 * limit)
-    if (
-        at.sum() < 20
-        or at.sum() < 5 * near.sum()
-        or np.any(size > limit + error)
-        or limit < 50 * float(np.median(error))
-    ):
+    if at.sum() < 20 or at.sum() < near.sum() or np.any(size > limit + error) or limit < 50 * float(np.median(error)):
         return []
     if min(np.mean(data.d[at] > 0), np.mean(data.d[at] < 0)) < 0.1:
         return []
