@@ -620,7 +620,7 @@ def test_a_token_with_the_value_of_the_next_one_is_told_from_a_wrong_value(tmp_p
     assert first.numbers["feature"] == "first_token"
 
 
-def penalised(size):
+def without_repeats(size):
     """Values of an engine that lowers the logit of tokens that the response already has."""
 
     def rollout(step, number):
@@ -638,7 +638,7 @@ def penalised(size):
 
 @pytest.mark.parametrize("size", [0.8, 0.05])
 def test_a_penalty_is_named_even_if_it_is_no_larger_than_rounding(tmp_path, size):
-    first = first_of(Recording(rollout=penalised(size), contracts={"rollout": VLLM_BF16}), tmp_path / "trace")
+    first = first_of(Recording(rollout=without_repeats(size), contracts={"rollout": VLLM_BF16}), tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["counted"]) == ("penalty", "repeated", "response")
 
 
