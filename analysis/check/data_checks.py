@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..trace.database import Database
 from ..trace.ragged import array_of
 from . import commands
 from .sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, Sample, run_lengths
+from .where import part_of_rows
 
 KINDS = {
     "not_finite": ("NaN or infinite {column}", "{num:,} values of {column} are NaN or infinite"),
@@ -28,8 +29,14 @@ KINDS = {
     "one_row_groups": ("group ids are unique per row", "each prompt has {rows_per_prompt:.3g} rows on average, but every row has its own group"),
     "groups_mix_prompts": ("groups mix prompts", "{num_groups:,} groups hold rows of several prompts, up to {most} in one group"),
     "prompts_split": ("prompts are split over groups", "the rows of a prompt are split over {num_groups} groups per step, each with its own baseline"),
+    "rows_alone": ("rows have a group of their own", "{num:,} rows are alone in their group although other rows of the step have the same prompt: their baseline is their own reward"),
     "advantages_constant": ("constant advantages", "all advantages of a group are equal (mean {value:g}) at {num_steps} steps where rewards differ"),
     "advantages_inverted": ("advantages have the wrong sign", "advantages decrease as rewards increase: their correlation within groups is {correlation:.3f}"),
+    "advantages_unequal": ("equal rewards of a group get different advantages", "{num:,} rows have another advantage than the other rows with the same reward in their group{where}: these rewards were changed after the advantages were computed, or part of each group has a baseline of its own"),
+    "rows_lost": ("groups lost rows after their baseline was computed", "in {num:,} groups of fewer than {size} rows, the advantages do not sum to 0, as they do in whole groups: rows were removed afterwards"),
+    "rows_masked": ("rows without a token in the loss", "{num:,} rows have advantages but no token that counts in the loss"),
+    "versions_ahead": ("the engine's policy version is ahead of the trainer's", "in {num:,} rows, the engine's policy version is {ahead} ahead of the trainer's: the engine cannot have weights that the trainer does not have yet, so one of the counters is wrong"),
+    "advantages_mixed": ("some advantages follow another rule", "{num:,} rows have {rule}; all others follow the group's mean and scale"),
     "advantages_unrelated": ("advantages do not follow rewards", "the correlation between advantages and rewards within groups is {correlation:.3f} (up to {error:.2f} by chance)"),
     "rewards_of_other_rows": ("rewards belong to other rows", "advantages follow the rewards of other rows ({explanation}: fit {fit:.4f}); as recorded, their correlation with rewards is {correlation:.3f} within groups"),
     "baseline": ("the baseline is not the group's mean", "advantages are rewards minus {explanation} (fit {fit:.4f}; with the group's mean {own:.4f})"),
@@ -41,10 +48,14 @@ KINDS = {
     "advantages_extreme": ("extreme advantages", "|advantage| reaches {largest:.4g}; {usual:.3g} is usual, and no baseline or normalisation gives more than {bound:.3g}"),
     "rewards_unequal": ("identical responses get different rewards", "{num:,} of {num_pairs:,} pairs of identical responses to the same prompt have different rewards; with rewards moved by {shift} rows, only {num_moved:,} do"),
     "metric_contradicts": ("a logged metric contradicts the rows", "{name} is logged as {logged:.4g} at step {step}, but the rows give {recorded:.4g}"),
+    "metric_of_others": ("a logged metric is the mean of other values", "{name} is logged as {logged:.4g} at step {step}, the mean of {of}, but all rows give {recorded:.4g}"),
     "ratio_is_one": ("the importance ratio is 1 by construction", "{a} and {b} are bitwise equal at all {num_tokens:,} tokens inspected; {reason}"),
     "padding_counts": ("padding after the end token counts in the loss", "{num_tokens:,} tokens in {num_rows:,} rows repeat the end token: they count in the loss but were not sampled"),
     "samples_repeat": ("responses repeat", "{num:,} of {num_asked:,} responses to a known prompt occurred before, but their logprobs make at most {expected:.0f} repeats likely: several rows share a seed, or rows were reused"),
-    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows of the full length {length} have finish reason '{reason}' but no end token at the end; all shorter rows with this reason have one"),
+    "finish_contradicts": ("finish reasons contradict the tokens", "{num:,} rows: {num_stop:,} of the full length {length} say 'stop' without an end token, and {num_length:,} shorter ones say 'length' although they end with one"),
+    "limit_contradicts": ("responses are cut before the recorded limit", "{num:,} rows have finish reason 'length' at {length:,} tokens, but max_tokens is {limit:,.0f}"),
+    "entropies_in_bits": ("entropies are in bits", "the mean of -logprob is {ratio:.3f} times the entropy recorded for {name} at all levels of entropy, i.e. ln 2: the entropies are in bits, not nats"),
+    "entropies_shifted": ("entropies belong to other positions", "-logprob correlates with the entropy that {name} records one position away ({best:.2f}; with its own {own:.2f}): each entropy is that of the {which} position"),
     "mask_cuts": ("the loss mask leaves out sampled tokens", "{num_tokens:,} sampled tokens at the end of {num_rows:,} rows do not count in the loss"),
     "unsampled_count": ("tokens that were not sampled count in the loss", "{num_tokens:,} consecutive tokens in {num_rows:,} rows, such as tool output, count in the loss but were not sampled"),
 }  # fmt: skip
@@ -84,27 +95,40 @@ def data_text(finding: DataFinding) -> str:
 def data_findings(database: Database, sample: Sample | None) -> tuple[DataFinding, ...]:
     """Check the data of the selected steps. Tokens are inspected at the steps of `sample`."""
     run = _Run(database, sample)
-    checks = (_values, _groups, _advantages, _repeated, _metrics, _ratios, _unsampled, _samples, _masked, _finished)
+    checks = (
+        _values,
+        _groups,
+        _advantages,
+        _repeated,
+        _metrics,
+        _ratios,
+        _unsampled,
+        _samples,
+        _masked,
+        _finished,
+        _entropies,
+    )
     found = {finding.code: finding for check in checks if len(run.at) for finding in check(run)}
     return tuple(finding for code, finding in found.items() if not found.keys() & _EXPLAINED_BY.get(code, set()))
 
 
 _EXPLAINED_BY = {
     "advantages_extreme": {"advantages_scaled"}, "baseline_unknown": {"advantages_extreme"},
-    "advantages_scaled": {"advantages_by_length"},
+    "advantages_scaled": {"advantages_by_length"}, "advantages_unequal": {"advantages_extreme"},
+    "rows_lost": {"not_finite"},
 }  # fmt: skip
 """Code of a finding -> codes of findings that explain it."""
 _LOST = "coalesce(NOT isfinite({}), false)"
 _ZEROS = "coalesce(list_position(list_transform({}, lambda value: value <> 0), true) - 1, 0)"
 _ROWS = f"""
-SELECT step, response, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, coalesce(advantage, list_avg(list)) AS advantage,
+SELECT step, response, coalesce("group", 0) AS "group", coalesce(prompt, 0) AS prompt, reward, length, prompt_length, is_cut, coalesce(advantage, list_avg(list)) AS advantage,
        coalesce(abs(advantage), greatest(abs(list_max(list)), abs(list_min(list)))) AS largest,
        coalesce(list_max(list) - list_min(list) > 1e-5 * largest, false) AS is_per_token,
        CASE WHEN list_unique(list) = 2 THEN len(list_filter(list, lambda value: value = 0)) ELSE 0 END AS num_zero,
        {_ZEROS.format("list")} AS zeros_first, {_ZEROS.format("list_reverse(list)")} AS zeros_last,
        {_LOST.format("reward")} AS lost_reward, {_LOST.format("coalesce(advantage, list_sum(list))")} AS lost_advantage
 FROM (
-    SELECT step, row_number() OVER () AS place, hash(prompt_ids, response_ids) AS response, num_response_tokens::DOUBLE AS length, reward, advantage,
+    SELECT step, row_number() OVER () AS place, hash(prompt_ids, response_ids) AS response, coalesce(lower(finish_reason) = 'length', false) AS is_cut, num_response_tokens::DOUBLE AS length, coalesce(len(prompt_ids), 0)::DOUBLE AS prompt_length, reward, advantage,
            CASE WHEN group_id IS NOT NULL THEN hash(group_id) END AS "group", CASE WHEN prompt_ids IS NOT NULL THEN hash(prompt_ids) END AS prompt, {{list}} AS list
     FROM sequences
 )
@@ -118,6 +142,8 @@ _BY_STEP = "SELECT step, avg(reward) AS reward, min(reward) AS lowest, max(rewar
 _BY_GROUP = "SELECT step, group_id, count(*) AS n, count(DISTINCT prompt_ids) AS prompts, avg(reward) AS reward, avg(advantage) AS advantage, corr(reward, advantage) AS correlation FROM {rows} GROUP BY ALL ORDER BY step, group_id"
 _BY_ROW = "SELECT step, group_id, seq_id, hash(prompt_ids, response_ids) AS response, reward, advantage FROM {rows} ORDER BY step"
 _EQUAL_BY_STEP = "SELECT step, count(*) AS num_tokens, sum((d = 0)::INTEGER) AS num_equal FROM pair('{a}', '{b}') GROUP BY step ORDER BY step"
+_VERSIONS = 'SELECT step, "pass", policy_version, count(*) AS num_sequences FROM scores GROUP BY ALL ORDER BY ALL'
+_ENTROPIES = "SELECT round(e, 1) AS entropy, avg(-p) AS surprise, count(*) AS n FROM (SELECT unnest(entropy) AS e, unnest(logprobs) AS p FROM scores WHERE \"pass\" = '{name}') GROUP BY ALL ORDER BY ALL"
 _TOKENS = "SELECT position, token_id, mask, rollout_logprob, train_logprob FROM tokens WHERE step = {step} AND seq_id = '{seq_id}' ORDER BY position"
 _ERRORS = 4.0
 """Number of standard errors that chance does not reach even in a thousand steps."""
@@ -229,6 +255,9 @@ def _groups(run: _Run) -> Iterator[DataFinding]:
     if mixed.any():
         numbers: Numbers = {"num_groups": len(np.unique(group[mixed])), "most": int(prompts.max())}
         yield run.finding("groups_mix_prompts", mixed, at, _BY_GROUP, numbers)
+    alone = (in_group == 1) & repeated & (in_group.max() > 1)
+    if alone.sum() >= 3:
+        yield run.finding("rows_alone", alone, at, _BY_GROUP, {"num": int(alone.sum())})
     elif np.ptp(groups) == 0 and groups[0] > 1 and in_group.min() > 1 and prompt.max() + 1 > 3 * len(np.unique(at)):
         # If a few prompts were drawn twice by chance, others would be drawn once.
         yield run.finding("prompts_split", at >= 0, at, _BY_GROUP, {"num_groups": int(groups[0])}, notice=True)
@@ -274,6 +303,11 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
     name, num = others.most_common(1)[0] if others else ("", 0)
     if 2 * num < others.total() + num_unknown:
         name = ""  # with a few small steps, some rule fits by chance
+    is_cut = run.rows["is_cut"][known]
+    if explain and not name and (mixed := _mixed(r, a, group, at) or _unequal(r, a, group, at, is_cut, rules)):
+        code, affected, mixed_numbers = mixed
+        yield run.finding(code, affected, at, _BY_ROW, mixed_numbers)
+        return
     off = {step: rule for step, rule in rules.items() if rule.name == name}
     freedom = sum(rule.freedom for rule in off.values())
     if not freedom:
@@ -300,6 +334,101 @@ def _advantages(run: _Run) -> Iterator[DataFinding]:
         yield found("advantages_unrelated", off, numbers)
     elif explain and 3 <= len(off) <= len(rules) - 3 and [*off] == [*rules][-len(off) :]:  # a change during the run
         yield found("baseline_unknown", off, numbers, notice=True)
+
+
+def _unequal(
+    r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray, is_cut: np.ndarray, rules: dict[int, AdvantageRule]
+) -> tuple[str, np.ndarray, Numbers] | None:
+    """Detect rows whose advantage differs from that of all other rows with the same reward in their group, or groups that
+    lost rows after their baseline was computed. Return the code, the affected rows, [N] bool, and the numbers."""
+    if any(rule.name in _OF_OWN for rule in rules.values()):
+        return None  # advantages that depend on more than the rewards
+    label = np.unique(group + at * (int(group.max()) + 1), return_inverse=True)[1]
+    cell = np.unique(np.stack([label, r]), axis=1, return_inverse=True)[1]
+    order = np.lexsort((a, cell))
+    first, size = np.searchsorted(cell[order], cell), count_of(cell)
+    usual = a[order][first + (size - 1) // 2]
+    scale = np.sqrt(mean_of(label, (a - mean_of(label, a)) ** 2))
+    off = (size > 2) & (np.abs(a - usual) > 0.05 * np.maximum(scale, 1e-9))
+    asked = size > 2
+    if 3 <= off.sum() < 0.34 * asked.sum() and off.any():
+        rank = rank_of(label)
+        parts = {"with finish reason 'length'": is_cut}
+        parts |= {f"from the group's row {place} on": rank >= place for place in range(2, int(rank.max()))}
+        share = {
+            name: off[part & asked].mean() if (part & asked).any() else 0.0
+            for name, part in parts.items()
+            if not off[~part].any()
+        }
+        where = max(share, key=share.__getitem__, default="")
+        numbers: Numbers = {"num": int(off.sum()), "where": f", all of them {where}" if where else ""}
+        return "advantages_unequal", off, numbers
+    in_group, mean = count_of(label), np.abs(mean_of(label, a))
+    full = in_group == in_group.max()
+    lost = ~full & (mean > 0.05 * scale) & (scale > 0)
+    if (
+        0.2 < full.mean() < 1
+        and mean[full].max() < 1e-3 * scale.max()
+        and lost.sum() > 0.5 * (~full & (scale > 0)).sum() >= 3
+    ):
+        return "rows_lost", lost, {"num": len(np.unique(label[lost])), "size": int(in_group.max())}
+    return None
+
+
+def _mixed(r: np.ndarray, a: np.ndarray, group: np.ndarray, at: np.ndarray) -> tuple[str, np.ndarray, Numbers] | None:
+    """Detect that the rows follow two rules: the group's, and the same with the other sign, with or without its standard
+    deviation, or with the rewards of the previous step. Return the code, the affected rows, [N] bool, and the numbers.
+    """
+    label = np.unique(group + at * (int(group.max()) + 1), return_inverse=True)[1]
+    centred = r - mean_of(label, r)
+    spread = np.sqrt(mean_of(label, centred**2))
+    asked = (np.abs(centred) > 1e-3 * spread) & (spread > 1e-6 * np.abs(r).max())
+    scales = {"centred": centred, "normalised": centred / np.where(spread > 0, spread, np.nan)}
+    if asked.sum() < 30:
+        return None
+
+    def follows(given: np.ndarray) -> np.ndarray:
+        """Return [N] True where an advantage is the usual multiple of `given`, up to eps and leave-one-out."""
+        ratio = np.where(asked & (given != 0), a / np.where(given == 0, np.nan, given), np.nan)
+        usual = np.nanmedian(np.abs(ratio))
+        return np.abs(ratio / usual - 1) < 0.02
+
+    fits = {name: follows(given) for name, given in scales.items()}
+    for name, given in scales.items():
+        inverted = follows(-given)
+        # A sign that changes for whole steps is told with its first step.
+        within = (mean_of(at, (inverted & asked) * 1.0) / np.maximum(mean_of(at, asked * 1.0), 1e-9))[inverted & asked]
+        if len(within) and 0.05 < np.median(within) < 0.95 and (fits[name] | inverted)[asked].mean() > 0.97:
+            return "advantages_mixed", inverted, {"rule": "the wrong sign", "num": int(inverted.sum())}
+    ratio = {name: np.abs(a - given) < 0.02 * np.abs(given) for name, given in scales.items()}
+    only = {name: ratio[name] & ~ratio[other] & asked for name, other in itertools.permutations(scales)}
+    if (
+        min(each.sum() for each in only.values()) > 0.05 * asked.sum()
+        and np.any([*ratio.values()], axis=0)[asked].mean() > 0.97
+    ):
+        fewer = min(only, key=lambda name: only[name].sum())
+        rule = (
+            "no division by the group's standard deviation"
+            if fewer == "centred"
+            else "a division by the group's standard deviation"
+        )
+        return "advantages_mixed", only[fewer], {"rule": rule, "num": int(only[fewer].sum())}
+    sizes = np.bincount(at)
+    if len(sizes) < 3 or np.ptp(sizes) or any(fit[asked].mean() > 0.5 for fit in fits.values()):
+        return None
+    for given in scales.values():
+        before = np.r_[np.full(sizes[0], np.nan), given[: -sizes[0]]]
+        if _fit(before, a) > 0.99:
+            return (
+                "rewards_of_other_rows",
+                at > 0,
+                {
+                    "explanation": "the rewards of the previous step",
+                    "fit": _fit(before, a),
+                    "correlation": _fit(centred, a),
+                },
+            )
+    return None
 
 
 def _fault_if_changed(finding: DataFinding) -> DataFinding:
@@ -526,6 +655,18 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
         if not found:
             continue
         is_sample, num, _, name, value, ends, off, distance = min(found, key=lambda entry: entry[:3])
+        if is_sample and table == "sequences" and (of := _logged_of(run, column, value[ends], steps[ends])):
+            worst = ends[distance.argmax()]
+            numbers = {
+                "name": name,
+                "logged": float(value[worst]),
+                "recorded": float(mean[worst]),
+                "step": int(steps[worst]),
+                "of": of,
+            }
+            at = np.searchsorted(run.steps, steps[ends])
+            yield run.finding("metric_of_others", distance > 0, at, _BY_STEP, numbers)
+            continue
         if num > 2 and (not is_sample or 2 * num > len(off)):
             worst = ends[np.argmax(np.where(off, distance, -1.0))]
             numbers: Numbers = {
@@ -533,6 +674,25 @@ def _metrics(run: _Run) -> Iterator[DataFinding]:
             }  # fmt: skip
             at = np.searchsorted(run.steps, steps[ends])
             yield run.finding("metric_contradicts", off, at, _BY_STEP, numbers, notice=is_sample)
+
+
+def _logged_of(run: _Run, column: str, value: np.ndarray, steps: np.ndarray) -> str:
+    """Return the rows, or the tokens, whose mean the logged values, [E] at as many steps, equal exactly; empty if unknown."""
+    values = run.rows["reward" if column == "reward" else "length"]
+    tried: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        "the first half of the rows": lambda each: each[: len(each) // 2],
+        "the first quarter of the rows": lambda each: each[: len(each) // 4],
+        "every other row": lambda each: each[::2],
+        "the rows of largest and smallest value": lambda each: np.array([each.max(), each.min()]),
+    }
+    options = {name: (values, chosen) for name, chosen in tried.items()}
+    if column != "reward":
+        options["prompt and response"] = (values + run.rows["prompt_length"], lambda each: each)
+    for name, (given, chosen) in options.items():
+        means = [np.mean(chosen(given[run.steps[run.at] == step])) for step in steps]
+        if len(steps) > 2 and np.allclose(means, value, rtol=1e-4, atol=1e-6):
+            return name
+    return ""
 
 
 _EQUAL = """
@@ -644,41 +804,113 @@ def _samples(run: _Run) -> Iterator[DataFinding]:
     expected = float(-np.expm1(earlier[asked] * np.log1p(-np.minimum(probability[asked], 1 - 1e-9))).sum())
     temperature = sample.settings["temperature"]
     is_greedy = np.all((temperature == 0) | (sample.settings["top_k"] == 1))
-    if (num := int(again[asked].sum())) > max(20, 2 * expected, asked.sum() / 2) and not is_greedy:
+    if (num := int(again[asked].sum())) > 3 + 3 * expected and not is_greedy:
         numbers: Numbers = {"num": num, "num_asked": int(asked.sum()), "expected": expected}
         notice = not np.isfinite(temperature).any()
         yield run.finding("samples_repeat", again[asked], at[full][asked], _BY_ROW, numbers, notice=notice)
 
 
 def _masked(run: _Run) -> Iterator[DataFinding]:
-    """Detect sampled tokens at the end of responses that do not count in the loss."""
+    """Detect sampled tokens, or whole rows, that do not count in the loss, and impossible policy versions."""
     if (found := _sampled_by(run)) is None:
         return
     sample, engine, other = found
+    at = np.searchsorted(run.steps, sample.steps)
+    ahead = (engine.versions - other.versions).filled(0)
+    if other.name == "train" and (wrong := ahead > 0).mean() > 0.05:
+        numbers: Numbers = {"num": int(wrong.sum()), "ahead": int(np.median(ahead[wrong]))}
+        yield run.finding("versions_ahead", wrong, at, _VERSIONS, numbers)
+    counted = np.bincount(sample.seq[sample.mask], minlength=sample.num_sequences)
+    if (empty := (counted == 0) & (sample.lengths > 0)).sum() >= 3:
+        yield run.finding("rows_masked", empty, at, _BY_ROW, {"num": int(empty.sum())}, notice=True)
     place = np.arange(len(sample.tokens))
     last = np.full(sample.num_sequences, -1)
     np.maximum.at(last, sample.seq[sample.mask], place[sample.mask])
     sampled = (engine.logprobs < 0) & np.isfinite(engine.logprobs) & np.isfinite(other.logprobs)
     cut = sampled & (place > last[sample.seq]) & (last[sample.seq] >= 0) & ~_repeats_end(sample)
     rows = np.unique(sample.seq[cut])
-    if len(rows) > max(3, sample.num_sequences / 2):
-        numbers: Numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
-        at = np.searchsorted(run.steps, sample.steps)
+    stopped = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
+    if len(rows) > max(3, (stopped.sum() if stopped.any() and stopped[rows].all() else sample.num_sequences) / 2):
+        numbers = {"num_tokens": int(cut.sum()), "num_rows": len(rows)}
         yield run.finding("mask_cuts", np.isin(np.arange(len(at)), rows), at, _BY_ROW, numbers, notice=True)
 
 
 def _finished(run: _Run) -> Iterator[DataFinding]:
-    """Detect rows whose finish reason says that they stopped by themselves although they were cut at the length limit."""
+    """Detect finish reasons that contradict the last token or the length limit of their rows."""
     sample = run.sample
     if sample is None or not sample.lengths.any():
         return
-    longest = int(sample.lengths.max())
+    at = np.searchsorted(run.steps, sample.steps)
+    said = np.array([str(reason or "").lower() for reason in sample.finish_reasons])
+    longest, limit = int(sample.lengths.max()), sample.settings["max_tokens"]
+    cut = said == "length"
+    early = cut & np.isfinite(limit) & (sample.lengths < limit)
+    total = sample.lengths + sample.prompt_lengths
+    if early.sum() >= max(3, 0.5 * cut.sum()) and np.ptp(sample.lengths[early]) == 0 and np.ptp(total[early]):
+        numbers: Numbers = {
+            "num": int(early.sum()),
+            "length": int(sample.lengths[early][0]),
+            "limit": float(np.median(limit[early])),
+        }
+        yield run.finding("limit_contradicts", early, at, _BY_ROW, numbers)
     last = sample.tokens[np.maximum(sample.starts[1:] - 1, 0)]
-    said = np.array([str(reason or "").lower() == "stop" for reason in sample.finish_reasons], bool)
-    ends, counts = np.unique(last[said & (sample.lengths < longest)], return_counts=True)
-    if counts.sum() < 8 or len(ends) > 3:  # a stop string may end with any token
+    short = sample.lengths < longest
+    ends, counts = np.unique(last[short], return_counts=True)
+    usual = ends[np.argsort(-counts)][:3]
+    if short.sum() < 8 or np.isin(last[short], usual).mean() < 0.9:  # a stop string may end with any token
         return
-    wrong = said & (sample.lengths == longest) & ~np.isin(last, ends)
-    if wrong.sum() >= max(3, 0.02 * said.sum()):
-        numbers: Numbers = {"num": int(wrong.sum()), "length": longest, "reason": "stop"}
-        yield run.finding("finish_contradicts", wrong, np.searchsorted(run.steps, sample.steps), _BY_ROW, numbers)
+    has_end = np.isin(last, usual)
+    wrong = ((said == "stop") & ~short & ~has_end) | (cut & short & has_end & (total < total.max()))
+    if wrong.sum() >= max(3, 0.02 * np.isin(said, ("stop", "length")).sum()):
+        numbers = {
+            "num": int(wrong.sum()),
+            "num_stop": int((wrong & ~cut).sum()),
+            "num_length": int((wrong & cut).sum()),
+            "length": longest,
+        }
+        yield run.finding("finish_contradicts", wrong, at, _BY_ROW, numbers)
+
+
+def _entropies(run: _Run) -> Iterator[DataFinding]:
+    """Detect recorded entropies in bits, or of a neighbouring position. The mean of -logprob over tokens of one entropy is
+    that entropy."""
+    if (sample := run.sample) is None:
+        return
+    at = np.searchsorted(run.steps, sample.steps)
+    compared = sample.compared
+    if not compared.any() or abs(np.mean(sample.d[compared])) > -0.02 * np.mean(sample.b.logprobs[compared]):
+        return  # the entropies may be those of the other side's distribution
+    for side in (sample.a, sample.b):
+        if side.entropy is None:
+            continue
+        there = sample.mask & np.isfinite(side.entropy) & np.isfinite(side.logprobs)
+        inside = (
+            there
+            & np.r_[False, there[:-1] & (np.diff(sample.seq) == 0)]
+            & np.r_[there[1:] & (np.diff(sample.seq) == 0), False]
+        )
+        if inside.sum() < 500 or np.std(side.entropy[inside]) < 0.05:
+            continue
+        surprise, entropy = -side.logprobs[inside], side.entropy[inside]
+        parts = np.array_split(np.argsort(entropy, kind="stable"), 6)[2:]
+        ratios = np.array([surprise[part].mean() / max(entropy[part].mean(), 1e-9) for part in parts])
+        numbers: Numbers = {"name": side.name, "ratio": float(np.median(ratios))}
+        everywhere = np.ones(len(at), bool)
+        query = _ENTROPIES.replace("{name}", side.name)
+        left = np.bincount(sample.seq[inside], entropy * np.log(2.0) - surprise, len(at))
+        count = np.bincount(sample.seq[inside], minlength=len(at))
+        in_rows = part_of_rows(sample, np.where(count > 0, left / np.maximum(count, 1), np.nan))
+        is_ln2 = abs(np.median(ratios) / np.log(2.0) - 1) < 0.03 and np.all(np.abs(ratios / np.log(2.0) - 1) < 0.12)
+        if is_ln2 and in_rows is None:
+            yield run.finding("entropies_in_bits", everywhere, at, query, numbers)
+        place = np.flatnonzero(inside)
+        own, before, after = (np.corrcoef(surprise, side.entropy[place + lag])[0, 1] for lag in (0, -1, 1))
+        lag, best = (-1, before) if before > after else (1, after)
+        if best > 0.2 and best > 3 * own and (best - own) * np.sqrt(len(place)) > 8:
+            yield run.finding(
+                "entropies_shifted",
+                everywhere,
+                at,
+                query,
+                numbers | {"which": "next" if lag < 0 else "previous", "own": own, "best": best},
+            )

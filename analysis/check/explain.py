@@ -19,6 +19,7 @@ from .faults.kinds import (
     SUBSET,
     TOO_FEW,
     equal_weights,
+    find_implied,
     find_kinds,
     find_place,
     find_placed,
@@ -29,7 +30,7 @@ from .faults.kinds import (
     too_few,
     unexplained_tokens,
 )
-from .faults.misplaced import find_broken, find_placement
+from .faults.misplaced import RETOKENISED, find_broken, find_neighbours, find_placement
 from .faults.not_computed import (
     EQUAL,
     find_constant_rows,
@@ -41,6 +42,8 @@ from .faults.not_computed import (
 )
 from .faults.sampling import find_grammar, find_one_sided, find_penalty, find_sampled_elsewhere, find_temperature
 from .faults.values import (
+    UNRELATED,
+    find_clamped,
     find_low_precision,
     find_other_quantity,
     find_positive,
@@ -51,6 +54,7 @@ from .faults.values import (
 from .faults.weights import (
     declared_precision,
     find_adapter,
+    find_after_update,
     find_declared,
     find_earlier_growth,
     find_engine_weights,
@@ -58,8 +62,8 @@ from .faults.weights import (
 )
 from .features import not_repeatable
 from .finding import Finding, Hypothesis, Number, nobodys
-from .pair_data import MAX_EXCESS, PairData, allowed_noise, level
-from .where import Where, places
+from .pair_data import MAX_EXCESS, PairData, allowed_noise, level, logit_error
+from .where import MAX_COVERED, Where, places
 
 MIN_LOGPROBS = 30
 """Minimum number of tokens for explanations that need statistics: with fewer, the largest d alone is at least a third
@@ -76,20 +80,22 @@ MIN_FIRST = 0.6
 """A kind is listed before the part of the run that the mismatch is confined to if its probability is at least this."""
 MIN_LIKELY = 0.4
 """A kind is reported in addition to the place of the tokens if its probability is at least this."""
+CLEAR_RATIO = 20.0
+"""Minimum ratio between the mismatch at a place and elsewhere for the place to refute an explanation of all tokens."""
 _MAX_PARTS = 3
 """Maximum number of places at whose tokens further explanations are tried."""
 _MAX_PLACES = 16
 """Maximum number of places compared by likelihood, starting with those that explain most of the variance of `level`."""
 
 _VALUES = (
-    find_constants, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
+    find_constants, find_clamped, find_unit, find_other_quantity, find_constant_rows, find_placement, find_temperature, find_one_sided,
     find_penalty, find_low_precision, find_unrelated,
 )  # fmt: skip
 """Explanations that predict d, or its sign, for each token."""
 _FIXED = (find_other_quantity, find_temperature, find_one_sided, find_penalty)
 """Explanations in which one side is a function of the other side's distribution."""
-_PLACES = (find_place, find_subset, find_placed)
-"""Explanations that only locate the tokens with large |d|."""
+_PLACES = (find_place, find_subset, find_placed, find_neighbours)
+"""Explanations of the tokens at one place."""
 
 
 def explain(data: PairData) -> list[Finding]:
@@ -141,7 +147,8 @@ def _explain(data: PairData, *, is_known: bool) -> list[Finding]:
     equal = find_equal(data)
     if not data.d.any():
         return [*facts, *(each for each in equal if each.fails or not facts)]
-    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(data)]
+    since = [each for each in equal if each.signal == "copied_steps" and each.tokens is not None]
+    found: list[Finding] = list(equal) if is_known else [*equal, *_explained(_without_tokens(data, since))]
     if not any(finding.fails for finding in (*found, *facts)):
         found += [each.finding for each in find_unsampled(data)]
         if not any(finding.fails for finding in found):
@@ -167,7 +174,7 @@ def _explained(data: PairData) -> list[Finding]:
             judged = _explained(rest) if rest.num_kept < data.num_kept else []
             return [*declared, *(each for each in judged if each.fails)]
         placed = _places(data)
-        whole = _candidates(data)
+        whole = _unrefuted(data, _candidates(data), placed)
         best = _best([*whole, *placed, *_inside(data, placed, whole)])
         if best is None:
             left = (declared or _left(data)) if is_excessive(data) else []
@@ -238,6 +245,21 @@ def _candidates(data: PairData) -> list[Hypothesis]:
     return [each for find in tried for each in find(data)]
 
 
+def _unrefuted(data: PairData, whole: Sequence[Hypothesis], placed: Sequence[Hypothesis]) -> list[Hypothesis]:
+    """Return the explanations without those that claim all tokens, but do not predict that the tokens outside some place
+    agree.
+    """
+    off = nobodys(data)
+    exact = any(
+        each.gain > MIN_GAIN_NATS
+        and (inside := each.tokens[data.keep]).mean() < MAX_COVERED
+        and (off & inside).sum() > 0.95 * off.sum() > 0
+        and np.median(logit_error(data)[inside]) > CLEAR_RATIO * np.median(logit_error(data)[~inside])
+        for each in placed
+    )
+    return [each for each in whole if not exact or each.left is not None or each.gain == float("inf")]
+
+
 def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Return explanations of the values at each of the best places; each gain includes the gain of the place."""
     found = []
@@ -250,7 +272,9 @@ def _inside(data: PairData, placed: Sequence[Hypothesis], whole: Sequence[Hypoth
         inside = data.without(~place.tokens)
         if inside.num_kept < MIN_LOGPROBS:
             continue
-        by_position = "position" in str(place.finding.numbers.get("feature"))
+        by_position = "position" in str(place.finding.numbers.get("feature")) and (
+            place.finding.numbers["kind"] == "from" or len(np.unique(inside.position)) < 5
+        )
         for each in _candidates(inside):
             same = next((other for other in whole if _own_same(each, other)), None)
             # Whatever the cause, wrong values after a position look like those of other tokens or of a smaller
@@ -271,21 +295,39 @@ def _own_same(one: Hypothesis, other: Hypothesis) -> bool:
 def _is_part(place: Finding) -> bool:
     """Return True if a place only divides the run and is not a cause in itself."""
     ids = place.code == ONE_PLACE.code and place.numbers["feature"] == "token_before"
-    return ids or place.code not in (ONE_PLACE.code, BOUNDARY.code)
+    return ids or place.code not in (ONE_PLACE.code, BOUNDARY.code, RETOKENISED.code)
 
 
 def _best(found: Sequence[Hypothesis]) -> Hypothesis | None:
     """Return the explanation with the largest gain; None if no gain is large enough. Explanations with few parameters are
     preferred.
     """
+    predicted = [each for each in found if each.left is not None and each.left < MAX_LEFT and each.gain > MIN_GAIN_NATS]
+    found = [
+        each
+        for each in found
+        if each.finding.code != UNRELATED.code or each.left is not None or not _overlaps(each, predicted)
+    ]
     best = max(found, key=lambda each: each.gain, default=None)
     if best is None or best.gain <= MIN_GAIN_NATS:
         return None
     return min((each for each in found if each.gain >= best.gain / 2), key=lambda each: (each.rank, -each.gain))
 
 
+def _overlaps(one: Hypothesis, others: Sequence[Hypothesis]) -> bool:
+    """Return True if another explanation covers most of the tokens of one."""
+    return any((one.tokens & each.tokens).sum() > 0.6 * one.tokens.sum() for each in others)
+
+
 def _without(data: PairData, found: Sequence[Hypothesis]) -> PairData:
     for each in found:
+        data = data.without(each.tokens)
+    return data
+
+
+def _without_tokens(data: PairData, found: Sequence[Finding]) -> PairData:
+    for each in found:
+        assert each.tokens is not None
         data = data.without(each.tokens)
     return data
 
@@ -302,7 +344,7 @@ def _is_told(data: PairData, place: Where) -> bool:
     mismatch, because rounding does not depend on it.
     """
     allowed, off = allowed_noise(data), nobodys(data)
-    if place.level_outside > allowed / 2 or (off & place.inside).sum() < off.sum() / 2:
+    if place.level_outside > allowed or (off & place.inside).sum() < off.sum() / 2:
         return False
     inside = level(data.within(place.inside))
     if place.feature in _parts(data):
@@ -342,9 +384,14 @@ def _with_cause(data: PairData, best: Hypothesis) -> list[Finding]:
     """Return the cause, with the place that it is confined to, if any. A place that is part of the run is also a separate
     finding.
     """
-    if best.finding.signal == "judged":
+    if best.finding.signal in ("judged", "implied"):
         return find_kinds(data, best.place)
     place, cause = (best.finding, None) if best.beside is None else (best.beside, best.finding)
+    is_unrelated = cause is not None and cause.code == UNRELATED.code and best.left is None
+    if (is_unrelated or (cause is None and place.code == SUBSET.code)) and (
+        implied := find_implied(data, best.tokens, is_unrelated=is_unrelated)
+    ):
+        return [implied]
     if place.code in (ONE_PLACE.code, BOUNDARY.code) and cause is None:
         return [place] if place.numbers.get("cause") else [place, *_likely(data)]
     if place.code != SUBSET.code:
@@ -391,7 +438,9 @@ def _describing(data: PairData, off: np.ndarray) -> Where | None:
 
 def _state(data: PairData) -> list[Finding]:
     """Return the kinds of a mismatch that is at no particular place, most probable first."""
-    return [equal_weights(data)] if weights_agree(data) else find_earlier_growth(data) or find_kinds(data)
+    if weights_agree(data):
+        return [equal_weights(data)]
+    return find_after_update(data) or find_earlier_growth(data) or find_kinds(data)
 
 
 def _likely(data: PairData) -> list[Finding]:

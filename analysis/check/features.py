@@ -275,7 +275,9 @@ def repeats(data: PairData) -> RepeatedTokens:
     keys, steps = data.sample.token_keys[data.keep], data.sample.steps[data.seq]
     order = np.lexsort((data.seq, keys, steps))
     one, two = order[:-1], order[1:]
+    temperature = np.nan_to_num(data.sample.settings["temperature"])[data.seq]
     twin = (keys[one] == keys[two]) & (steps[one] == steps[two]) & (data.rest[one] > 0.05)
+    twin &= temperature[one] == temperature[two]
     one, two = one[twin], two[twin]
     if len(one) < MIN_REPEATS:
         return RepeatedTokens(len(one), 0.0, 0.0, 0.0)
@@ -479,6 +481,11 @@ def reasons(data: PairData, kind: str) -> list[tuple[str, float, bool]]:
 def judged(hint: str) -> str:
     """Return the sentence for a kind of mismatch; `hint` lists its typical causes."""
     return _JUDGED.replace("HINT", hint)
+
+
+def implied(hint: str) -> str:
+    """Return the sentence for a kind of mismatch that its place implies."""
+    return judged(hint).removeprefix("{probability:.0%} probable; ")
 
 
 def judged_words(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ MAX_COVERED = 0.95
 MIN_PERIODIC = 20
 """Minimum number of tokens off, and of distances between them, to detect a period."""
 _MOST_PERIOD = 64
-_MICRO_BATCHES = (2, 4, 8, 16, 32)
+MICRO_BATCHES = (2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,7 @@ FEATURES = {
     "version": "the policy version that sampled the sequence",
     "lag": "the number of updates between trainer and engine",
     "row": "the index of the row in its step",
+    "group_rank": "the index of the row in its group",
     "group_id": "the prompt's group",
     "prompt_seen_before": "prompts that occurred at an earlier step",
     "reward_above_0": "a reward above 0",
@@ -238,17 +239,18 @@ def sequence_columns(sample: Sample) -> dict[str, np.ndarray]:
         "total_length": total.astype(float),
         "step": sample.steps.astype(float),
         "row": order.astype(float),
+        "group_rank": _group_rank(sample, order),
     }
     for side, own in (("a", sample.a), ("b", sample.b)):
         columns |= {
             f"writer_{side}": np.array(own.writers, object), f"contract_{side}": np.array(own.contracts, object),
             f"version_{side}": _known(own.versions), f"forward_row_{side}": own.forward_row, f"pad_left_{side}": own.pad_left,
         }  # fmt: skip
-    columns |= {f"not_first_of_{size}": order % size > 0 for size in _MICRO_BATCHES}
-    batches = {str(size): sample.steps * 1_000_000 + order // size for size in _MICRO_BATCHES}
+    columns |= {f"not_first_of_{size}": order % size > 0 for size in MICRO_BATCHES}
+    batches = {str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}
     for size, batch in {**batches, "step": sample.steps}.items():
         columns |= {
-            f"shorter_{name}_of_{size}": lengths < _largest(lengths, batch)
+            f"shorter_{name}_of_{size}": lengths < largest(lengths, batch)
             for name, lengths in (("prompt", prompt), ("total", total))
         }
     return columns
@@ -349,11 +351,49 @@ def seen_before(sample: Sample) -> np.ndarray:
     return out
 
 
-def _largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
+def largest(values: np.ndarray, batch: np.ndarray) -> np.ndarray:
     _, place = np.unique(batch, return_inverse=True)
     out = np.zeros(int(place.max()) + 1 if len(place) else 0, values.dtype)
     np.maximum.at(out, place, values)
     return np.asarray(out[place])
+
+
+def _group_rank(sample: Sample, order: np.ndarray) -> np.ndarray:
+    """Return the index [S] of each sequence within its group, in the recorded order; NaN without groups."""
+    if not any(sample.group_ids):
+        return np.full(sample.num_sequences, np.nan)
+    group = np.unique(
+        [f"{step}/{name}" for step, name in zip(sample.steps, sample.group_ids, strict=True)], return_inverse=True
+    )[1]
+    by_group = np.lexsort((order, group))
+    rank = np.empty(len(group))
+    rank[by_group] = np.arange(len(group)) - np.searchsorted(group[by_group], group[by_group])
+    return rank
+
+
+def part_of_rows(sample: Sample, values: np.ndarray) -> tuple[str, np.ndarray] | None:
+    """Return the part of the rows, as text and as [S] bool, in which `values`, [S], differ most from the rest; None if the
+    difference may be chance. Only features that are fixed before sampling are tried. NaN: no value."""
+    there = np.isfinite(values)
+    found = []
+    for name, column in sequence_columns(sample).items():
+        if not name.startswith(
+            ("row", "group_rank", "not_first_of", "writer", "contract", "version", *sample.settings)
+        ):
+            continue
+        known = there & (np.array([each is not None and each == each for each in column]))
+        kinds, place = np.unique(
+            column[known].astype(str) if column.dtype.kind == "O" else column[known], return_inverse=True
+        )
+        if len(kinds) < 2:
+            continue
+        best = _best(np.bincount(place).astype(float), np.bincount(place, values[known]), values[known], kinds, name)
+        if best is not None and best[0] > MIN_GAIN_NATS:
+            inside = np.zeros(len(values), bool)
+            inside[np.flatnonzero(known)[np.isin(place, best[2])]] = True
+            shown = ", ".join(str(each) for each in kinds[best[2]][:5])
+            found.append((best[0], where_text({"feature": name, "kind": best[1], "values": shown}), inside))
+    return max(found, key=lambda each: each[0])[1:] if found else None
 
 
 def _known(values: np.ma.MaskedArray) -> np.ndarray:

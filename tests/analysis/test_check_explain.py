@@ -267,7 +267,7 @@ def test_packed_rows_are_found_without_a_record(tmp_path):
     first = first_of(Recording(rollout=in_float32, train=off_where(not_first)), tmp_path / "trace")
     assert (first.code, first.numbers["cause"], first.numbers["feature"]) == (
         "row_context",
-        "neighbours",
+        "packing",
         "not_first_of_4",
     )
 
@@ -580,3 +580,193 @@ def test_what_is_off_within_a_part_of_the_run_is_named(tmp_path):
     assert not found.is_valid
     assert "the index of the row in its step is at least 16" in text
     assert "the position in the response is at least 9" in text
+
+
+# --- Places that imply their cause, and values that depend on something ---------------------------------------------------------
+
+
+def shifted_by(lags):
+    """Values of an engine, of which row r is moved by `lags(r)` tokens towards its beginning."""
+
+    def rollout(step, number):
+        values = in_float32(step, number)
+        return [np.r_[row[lags(place) :], row[: lags(place)]] for place, row in enumerate(values)]
+
+    return rollout
+
+
+def test_rows_that_are_each_shifted_by_their_own_number_of_tokens_are_found(tmp_path):
+    first = first_of(Recording(rollout=shifted_by(lambda row: row % 4)), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["counted"]) == ("shift", "own_lags", "place of 4")
+    assert (first.numbers["least"], first.numbers["largest"]) == (-3, -1)
+    assert "by its index in each block of 4 rows" in evidence_text(first)
+
+
+def test_a_shift_that_is_the_same_in_all_rows_is_no_other_tokenisation(tmp_path):
+    def rollout(step, number):
+        return moved_by_one(step, number) if number > 2 else in_float32(step, number)
+
+    moved_by_one = shifted_by(lambda row: 1)
+    first = first_of(Recording(rollout=rollout), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["since_step"]) == ("shift", "moved_rows", 3)
+
+
+def test_a_token_with_the_value_of_the_next_one_is_told_from_a_wrong_value(tmp_path):
+    def next_one(row, values, draw):
+        values[0] = values[1]
+
+    first = first_of(planted(next_one), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["lag"]) == ("shift", "neighbours", 1)
+    assert first.numbers["feature"] == "first_token"
+
+
+def without_repeats(size):
+    """Values of an engine that lowers the logit of tokens that the response already has."""
+
+    def rollout(step, number):
+        out = []
+        for prompt, response in zip(step.prompts, step.responses, strict=True):
+            before = np.concatenate([prompt[-1:], response[:-1]]).astype(int)
+            logits = step.logits[before].astype(float)
+            for place in range(1, len(response)):
+                logits[place, np.unique(response[:place])] -= size
+            out.append(log_softmax(logits)[np.arange(len(response)), response].astype(np.float32))
+        return out
+
+    return rollout
+
+
+@pytest.mark.parametrize("size", [0.8, 0.05])
+def test_a_penalty_is_named_even_if_it_is_no_larger_than_rounding(tmp_path, size):
+    first = first_of(Recording(rollout=without_repeats(size), contracts={"rollout": VLLM_BF16}), tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.numbers["counted"]) == ("penalty", "repeated", "response")
+
+
+def test_temperatures_that_only_one_side_applies_to_its_rows_are_named(tmp_path):
+    heats = (0.7, 0.9, 1.1, 1.3)
+
+    def rollout(step, number):
+        of_heat = {heat: step.scored(step.logits / heat) for heat in heats}
+        return [of_heat[heats[row % 4]][row] for row in range(len(step.responses))]
+
+    def settings(step, number):
+        return {"temperature": [heats[row % 4] for row in range(len(step.responses))]}
+
+    first = first_of(Recording(rollout=rollout, sequences=settings, entropy=False), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["side"]) == ("temperature", "by_setting", "rollout")
+    assert first.numbers["num_values"] == 4
+
+
+def smoothed(step, number):
+    """Logprobs mixed with their mean over the vocabulary, as a loss with label smoothing of 0.1 has them."""
+    scores = log_softmax(step.logits)
+    rows = zip(step.prompts, step.responses, strict=True)
+    before = [np.concatenate([p[-1:], r[:-1]]).astype(int) for p, r in rows]
+    return [
+        (0.9 * scores[b, r] + 0.1 * scores[b].mean(axis=-1)).astype(np.float32)
+        for b, r in zip(before, step.responses, strict=True)
+    ]
+
+
+def test_label_smoothing_is_no_truncation(tmp_path):
+    first = first_of(Recording(train=smoothed, rollout=in_float32), tmp_path / "trace")
+    assert (first.code, first.numbers["side"]) == ("smoothed", "train")
+    assert first.numbers["smoothing"] == pytest.approx(0.1, abs=0.05)
+
+
+def clamped(step, number):
+    draw = np.random.default_rng(number)
+    return [row + np.clip(draw.normal(0, 0.05, len(row)), -0.05, 0.05).astype(np.float32) for row in step.scored()]
+
+
+def averaged(step, number):
+    out = []
+    for row in in_float32(step, number):
+        own = row.astype(float)
+        for place in range(1, len(own)):
+            own[place] = 0.6 * own[place - 1] + 0.4 * own[place]
+        out.append(own.astype(np.float32))
+    return out
+
+
+@pytest.mark.parametrize(
+    ("train", "rollout", "signal", "key", "value"),
+    [
+        (clamped, lambda step, number: step.scored(), "clamped", "limit", pytest.approx(0.05, rel=1e-3)),
+        (lambda step, number: step.scored(), averaged, "other_unit", "unit", "moving_average"),
+        (
+            lambda step, number: step.scored(),
+            lambda step, number: [row / len(row) for row in in_float32(step, number)],
+            "other_unit",
+            "unit",
+            "by_length",
+        ),
+    ],
+)
+def test_values_that_are_a_function_of_the_other_sides_are_named(tmp_path, train, rollout, signal, key, value):
+    first = first_of(Recording(train=train, rollout=rollout), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers[key]) == ("log_base", signal, value)
+
+
+@pytest.mark.parametrize("contracts", [{}, {"rollout": VLLM_BF16}])
+def test_values_clipped_or_rounded_alike_are_no_clamp(tmp_path, contracts):
+    assert check(Recording(rollout=in_bfloat16, contracts=contracts).write(tmp_path / "trace")).is_valid
+
+
+def test_a_pass_that_copies_the_other_from_some_step_on_is_found(tmp_path):
+    def rollout(step, number):
+        return in_bfloat16(step, number) if number < 3 else step.scored()
+
+    first = first_of(Recording(rollout=rollout, steps=5), tmp_path / "trace")
+    assert (first.code, first.signal, first.numbers["since_equal"]) == ("copies", "copied_steps", 3)
+
+
+def test_a_mismatch_that_follows_the_advantages_is_from_after_the_update(tmp_path):
+    draw = np.random.default_rng(0)
+    advantages = {number: draw.choice([-1.0, 1.0], 32) for number in range(1, 5)}
+
+    def train(step, number):
+        rows = zip(in_float32(step, number), advantages[number], strict=True)
+        return [np.minimum(row + np.float32(0.2) * sign * -np.expm1(row), -1e-6) for row, sign in rows]
+
+    run = Recording(train=train, sequences=lambda step, number: {"advantage": advantages[number]}, contracts=BOTH_FP32)
+    first = first_of(run, tmp_path / "trace")
+    assert (first.code, first.numbers["cause"], first.broken) == ("weights_differ", "after_update", "trainer")
+
+
+def test_masked_logits_are_a_filter_and_one_constant_is_a_placeholder(tmp_path):
+    def masked(spread):
+        def train(step, number):
+            draw = np.random.default_rng(number)
+            return [
+                np.where(row < -4.5, np.float32(-1e4) - spread * draw.random(len(row), np.float32), row)
+                for row in in_float32(step, number)
+            ]
+
+        return train
+
+    first = first_of(Recording(train=masked(5.0), entropy=False), tmp_path / "masked")
+    assert (first.code, first.numbers["cause"]) == ("truncation", "masked")
+    assert first_of(Recording(train=masked(0.0), entropy=False), tmp_path / "constant").code == "placeholders"
+
+
+@pytest.mark.parametrize("rows", [lambda row: True, lambda row: row % 2 == 1])
+def test_samples_that_are_too_likely_are_found_in_all_rows_or_in_some(tmp_path, rows):
+    with Recorder(tmp_path / "trace") as recorder:
+        for number in range(1, 5):
+            cold = sample(table(), number, process=lambda logits: logits / 0.5)
+            usual = sample(table(), number)
+            step = replace(usual, responses=[(cold if rows(r) else usual).responses[r] for r in range(32)])
+            batch = recorder.add_sequences(
+                step=number,
+                prompt_ids=[p.tolist() for p in step.prompts],
+                response_ids=[r.tolist() for r in step.responses],
+                temperature=1.0,
+                top_p=1.0,
+                top_k=0,
+            )
+            recorder.add_scores("rollout", batch, logprobs=in_float32(step, number))
+            recorder.add_scores("train", batch, logprobs=step.scored(), entropy=step.entropies())
+    first = check(tmp_path / "trace").findings[0]
+    assert (first.code, first.numbers["cause"]) == ("penalty", "sampled_elsewhere")
+    assert first.signal == ("sampled_elsewhere" if rows(0) else "sampled_by_rows")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..features import NO_FAULT, SIZE, growth, judged, judged_words, probabilities, reasons, repeats
+from ..features import NO_FAULT, SIZE, growth, implied, judged, judged_words, probabilities, reasons, repeats
 from ..finding import SIDES, Broken, Fault, Finding, Hypothesis, Number, explained, located, max_flip
 from ..pair_data import (
     HALF_ULP,
@@ -22,7 +22,7 @@ from ..pair_data import (
     logit_error,
     precisions,
 )
-from ..where import Where, where_text
+from ..where import Where, places, where_text
 from .sampling import PENALTY
 from .values import UNRELATED
 from .weights import WEIGHTS, measured
@@ -63,6 +63,8 @@ _HINTS = {
     "prompt": "BOS, template, truncation, a cached prefix, or another mask over the prompt",
     "turns": "a template that drops or rewrites earlier turns or tool output, positions that start again",
     "neighbours": "attention over padding, positions that count padding, packed rows that see each other",
+    "cut": "prompts cut to a length, or read in chunks of which some are lost",
+    "group": "another prompt's cached prefix, or a prompt in another order",
     "padding": "attention over padding, or positions that count it; rows with padding are off",
     "packing": "attention across the rows of a pack; only the first row of each pack is right",
 }
@@ -70,10 +72,12 @@ ROW_CONTEXT = Fault(
     code="row_context",
     title="the two sides read different contexts",
     broken="computation",
-    evidence={"judged": judged("{hint}")},
-    words={"judged": lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}},
+    evidence={"judged": judged("{hint}"), "implied": implied("{hint}")},
+    words=dict.fromkeys(("judged", "implied"), lambda n: {**judged_words(n), "hint": _HINTS[n["cause"]]}),
     causes={
         "prompt": "the two sides read different prompts",
+        "cut": "long prompts are cut or only partly read on one side",
+        "group": "the two sides read different prompts: some prompts have another one's prefix",
         "turns": "later turns have a different context",
         "neighbours": "padding is attended to, or packed rows see each other",
         "padding": "padding is attended to or counted in positions",
@@ -123,23 +127,24 @@ KINDS: Mapping[str, tuple[Fault, str]] = {
 TITLES = {kind: fault.causes.get(cause, fault.title) for kind, (fault, cause) in KINDS.items()}
 
 
-_RECORDED = {
-    "pad_left": ("neighbours", "padding"), "forward_row": ("neighbours", "packing"), "later_turn": ("turns", "turns"),
-    "prompt_seen_before": ("prompt", "prompt"),
+_IMPLIED = {
+    "pad_left": ("neighbours", "padding"), "shorter": ("neighbours", "padding"), "forward_row": ("neighbours", "packing"),
+    "not_first_of": ("neighbours", "packing"), "later_turn": ("turns", "turns"), "prompt_seen_before": ("prompt", "prompt"),
+    "prompt_length": ("prompt", "cut"), "group_id": ("prompt", "group"),
 }  # fmt: skip
-"""Recorded feature that distinguishes the tokens -> the kind and the cause that it implies."""
-_CONTEXT = ("position", "total_position", "not_first_of", "shorter", "prompt_length", *_RECORDED)
+"""Feature that distinguishes the tokens -> the kind and the cause that it implies."""
+_CONTEXT = ("position", "total_position", *_IMPLIED)
 """Features of places that only locate a mismatch."""
 
 
-def find_placed(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
+def find_placed(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Return an explanation for each place that only describes the context of the mismatch."""
     return [
         located(
             data, find_kinds(data, place)[0], place.inside, 3.0 + np.log(data.num_kept) * (len(place.values) > 0), place
         )
-        for place in places
-        if place.feature.startswith(_CONTEXT) and place.kind != "one_of"
+        for place in where
+        if place.feature.startswith(_CONTEXT) and place.kind != "one_of" and not _is_alternating(data, place)
     ]
 
 
@@ -147,9 +152,9 @@ def find_kinds(data: PairData, place: Where | None = None) -> list[Finding]:
     """Return the most probable kind of the mismatch, and the next one if it is probable enough.
     The mismatch is confined to `place`, if given.
     """
-    recorded = None if place is None or _begins_later(data, place) else _recorded(data, place)
-    if recorded is not None:
-        return [_finding(data, *recorded, 1.0, place)]
+    told = None if place is None else _implied(data, place)
+    if told is not None:
+        return [_finding(data, *told, None, place)]
     known = among_faults(probabilities(data))
     first, second, *_ = known
     if known[second] < MIN_SECOND:
@@ -181,18 +186,56 @@ def among_faults(found: Mapping[str, float]) -> dict[str, float]:
     return {kind: value / total for kind, value in known.items()}
 
 
-def _recorded(data: PairData, place: Where) -> tuple[str, str] | None:
-    """Return the kind and the cause that a place implies by its recorded feature; None if it implies none."""
-    is_packed = bool(np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any())
-    feature = "forward_row" if place.feature.startswith("not_first_of") and is_packed else place.feature
-    return next((shown for name, shown in _RECORDED.items() if feature.startswith(name)), None)
+def find_implied(data: PairData, tokens: np.ndarray, *, is_unrelated: bool) -> Finding | None:
+    """Return the finding for the `tokens`, [N] bool, if a place that consists of them implies a cause; else None.
+
+    Only padding and packing imply one for values that are not unrelated: prompts may be served by other replicas."""
+    inside = tokens[data.keep]
+    same = [place for place in places(data) if (place.inside & inside).sum() > 0.97 * (place.inside | inside).sum()]
+    order = list(_IMPLIED.values())
+    known = [
+        (order.index(told), at)
+        for at, place in enumerate(same)
+        if (told := _implied(data, place)) and (is_unrelated or told[0] == "neighbours")
+    ]
+    if not known:
+        return None
+    first, at = min(known)
+    return _finding(data, *order[first], None, same[at])
+
+
+def _splits_steps(data: PairData, place: Where) -> bool:
+    """Return True if a place has only part of the rows of most of its steps."""
+    steps = np.unique(data.sample.steps[data.seq[place.inside]])
+    return bool(
+        np.isin(data.sample.steps[data.seq[~place.inside]], steps).any()
+        and np.isin(steps, data.sample.steps[data.seq[~place.inside]]).mean() > 0.5
+    )
+
+
+def _is_alternating(data: PairData, place: Where) -> bool:
+    """Return True if a place is every other row, as served by one of two replicas, and no packing is recorded."""
+    is_packed = np.isfinite([*data.sample.a.forward_row, *data.sample.b.forward_row]).any()
+    return place.feature == "not_first_of_2" and not is_packed
+
+
+def _implied(data: PairData, place: Where) -> tuple[str, str] | None:
+    """Return the kind and the cause that a place implies by its feature; None if it implies none."""
+    name = next((name for name in _IMPLIED if place.feature.startswith(name)), None)
+    if name is None or _is_alternating(data, place) or _begins_later(data, place):
+        return None
+    if place.kind == "one_of" and name != "group_id":
+        return None  # some rows of each pack, or some lengths
+    if name == "group_id" and not _splits_steps(data, place):
+        return None
+    return _IMPLIED["pad_left" if name == "prompt_length" and place.kind == "before" else name]
 
 
 def _finding(
     data: PairData,
     kind: str,
     cause: str,
-    probability: float,
+    probability: float | None,
     place: Where | None,
     rival: Mapping[str, Number] | None = None,
 ) -> Finding:
@@ -217,7 +260,13 @@ def _finding(
         behind = "b" if along > CLEAR_LAG else "a" if along < -CLEAR_LAG else ""
         broken = SIDES.get(data.names.get(behind, ""), "computation")
     return KINDS[kind][0].finding(
-        data, "judged", inside, weight=probability, next=_next(data, kind), broken=broken, numbers=numbers
+        data,
+        "implied" if probability is None else "judged",
+        inside,
+        weight=1.0 if probability is None else probability,
+        next=_next(data, kind),
+        broken=broken,
+        numbers=numbers,
     )
 
 
@@ -291,7 +340,7 @@ _TOKENS = (
 BY_TIME = ("step", "version", "version_a", "version_b", "lag")
 MAX_IDS = 20
 """Maximum number of token ids that count as one place."""
-_ROW_SETTINGS = ("row", "reward_above_0", "advantage_above_0", "response_length", "total_length")
+_ROW_SETTINGS = ("row", "group_rank", "reward_above_0", "advantage_above_0", "response_length", "total_length")
 
 
 def _place(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -326,10 +375,10 @@ SUBSET = Fault(
 )
 
 
-def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
+def find_place(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Detect that all tokens that are off are at one kind of place."""
     found = []
-    for place in places:
+    for place in where:
         if place.feature.startswith(("first_of_chunk", "last_of_chunk", "phase", "every")):
             if place.inside.mean() > 0.5 or (
                 place.feature.startswith("phase") and (len(place.values) > 2 or place.ratio < 10)
@@ -365,14 +414,15 @@ def find_place(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
     return found
 
 
-def find_subset(data: PairData, places: Sequence[Where]) -> list[Hypothesis]:
+def find_subset(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
     """Detect an engine, rank, policy version, setting, prompt or range of steps in which the mismatch is concentrated."""
     found = []
-    for place in places:
+    for place in where:
         rows = np.unique(data.seq[place.inside])
         by_time = place.feature in BY_TIME
         known = by_time or place.feature in _ROW_SETTINGS or place.feature in data.sample.settings
         known |= place.feature.startswith(("writer", "contract", "finish_reason", "group_id"))
+        known |= _is_alternating(data, place)
         if not known or len(place.values) > 20 or (place.feature.endswith("_length") and place.kind == "one_of"):
             continue
         steps = data.sample.steps

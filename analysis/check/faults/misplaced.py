@@ -6,7 +6,7 @@ Shapes: S sequences (rows), R of them, T tokens in the longest sequence, K kept 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,14 @@ from .. import commands
 from ..features import sampled_score
 from ..finding import Fault, Hypothesis, Number, located, predicting
 from ..pair_data import PairData, allowed_noise, once
+from ..where import MICRO_BATCHES, Where, largest, recorded_order, where_text
 
 CAP_NATS = 3.0
 """Maximum cost of a token when rows are compared, nats, even if one side considers the token impossible."""
 MIN_OFF_NATS = 0.05
 """Minimum mean |d|, nats, for a row to be compared with other rows or positions."""
+MIN_SHIFTED = 0.6
+"""Minimum share of the mismatched rows that a shift must realign; rows shifted by most of their length cannot be."""
 REALIGNED_SHARE = 0.35
 """Maximum share of a difference that may remain after a row is shifted or reversed: a wrong shift leaves more than half."""
 LAGS = (-3, -2, -1, 0, 1, 2, 3)
@@ -64,12 +67,36 @@ def _order_words(numbers: Mapping[str, Any]) -> dict[str, str]:
     return {"order_text": f"they belong to other rows, {steps}" if numbers["order"] == "rows" else blocks}
 
 
+def _neighbour_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    return {"where": where_text(numbers), "which": "next" if numbers["lag"] > 0 else "previous"}
+
+
+def _own_words(numbers: Mapping[str, Any]) -> dict[str, str]:
+    what, _, block = str(numbers["counted"]).partition(" of ")
+    of = "the rows of its step" if block == "step" else f"each block of {block} rows"
+    told = {
+        "padding": f"by as many tokens as it is shorter than the longest of {of}: padding is on the other side, or was cut off wrongly",
+        "place": f"by its index in {of}: the offsets into packed values are wrong",
+    }
+    return {
+        "counted_text": told.get(what, "as with wrong offsets into packed values, or padding cut off at the wrong side")
+    }
+
+
 SHIFT = Fault(
-    code="shift", title="one side is shifted by a token", broken="recording", words={"moved_rows": _shift_words},
+    code="shift", title="one side is shifted by a token", broken="recording",
+    words={"moved_rows": _shift_words, "own_lags": _own_words, "neighbours": _neighbour_words},
+    causes={"own": "each row of one side is shifted by its own number of tokens: wrong padding or offsets",
+            "neighbour": "some tokens have the values of their neighbours"},
     evidence={
+        "own_lags": "{num_sequences:,} of {of_sequences:,} mismatched rows of {b} are shifted against {a}, each by its own number of "
+        "tokens, {least:+d} to {largest:+d}: shifted back, they differ by {moved:.2g} nats per token, as recorded by {unmoved:.2g}; "
+        "each is shifted {counted_text}",
         "reversed": "{b} runs backwards along each sequence: read from the end, it differs from {a} by {moved:.2g} nats on average",
         "moved_rows": "{b} is {tokens_off} {direction} than {a}: shifted back, the two differ by {moved:.2g} nats per token on "
         f"average, unshifted by {{unmoved:.2g}} (each capped at {CAP_NATS:g})",
+        "neighbours": "{num_tokens:,} of {of_tokens:,} values of {side}, {where}, are those of the {which} token: they differ from that one's by "
+        "{moved:.2g} nats on average, and from their own by {size:.2g}",
         "moved_after_place": f"{_AFTER}the turns were joined with an offset of one",
     },
 )  # fmt: skip
@@ -114,35 +141,110 @@ def _placed(
 
 
 def _shifted(data: PairData) -> Hypothesis | None:
-    """Detect that nearly all mismatched rows are shifted by up to three tokens."""
+    """Detect that nearly all mismatched rows are shifted, by one number of tokens or each by its own."""
     index = _index(data)
-    off = np.flatnonzero(np.nan_to_num(row_means(_cost(data, index))) > MIN_OFF_NATS)
+    before = row_means(_cost(data, index))
     # Rows that already agree would hide a shift that affects only part of the rows.
-    off = off if len(off) >= 2 else np.arange(len(index))
-    costs = {lag: _cost(data, index[off], lag) for lag in LAGS}
-    if np.nanmean(costs[0]) < MIN_OFF_NATS:
+    off = np.flatnonzero(np.nan_to_num(before) > max(MIN_OFF_NATS, allowed_noise(data)))
+    if len(off) < 2:
         return None
-    sums = {lag: (np.nansum(cost), costs[0].sum(where=np.isfinite(cost))) for lag, cost in costs.items()}
-    remaining = {lag: float(moved / unmoved) if unmoved > 0 else 1.0 for lag, (moved, unmoved) in sums.items()}
-    lag = min(LAGS, key=lambda lag: remaining[lag])
-    after, before = row_means(costs[lag]), row_means(costs[0])
-    is_off = (before > MIN_OFF_NATS) & np.isfinite(after)
-    if remaining[lag] >= REALIGNED_SHARE or not is_off.any() or np.mean(after[is_off] < 0.6 * before[is_off]) < 0.8:
+    lags = _lags(data, index[off])
+    moved, unmoved = _cost(data, index[off], lags[:, None]), _cost(data, index[off])
+    compared = np.isfinite(moved)
+    long = compared.sum(axis=1) >= 4
+    after, own = row_means(moved), row_means(np.where(compared, unmoved, np.nan))
+    fits = long & (after < REALIGNED_SHARE * own) & (lags != 0)
+    if fits.sum() < max(2, MIN_SHIFTED * long.sum()):
         return None
-    first = index[off[is_off][:64]]
-    # In shorter rows, no shift can save the cost of changing the lag.
-    if (first >= 0).sum(axis=1).max() >= 6 and _aligned(data, first)[0][:, :4].any(axis=1).mean() < 0.5:
+    # Rows that agree at first and are shifted later have another fault.
+    head = np.cumsum(compared, axis=1) <= 4
+    if np.mean((np.nansum(moved * head, axis=1) < np.nansum(unmoved * head, axis=1))[fits]) < 0.5:
         return None
-    unmoved = float(costs[0][np.isfinite(costs[lag])].mean())
+    rows, lags = off[fits], lags[fits]
+    row_lags = np.zeros((len(index), 1), np.int64)
+    row_lags[rows, 0] = lags
+    values, counts = np.unique(lags, return_counts=True)
+    lag = int(values[counts.argmax()])
+    is_one = counts.max() > 0.9 * len(lags)
     query = (
         f"SELECT step, seq_id, position, token_id, logprob_a, logprob_b, lead(logprob_b, {lag}) OVER (PARTITION BY step, "
         "seq_id ORDER BY position) AS moved FROM {pair} ORDER BY step, seq_id, position LIMIT 40"
     )
+    numbers: dict[str, Number] = {
+        "lag": lag, "moved": float(after[fits].mean()), "unmoved": float(own[fits].mean()), **data.names,
+        "least": int(lags.min()), "largest": int(lags.max()), "num_sequences": len(rows), "of_sequences": len(off),
+        "counted": "" if is_one else _counted(data, rows, lags), "cause": "" if is_one else "own",
+    }  # fmt: skip
     return _placed(
-        data, SHIFT, "moved_rows", _lagged(index, lag)[data.seq, data.position], np.isin(data.seq, off),
-        cost=np.log(len(LAGS)), weight=1 - remaining[lag], next=commands.sql(data, query),
-        numbers={"lag": lag, "moved": float(np.nanmean(costs[lag])), "unmoved": unmoved, **data.names},
+        data, SHIFT, "moved_rows" if is_one else "own_lags", _lagged(index, row_lags)[data.seq, data.position],
+        np.isin(data.seq, rows), cost=len(values) * np.log(2 * index.shape[1]) + (not is_one) * 2 * len(rows),
+        weight=float(1 - after[fits].sum() / own[fits].sum()), next=commands.sql(data, query), numbers=numbers,
     )  # fmt: skip
+
+
+def _lags(data: PairData, index: np.ndarray) -> np.ndarray:
+    """Return the shift [R] of pass b, in tokens, that brings each row closest to pass a: one of LAGS, or one at which
+    WIDTH consecutive values in the middle of the row match best."""
+    a, b = _at(data.a, index), _at(data.b, index)
+    tried = [np.full(len(index), lag) for lag in LAGS]
+    columns = np.arange(index.shape[1])
+    length = (index >= 0).sum(axis=1)
+    for part in (0.25, 0.5, 0.75):
+        nth = np.maximum((length * part).astype(int) - WIDTH // 2, 0)
+        start = ((index >= 0).cumsum(axis=1) > nth[:, None]).argmax(axis=1)
+        window = np.take_along_axis(a, np.minimum(start[:, None] + np.arange(WIDTH), index.shape[1] - 1), axis=1)
+        distance = np.zeros(index.shape)
+        for at in range(WIDTH):
+            there = np.where(columns + at < index.shape[1], np.roll(b, -at, axis=1), np.nan)
+            distance += np.nan_to_num(np.minimum(np.abs(there - window[:, at : at + 1]), CAP_NATS), nan=CAP_NATS)
+        tried.append(distance.argmin(axis=1) - start)
+    costs = []
+    for lags in tried:
+        cost = _cost(data, index, lags[:, None])
+        enough = np.isfinite(cost).sum(axis=1) >= np.maximum(4, 0.3 * length)
+        costs.append(np.where(enough, np.nan_to_num(row_means(cost), nan=np.inf), np.inf))
+    return np.asarray(np.stack(tried)[np.argmin(costs, axis=0), np.arange(len(index))])
+
+
+def _counted(data: PairData, rows: np.ndarray, lags: np.ndarray) -> str:
+    """Return what equals the size of the rows' shifts: `padding` or `place`, and the number of rows in a block, or `step`
+    for all rows of a step; empty if nothing does."""
+    sample, order = data.sample, recorded_order(data.sample)
+    total = sample.lengths + sample.prompt_lengths
+    blocks = {"step": sample.steps, **{str(size): sample.steps * 1_000_000 + order // size for size in MICRO_BATCHES}}
+    known = {
+        f"padding of {name}": largest(each, block) - each
+        for each in (sample.lengths, total)
+        for name, block in blocks.items()
+    }
+    known |= {f"place of {size}": order % size for size in MICRO_BATCHES}
+    return next((name for name, each in known.items() if np.mean(each[rows] == np.abs(lags)) > 0.9), "")
+
+
+def find_neighbours(data: PairData, where: Sequence[Where]) -> list[Hypothesis]:
+    """Detect that the tokens at a place have the value of the token before or after them."""
+    found = []
+    for place in where:
+        if place.inside.sum() < 20 or place.inside.mean() > 0.5:
+            continue
+        for lag, side in ((-1, "a"), (-1, "b"), (1, "a"), (1, "b")):
+            own, others = (data.a, data.b) if side == "a" else (data.b, data.a)
+            at = np.where(place.inside, _lagged(_index(data), lag)[data.seq, data.position], -1)
+            there = at >= 0
+            off = np.abs(_at(others, at) - own)[there]
+            by_chance = np.abs(others[np.random.default_rng(0).permutation(at[there])] - own[there])
+            if len(off) < 20 or np.median(off) > 0.1 * min(np.median(np.abs(data.d[there])), np.median(by_chance)):
+                continue
+            finding = SHIFT.finding(
+                data, "neighbours", there, next=commands.far_tokens(data),
+                numbers={
+                    **place.numbers, "side": data.names[side], "cause": "neighbour", "lag": lag, "num_tokens": len(off),
+                    "of_tokens": data.num_kept, "moved": float(off.mean()), "size": float(np.abs(data.d[there]).mean()),
+                },
+            )  # fmt: skip
+            residual = np.where(there, np.sign(data.d) * np.abs(_at(others, at) - own), data.d)
+            found.append(predicting(data, finding, residual, 4.0 + 3.0 * len(place.values), there))
+    return found
 
 
 def _reversed(data: PairData) -> Hypothesis | None:
@@ -206,7 +308,8 @@ def _shifted_after_onset(data: PairData) -> Hypothesis | None:
     suspects = suspects[costs[suspects] > MIN_OFF_NATS]
     lags, gains = _aligned(data, index[suspects])
     zero = np.nansum(_cost(data, index[suspects]), axis=1)
-    moved = (gains > 4.0) & (gains > 0.5 * zero) & ((lags != 0).sum(axis=1) >= 3)
+    # A row whose first tokens are shifted, too, agrees up to no token.
+    moved = (gains > 4.0) & (gains > 0.5 * zero) & ((lags != 0).sum(axis=1) >= 3) & ((lags != 0).argmax(axis=1) >= 2)
     if moved.sum() < min(2, max(1, 0.05 * len(suspects))):
         return None
     rows, lags = suspects[moved], lags[moved]
@@ -359,12 +462,12 @@ def _at(values: np.ndarray, index: np.ndarray) -> np.ndarray:
 
 
 def _lagged(index: np.ndarray, lag: int | np.ndarray) -> np.ndarray:
-    """Return [R, T] index[t + lag]; -1 outside the row."""
+    """Return [R, T] index[t + lag] for one lag, or one per row or token; -1 outside the row."""
     at = np.broadcast_to(np.arange(index.shape[1]) + lag, index.shape)
     return np.where((at >= 0) & (at < index.shape[1]), np.take_along_axis(index, at % index.shape[1], axis=1), -1)
 
 
-def _cost(data: PairData, index: np.ndarray, lag: int = 0) -> np.ndarray:
+def _cost(data: PairData, index: np.ndarray, lag: int | np.ndarray = 0) -> np.ndarray:
     """Return [R, T] |a[t] - b[t + lag]|, capped at CAP_NATS; NaN where either value is missing."""
     return np.asarray(np.minimum(np.abs(_at(data.a, index) - _at(data.b, _lagged(index, lag))), CAP_NATS))
 

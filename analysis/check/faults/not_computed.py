@@ -14,7 +14,7 @@ from .. import commands
 from ..finding import Fault, Finding, Hypothesis, Number, predicting
 from ..pair_data import PairData, declared, dtype_of, half_ulp, precisions
 from ..sample import MIN_UNSAMPLED_RUN, UNSAMPLED_NATS, PassSample, run_lengths
-from .sampling import recorded_filter
+from .sampling import IMPOSSIBLE_LOGPROB, TRUNCATION, recorded_filter
 
 MIN_MISSING_SHARE = 1e-4
 """Minimum share of NULL logprobs for a finding. A smaller share means that a few sequences were cut off; `stats` counts
@@ -24,8 +24,6 @@ MAX_CONSTANTS = 20
 MIN_CONSTANT_TOKENS = 3
 """A value is tested if at least this many tokens, and this many different token ids, have it: a placeholder does not
 depend on the token."""
-IMPOSSIBLE_LOGPROB = -80.0
-"""Values below this logprob, nats, are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
 _SHARED_FACTOR = 10
 """A value is a placeholder if both passes share it in at least this many times as many contexts as nearby values."""
 _REPEATED_FACTOR = 3
@@ -53,6 +51,10 @@ _EVIDENCE = {
     "equal_bits": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, and {contracts_text}",
     "equal_against_contracts": "all {num_tokens:,} tokens of {a} and {b} are bitwise equal, although their contracts name "
     "{differing}: {copied_text}",
+    "copied_steps": "{a} and {b} are bitwise equal at all {num_tokens:,} tokens from step {since_equal} on, and differ at {share_before:.0%} of the "
+    "tokens before, with the same contracts: one has been a copy of the other since",
+    "shifted_mask": "{side} has no logprob for {num_tokens:,} counted tokens, all at the {end} of a run of counted tokens, and has logprobs "
+    "for {num_left_out:,} tokens just before or after such runs, which do not count: the loss mask is one token {late}",
     "copied_rows": "{num_sequences:,} of {of_sequences:,} sequences are bitwise equal in both passes, although their "
     "contracts name {differing}: in these rows one pass is a copy of the other",
 }
@@ -110,7 +112,8 @@ PLACEHOLDERS = _fault(
 )
 NOT_SAMPLED = _fault("mask", "prompt, tool or padding tokens are counted as sampled tokens", "constant")
 MASK = _fault("mask", "prompt or tool tokens are counted as sampled tokens", "unlikely_runs")
-COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows")
+COPIES = _fault("copies", "one pass is a copy of the other", "equal_against_contracts", "copied_rows", "copied_steps")
+SHIFTED_MASK = _fault("mask", "the loss mask is shifted by one token", "shifted_mask")
 EQUAL = _fault("equal", "bitwise equal", "equal_bits")
 
 
@@ -130,6 +133,7 @@ def find_missing(data: PairData) -> list[Finding]:
         _missing(data, *sides, lost_a & lost_b & ~(null_a & null_b), null_a & null_b, signal="missing_in_both"),
     )  # fmt: skip
     found = [finding for finding in missing if finding is not None]
+    found = [_shifted_mask(data, each) or each for each in found]
     elsewhere = data.sums.num_not_finite - int(((lost_a & ~null_a) | (lost_b & ~null_b)).sum())
     if elsewhere > 0:
         share = float(elsewhere / max(data.sums.num_tokens + data.sums.num_not_finite, 1))
@@ -175,6 +179,27 @@ def _missing(
     )  # fmt: skip
 
 
+def _shifted_mask(data: PairData, finding: Finding) -> Finding | None:
+    """Return the finding for a loss mask that is shifted by one token, if that explains the missing logprobs."""
+    sample, names = data.sample, {data.sample.a.name: data.sample.a, data.sample.b.name: data.sample.b}
+    side = names.get(str(finding.numbers.get("side")))
+    if side is None:
+        return None
+    has, joined = np.isfinite(side.logprobs), np.diff(sample.seq) == 0
+    before = {name: np.r_[False, each[:-1] & joined] for name, each in (("mask", sample.mask), ("has", has))}
+    after = {name: np.r_[each[1:] & joined, False] for name, each in (("mask", sample.mask), ("has", has))}
+    missing, left_out = sample.mask & ~has, has & ~sample.mask
+    for late, end, inside, outside in (("late", "end", before, after), ("early", "beginning", after, before)):
+        at_end = missing & inside["has"] & ~outside["mask"]
+        beside = left_out & outside["mask"]
+        if at_end.sum() > 0.9 * missing.sum() and beside.sum() > 0.5 * missing.sum():
+            return SHIFTED_MASK.finding(
+                data, "shifted_mask", np.zeros(data.num_kept, bool), effect=float("nan"), share=finding.share, next=finding.next,
+                numbers={"side": side.name, "num_tokens": int(missing.sum()), "num_left_out": int(beside.sum()), "end": end, "late": late},
+            )  # fmt: skip
+    return None
+
+
 def find_unsampled(data: PairData) -> list[Hypothesis]:
     """Detect runs of tokens whose logprob is far below the negative entropy in both passes. Requires recorded entropies.
 
@@ -208,9 +233,11 @@ def find_constants(data: PairData) -> list[Hypothesis]:
         values, counts = np.unique(side.logprobs[data.keep], return_counts=True)
         often = np.argsort(-counts, kind="stable")[:MAX_CONSTANTS]
         tested = {*often[counts[often] >= MIN_CONSTANT_TOKENS].tolist()}
-        tested |= {*np.flatnonzero(values <= IMPOSSIBLE_LOGPROB)[:MAX_CONSTANTS].tolist()}
-        for value in values[sorted(tested)].tolist():
-            where = data.keep & (side.logprobs == value)
+        masks = [(value, data.keep & (side.logprobs == value)) for value in values[sorted(tested)].tolist()]
+        # Masked logits give values that differ by the normaliser.
+        if len(impossible := values[values <= IMPOSSIBLE_LOGPROB]):
+            masks.append((float(np.median(impossible)), data.keep & (side.logprobs <= IMPOSSIBLE_LOGPROB)))
+        for value, where in masks:
             if _stands_for_none(data, side, other, value, where):
                 far = where & (np.abs(other.logprobs - value) > 0.1)
                 if value == 0.0 and far.sum() < 0.02 * where.sum():  # a certain token has a logprob of 0
@@ -261,13 +288,26 @@ def _constant(data: PairData, side: PassSample, other: PassSample, value: float,
         reason = "after_end" if np.mean((np.r_[where[1:], True] | is_last)[where]) > 0.99 else "improbable"
     if value < 0 and value == own.min() and np.mean(others[where] < value + 0.1) > 0.95:
         reason = "floor"
-    return (PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED).finding(
-        data, "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
+    cause, is_impossible = "", value <= IMPOSSIBLE_LOGPROB
+    ids = np.unique(sample.tokens[where])
+    if is_impossible and len(ids) < where.sum() / 2 and not np.isin(sample.tokens[rest], ids).any():
+        cause = "forbidden"
+    elif (
+        is_impossible
+        and mean < min(1.5 * usual, usual - 1)
+        and where.sum() < 1.5 * num_runs
+        and np.ptp(side.logprobs[where]) > 0
+    ):
+        cause = "masked"
+    fault = TRUNCATION if cause else PLACEHOLDERS if reason in ("none", "floor") else NOT_SAMPLED
+    return fault.finding(
+        data, cause or "constant", where[data.keep], effect=float(np.sqrt(np.mean((others[where] - value) ** 2))),
         next=commands.tokens(data, f"logprob_{'a' if side is sample.a else 'b'} = {value!r}::FLOAT"),
         numbers={
-            "side": side.name, "other": other.name, "value": value, "num_tokens": int(where.sum()),
+            "side": side.name, "other": other.name, "value": value, "num_ids": len(ids), "num_tokens": int(where.sum()),
             "num_sequences": len(np.unique(sample.seq[where])), "other_mean": mean,
             "other_min": float(np.min(others[where])), "elsewhere_mean": usual, "reason": reason,
+            "cause": cause,
         },
     )  # fmt: skip
 
@@ -368,6 +408,8 @@ def find_equal(data: PairData) -> list[Finding]:
         known = bool(data.contract("a") and data.contract("b"))
         return [EQUAL.finding(data, "equal_bits", numbers=numbers | {"contracts_known": int(known)})]
     size = data.sample.num_sequences
+    if found := _copied_since(data):
+        return found
     num, telling, equal = (
         np.bincount(data.seq, each, minlength=size)
         for each in (None, data.b < -1e-3, (data.d == 0.0) & (data.b < -1e-3))
@@ -381,6 +423,35 @@ def find_equal(data: PairData) -> list[Finding]:
         COPIES.finding(
             data, "copied_rows", copied[data.seq], effect=0.0, next=commands.stats(data, "sequence"),
             numbers={"num_sequences": int(copied.sum()), "of_sequences": int((num > 0).sum()), **differing},
+        )
+    ]  # fmt: skip
+
+
+def _copied_since(data: PairData) -> list[Finding]:
+    """Detect that the passes begin to be bitwise equal at some step, without a change of contract."""
+    steps = data.sample.steps[data.seq]
+    known = np.unique(steps)
+    equal = np.array([not data.d[steps == step].any() for step in known])
+    since = int(np.argmax(equal))
+    if since < 2 or len(known) - since < 2 or not equal[since:].all():
+        return []
+    later = steps >= known[since]
+    telling = data.b[~later] < -1e-3
+    share = float(np.mean(data.d[~later][telling] != 0)) if telling.any() else 0.0
+    contracts = [
+        {
+            name
+            for row in np.unique(data.seq[part])
+            for name in (data.sample.a.contracts[row], data.sample.b.contracts[row])
+        }
+        for part in (later, ~later)
+    ]
+    if share < 0.5 or contracts[0] != contracts[1]:
+        return []
+    return [
+        COPIES.finding(
+            data, "copied_steps", later, effect=0.0, next=commands.stats(data, "step"),
+            numbers={**data.names, "since_equal": int(known[since]), "num_tokens": int(later.sum()), "share_before": share},
         )
     ]  # fmt: skip
 

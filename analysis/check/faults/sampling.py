@@ -18,9 +18,9 @@ import numpy as np
 from ...advice import Advice
 from .. import commands
 from ..features import judged, judged_words, sampled_mean, sampled_score
-from ..finding import Fault, Hypothesis, Number, of_signs, predicting, unexplained
+from ..finding import Fault, Hypothesis, Number, of_signs, predicting
 from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, value_rounding
-from ..where import repeated_in_row
+from ..where import part_of_rows, repeated_in_row
 
 
 def _recorded_temperatures(numbers: Mapping[str, Any]) -> dict[str, str]:
@@ -43,20 +43,40 @@ TEMPERATURE = Fault(
     evidence={
         "scaled_logits": "{b}'s logits are {a}'s divided by {temperature:.3g} (fitted, {least:.3g} to {largest:.3g}), which "
         "accounts for {r2:.0%} of the mismatch{recorded_text}",
+        "by_setting": "the factor between the two sides' logits follows the temperatures recorded for the rows ({num_values} of "
+        "them, {least:g} to {largest:g}): {side} applies each row's own, {other} the same to all",
     },
     words={"scaled_logits": _recorded_temperatures},
-    causes={"scale": "one side's logits are scaled: a temperature, or the scale of the head or its norm"},
+    causes={"scale": "one side's logits are scaled: a temperature, a soft cap, or the scale of the head or its norm"},
 )
 TRUNCATION = Fault(
     code="truncation",
-    title="top-p, top-k or min-p renormalised on one side only",
+    title="one side's logprobs cover fewer tokens: top-p, top-k or min-p, a grammar, or forbidden tokens",
     broken="recording",
+    causes={
+        "filter": "top-p, top-k or min-p renormalised on one side only",
+        "forbidden": "one side forbids token ids that the other sampled",
+        "masked": "one side cuts off tokens that the other sampled: top-p, top-k or min-p recomputed from its own logits",
+    },
     evidence={
+        "forbidden": "{side} gives all {num_tokens:,} tokens with one of {num_ids:,} ids about {value:.4g}, and {other} gives them "
+        "{other_mean:.3g} nats on average: {side} forbids these ids, but sampling allows them",
+        "masked": "{side} gives {num_tokens:,} scattered tokens of {num_sequences:,} sequences about {value:.4g}, and {other} gives "
+        "them {other_mean:.3g} nats on average, all others {elsewhere_mean:.3g}: {side} masks improbable tokens that sampling kept",
         "kept_mass": "{side} is never below {other}: it was renormalised over the tokens that sampling kept, which "
         "have {kept_mass:.4g} of the probability mass of {other} on average and at least "
-        "{least_mass:.3g}{recorded_text}"
+        "{least_mass:.3g}{recorded_text}",
     },
     words={"kept_mass": lambda n: {"recorded_text": f"; recorded: {n['recorded']}" if n.get("recorded") else ""}},
+)
+SMOOTHED = Fault(
+    code="smoothed",
+    title="one side's logprobs are mixed with the mean over the vocabulary, as by label smoothing",
+    broken="recording",
+    evidence={
+        "smoothed": "{side} is below {other} at all tokens, and most at likely ones: it differs by {mean:.3g} nats at certain tokens, "
+        "and by {smoothing:.3g} nats less for each nat that a token is less likely, as under label smoothing of {smoothing:.3g}"
+    },
 )
 PADDED_VOCABULARY = Fault(
     code="padded_vocabulary",
@@ -81,17 +101,19 @@ GRAMMAR = Fault(
 )
 PENALTY = Fault(
     code="penalty",
-    title="a repetition penalty, logit bias or token filter on one side only",
+    title="a repetition, presence or frequency penalty, a logit bias or a token filter on one side only",
     broken="recording",
     evidence={
         "repeated": "{side} lowers tokens that occurred before in the {counted} and raises all others: {mean_repeated:+.2g} against "
-        "{mean_new:+.2g} nats on average, as with a repetition penalty{recorded_text}",
+        "{mean_new:+.2g} nats on average, as with a repetition, presence or frequency penalty{recorded_text}",
         "token_ids": "{side} {lowers} {num_ids:,} token ids and {raises} all others, {mean_ids:+.2g} against "
         "{mean_rest:+.2g} nats on average, as with a logit bias or a token filter",
         "one_shift": "of {num_pairs:,} pairs of different tokens after the same prefix, the two sides agree on the difference of "
         "the logprobs in {num_equal:,}, and in {num_shifted:,} they differ by {bias:.3g} nats: one side shifts the logits of "
         "some tokens, as with a logit bias or a penalty",
         "judged": judged("a filter, penalty, bias or temperature that one side does not apply"),
+        "sampled_by_rows": "the passes agree, but in {num_sequences:,} of {of_sequences:,} sequences, {where}, logprob + entropy averages "
+        "to {mean:.3g} nats ({mean_rest:.2g} in the others): these were sampled at another temperature or with a filter",
         "sampled_elsewhere": "the passes agree, but logprob + entropy averages to {mean:.3g} nats instead of 0: sampling applied a "
         "temperature, filter or penalty that neither pass has, or both passes are in another unit{recorded_text}",
     },
@@ -101,7 +123,10 @@ PENALTY = Fault(
         "judged": judged_words,
         "sampled_elsewhere": _recorded_penalty,
     },
-    causes={"sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded"},
+    causes={
+        "repeated": "a repetition, presence or frequency penalty on one side only",
+        "ids": "a logit bias or token filter on one side only", "sampled_elsewhere": "the tokens were sampled from a distribution that neither side recorded",
+    },
 )  # fmt: skip
 
 # --- A factor on the logits
@@ -115,6 +140,8 @@ MIN_SHIFT = 0.004
 """Minimum |log T| for a temperature T to be reported: rounding to bfloat16 changes the scale of logits by less."""
 MAX_TEMPERATURE = 20.0
 """Largest fitted value accepted as a temperature."""
+MIN_PART = 100
+"""Minimum number of tokens with one recorded temperature to fit a factor to them."""
 _MODEL_ERROR = 0.05
 """Error of a fitted log T, relative to log T. The fits assume that log-odds scale linearly, which is exact for two
 possible tokens and approximate for more."""
@@ -145,8 +172,38 @@ def find_temperature(data: PairData) -> list[Hypothesis]:
     lower = float(np.mean(data.d[off] < 0)) if off.any() else 0.5
     if not 0.02 < lower < 0.98:
         return []  # a factor raises likely tokens and lowers unlikely ones, or the other way round
+    if found := _by_setting(data):
+        return found
     exact = _exact_scale(data)
     return [_scaled(data, fit, exact) for fit in _scales(data) if exact is None or exact[2] * np.log(fit.scale) > 0]
+
+
+def _by_setting(data: PairData) -> list[Hypothesis]:
+    """Detect that only one side applies the temperatures recorded for its rows: the factor on the logits follows them."""
+    settings = data.sample.settings["temperature"][data.seq]
+    residual, logs = data.d.copy(), []
+    for value in np.unique(settings[np.isfinite(settings) & (settings > 0)]):
+        inside = settings == value
+        part = data.within(inside)
+        if part.num_kept < MIN_PART:
+            continue
+        fit = next(iter(_scales(part)), None)
+        logs.append((np.log(value), 0.0 if fit is None else np.log(fit.scale)))
+        if fit is not None:
+            residual[inside] = np.where(np.isfinite(fit.residual), fit.residual, part.d)
+    recorded, fitted = np.array(logs).reshape(-1, 2).T
+    for side, sign in (("b", -1.0), ("a", 1.0)):
+        off = fitted - sign * recorded
+        if len(logs) > 1 and np.ptp(recorded) > 0.1 and np.max(np.abs(off - np.median(off))) < np.ptp(recorded) / 4:
+            finding = TEMPERATURE.finding(
+                data, "by_setting", next=commands.by_column(data, "temperature"),
+                numbers={
+                    "side": data.names[side], "other": data.names["a" if side == "b" else "b"], "num_values": len(logs),
+                    "least": float(np.exp(recorded.min())), "largest": float(np.exp(recorded.max())),
+                },
+            )  # fmt: skip
+            return [predicting(data, finding, residual, 8.0)]
+    return []
 
 
 def _scales(data: PairData) -> list[ScaleFit]:
@@ -222,7 +279,7 @@ def _exact_scale(data: PairData) -> tuple[float, float, float] | None:
     scale = float(np.median(ratio))
     left = two - scale * one
     error = 2 * 1.25 * float(np.median(np.abs(ratio - scale))) / 0.67 / np.sqrt(len(ratio)) + 1e-5 * abs(scale)
-    is_scale = left @ left < 0.05 * ((two - one) @ (two - one)) or np.sqrt(np.mean(left**2)) < allowed_noise(data)
+    is_scale = left @ left < 0.1 * ((two - one) @ (two - one)) or np.sqrt(np.mean(left**2)) < allowed_noise(data)
     return scale, error, float(np.log(scale)) if scale > 0 and is_scale else float("nan")
 
 
@@ -284,6 +341,10 @@ def _confirming(data: PairData, temperature: float, *, has_contexts: bool) -> Ad
 
 # --- Tokens left out
 
+IMPOSSIBLE_LOGPROB = -80.0
+"""Values below this logprob, nats, are placeholders such as -100 or -9999: no sampled token has a probability of 1e-35."""
+
+
 MIN_ONE_SIDED = 0.6
 """Minimum |mean d| / mean |d| for a mismatch to count as one-sided: the ratio is 1 if all d have one sign, 0 if they cancel
 out."""
@@ -312,22 +373,31 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     lean = abs(float(data.d.mean())) / float(size.mean())
     if lean < (MIN_ONE_SIDED if clear else 0.7):
         return []
+    quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
+    raised, lowered = ("b", "a") if is_negative else ("a", "b")
+    medians = [float(np.median(size[each])) for each in quarters]
+    if medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]:
+        return [_smoothed(data, lowered, raised)]
     # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
     # some tokens by nats in the other direction.
-    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > 0.02 * other.sum():
+    if np.sum(size[other] > 3 * (allowed_noise(data) * data.scale)[other]) > max(0.02 * other.sum(), 0.002 * len(size)):
         return []
     # Lost mass shifts all tokens of a context equally, so |d| grows little with a token's surprise.
-    quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
     if np.median(size[quarters[3]]) > max(3.0, 20 * float(np.median(size[quarters[1]]))):
         return []
-    raised, lowered = ("b", "a") if is_negative else ("a", "b")
     mass = np.minimum(np.exp(data.d if is_negative else -data.d), 1.0)
     score = (1 - mass.mean()) / max(float(mass.std()) / np.sqrt(len(mass)), 1e-12)
     if score < (4 if clear else 8):
         return []
     numbers: dict[str, Number] = {"side": data.names[raised], "other": data.names[lowered]}
     if _is_cut(data, raised):
-        numbers |= {"kept_mass": float(mass.mean()), "least_mass": float(mass.min()), "recorded": recorded_filter(data)}
+        cause = "filter" if recorded_filter(data) else ""
+        numbers |= {
+            "kept_mass": float(mass.mean()),
+            "least_mass": float(mass.min()),
+            "recorded": recorded_filter(data),
+            "cause": cause,
+        }
         replay = commands.replay(data, f"--top-p {max(mass.min(), 0.01):.2g}", "cut")
         finding = TRUNCATION.finding(data, "kept_mass", mass < 1 - 1e-6, next=replay, numbers=numbers)
     else:
@@ -339,6 +409,18 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     found = of_signs(data, finding, np.full(data.num_kept, -1.0 if is_negative else 1.0), 4.0)
     # A recorded filter is tested first.
     return [replace(found, gain=float("inf")) if _is_recorded(data, raised, size) else found]
+
+
+def _smoothed(data: PairData, lowered: str, raised: str) -> Hypothesis:
+    """Return the explanation that one side's logprobs are mixed with the mean over the vocabulary, as label smoothing does
+    in a loss: logprob' = (1 - s) logprob + s mean. Likely tokens are then lowered most; lost mass lowers them least."""
+    values, others = getattr(data, lowered), getattr(data, raised)
+    slope, mean = np.polyfit(others, values - others, 1)
+    finding = SMOOTHED.finding(
+        data, "smoothed", next=commands.tokens(data),
+        numbers={"side": data.names[lowered], "other": data.names[raised], "smoothing": -float(slope), "mean": float(mean)},
+    )  # fmt: skip
+    return of_signs(data, finding, np.full(data.num_kept, -1.0 if lowered == "a" else 1.0), 4.0)
 
 
 def _is_recorded(data: PairData, raised: str, size: np.ndarray) -> bool:
@@ -371,7 +453,9 @@ def _is_cut(data: PairData, raised: str) -> bool:
     if recorded_filter(data):
         return True
     sides = {"a": data.sample.a, "b": data.sample.b}
-    cut_off = np.isneginf(sides[raised].logprobs) & np.isfinite(sides["b" if raised == "a" else "a"].logprobs)
+    cut_off = (sides[raised].logprobs <= IMPOSSIBLE_LOGPROB) & np.isfinite(
+        sides["b" if raised == "a" else "a"].logprobs
+    )
     if np.any(cut_off & data.sample.mask):
         return True  # the other pass sampled a token that this pass cut off
     neutral = {"top_p": 1.0, "top_k": 0.0, "min_p": 0.0}
@@ -442,7 +526,8 @@ def find_penalty(data: PairData) -> list[Hypothesis]:
         # The penalised side gives repeated tokens a lower logprob.
         side = "b" if signal == "token_ids" or means[0] > 0 else "a"
         in_side = [mean if side == "a" else -mean for mean in means]
-        said: dict[str, Number] = {"side": data.names[side], **numbers}
+        cause = "ids" if signal == "token_ids" else signal
+        said: dict[str, Number] = {"side": data.names[side], "cause": cause, **numbers}
         if signal == "token_ids":
             said |= {"mean_ids": in_side[0], "mean_rest": in_side[1]}
         else:
@@ -457,13 +542,12 @@ _Group = tuple[str, np.ndarray, np.ndarray, float, dict[str, Number], float]
 
 
 def _groups(data: PairData) -> Iterator[_Group]:
-    off = np.abs(data.d) > 4 * unexplained(data).sigma * np.maximum(data.rest, 1e-3)
+    off = np.abs(data.d) > allowed_noise(data) / 2 * np.maximum(data.rest, 1e-3) + 2 * value_rounding(data)
     # A recorded penalty has no fitted parameters.
     cost = 0.0 if recorded_penalty(data) else 8.0
     yield "repeated", repeated_in_row(data), off, MIN_SIGNS, {"counted": "row"}, cost
     yield "repeated", repeated_in_row(data, prompt=False), off, MIN_SIGNS, {"counted": "response"}, cost
     ids, place = np.unique(data.sample.tokens[data.keep], return_inverse=True)
-    off = np.abs(data.d) > np.maximum(0.25 * np.median(np.abs(data.d)), 4 * value_rounding(data))
     if data.num_kept < 400 or off.sum() < 50:
         return
     num = np.bincount(place[off], minlength=len(ids))
@@ -471,7 +555,7 @@ def _groups(data: PairData) -> Iterator[_Group]:
     usual = 1.0 if np.sum(np.sign(data.d[off])) > 0 else -1.0
     other = (num >= 4) & (lean * usual < -0.9)
     # A bias changes the normaliser, and so every other token.
-    if 1 <= other.sum() <= max(4, len(ids) // 20) and np.mean(off[~other[place]]) >= 0.2:
+    if 1 <= other.sum() <= max(4, len(ids) // 3) and np.mean(off[~other[place]]) >= 0.2:
         numbers: dict[str, Number] = {
             "num_ids": int(other.sum()), "ids": ", ".join(str(each) for each in ids[other][:8]),
         }  # fmt: skip
@@ -500,20 +584,44 @@ def _one_shift(data: PairData) -> list[Hypothesis]:
 
 
 def find_sampled_elsewhere(data: PairData) -> list[Hypothesis]:
-    """Detect that the passes agree but the tokens were sampled from another distribution."""
+    """Detect that the passes agree but the tokens of the run, or of some of its rows, were sampled from another
+    distribution."""
     recorded = recorded_penalty(data)
     scores = {side: sampled_score(data, side) for side in "ab" if getattr(data.sample, side).entropy is not None}
     if not scores or data.num_kept < 400:
         return []
     side = max(scores, key=lambda each: abs(scores[each]))
-    mean = sampled_mean(data, side)
-    if abs(scores[side]) < (6 if recorded else 12) or mean > -0.05:
+    mean, entropy = sampled_mean(data, side), getattr(data.sample, side).entropy[data.keep]
+    surprise = -getattr(data, side)
+    is_plain, part = _is_plain(data), None
+    numbers: dict[str, Number] = {"mean": mean, "recorded": recorded, "cause": "sampled_elsewhere"}
+    if is_plain:
+        total = np.bincount(data.seq, np.nan_to_num(entropy - surprise), data.sample.num_sequences)
+        count = np.bincount(data.seq, np.isfinite(entropy), data.sample.num_sequences)
+        part = part_of_rows(data.sample, np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    if part is not None:
+        signal, (where, inside) = "sampled_by_rows", part
+        numbers |= {
+            "where": where.removeprefix("all "), "mean": float(total[inside].sum() / count[inside].sum()),
+            "mean_rest": float(total[~inside].sum() / max(count[~inside].sum(), 1)), "num_sequences": int(inside.sum()),
+            "of_sequences": len(np.unique(data.seq)),
+        }  # fmt: skip
+    elif abs(np.nanmean(surprise) / np.nanmean(entropy) / np.log(2) - 1) < 0.03:
+        return []  # entropies in bits, as the checks of the data report
+    # Samples more likely than their distribution says are a fault only if the recording rules out a filter and a temperature.
+    elif abs(scores[side]) >= (6 if recorded else 12) and abs(mean) >= 0.05 and (mean < 0 or is_plain):
+        signal = "sampled_elsewhere"
+    else:
         return []
-    finding = PENALTY.finding(
-        data, "sampled_elsewhere", next=commands.tokens(data), effect=0.0,
-        numbers={"mean": mean, "recorded": recorded, "cause": "sampled_elsewhere"},
-    )  # fmt: skip
+    finding = PENALTY.finding(data, signal, next=commands.tokens(data), effect=0.0, numbers=numbers)
     return [Hypothesis(finding=finding, tokens=np.zeros(len(data.keep), bool), gain=float("inf"))]
+
+
+def _is_plain(data: PairData) -> bool:
+    """Return True if the recording says that all tokens were sampled at temperature 1 without a filter."""
+    plain = {"temperature": 1.0, "top_p": 1.0}
+    is_plain = all(np.all(data.sample.settings[name] == value) for name, value in plain.items())
+    return bool(is_plain and not recorded_filter(data))
 
 
 def recorded_penalty(data: PairData) -> float | None:

@@ -15,7 +15,17 @@ from ....schemas.passes import ROLLOUT
 from .. import commands
 from ..features import exact_rows, judged, judged_words, pearson, sampled_mean, sampled_score
 from ..finding import Broken, Fault, Finding, Hypothesis, Number, of_signs, predicting
-from ..pair_data import HALF_ULP, PairData, allowed_noise, context_pairs, declared, half_ulp, precisions
+from ..pair_data import (
+    HALF_ULP,
+    PairData,
+    allowed_noise,
+    context_pairs,
+    declared,
+    half_ulp,
+    once,
+    precisions,
+    value_rounding,
+)
 
 MAX_LOGPROB = 1e-4
 """Largest value accepted as a logprob, nats: rounding in a float32 softmax can give logprobs up to 1e-6 above 0."""
@@ -38,8 +48,10 @@ _NAMES = {
     "cumulative": "cumulative sums of logprobs along the sequence",
     "cumulative_to_end": "sums of the logprobs from each token to the end of the sequence",
     "factor": "logprobs times {factor:.4g}",
+    "by_length": "logprobs divided by the number of tokens of the response",
     "factor_by_length": "logprobs divided by a length: the factor differs by sequence",
     "floor": "logarithms of p + {factor:.3g}, so no value is below ln {factor:.3g}",
+    "moving_average": "a moving average along the response, in which each logprob has a weight of {factor:.3g}",
     "curve": "a function of the other side's logprobs that is not a known unit: {curve}",
 }
 MAX_LEFT_BY_UNIT, MAX_LEFT_BY_FIT = 0.25, 0.1
@@ -62,7 +74,10 @@ UNIT = Fault(
     code="log_base",
     title="one side's logprobs are not natural logarithms, or are scaled",
     broken="recording",
+    causes={"clamped": "one side's logprobs are clamped to the neighbourhood of the other's"},
     evidence={
+        "clamped": "at {num_tokens:,} of {of_tokens:,} tokens, {a} and {b} differ by exactly {limit:.6g} nats, up or down, and at none by "
+        "more: one side was clamped to within {limit:.6g} nats of the other, which hides the mismatch",
         "other_unit": "{side} holds {unit_text}: nine tenths of the tokens differ by {size:.2g} nats on average as recorded, and by {residual:.2g} after conversion",
     },
     words={"other_unit": lambda n: {"unit_text": _NAMES[n["unit"]].format_map({"factor": 1.0} | dict(n))}},
@@ -181,8 +196,31 @@ def _functions(data: PairData, side: str) -> list[Hypothesis]:
             numbers={"side": data.names[side], "unit": unit, "residual": left, "size": size, "factor": None, **numbers},
         )  # fmt: skip
         hypothesis = predicting(data, finding, residual if side == "a" else -residual, cost, is_right=cost <= 2)
-        found.append(replace(hypothesis, rank=int(cost > 2)))
+        is_other = _is_wrong(data, "b" if side == "a" else "a") and not _is_wrong(data, side)
+        found.append(replace(hypothesis, rank=int(cost > 2) + 2 * is_other))
     return found
+
+
+@once
+def _wrong_sides(data: PairData) -> str:
+    """Return the sides, `a` or `b`, whose values cannot be the logprobs of the sampled tokens: those of one context have
+    probabilities that add up to more than 1, or the side's logprob + entropy is not 0 on average and the other's is."""
+    context = np.unique(
+        np.stack([data.sample.prefix_keys[data.keep], data.sample.steps[data.seq]]), axis=1, return_inverse=True
+    )[1]
+    _, first = np.unique(np.stack([context, data.sample.tokens[data.keep]]), axis=1, return_index=True)
+    wrong = ""
+    for side, values in (("a", data.a), ("b", data.b)):
+        total = np.bincount(context[first], np.exp(np.minimum(values[first], 0.0)))
+        wrong += side if total.max() > 1.02 else ""
+    scores = [abs(sampled_score(data, side)) for side in "ab"]
+    if not wrong and min(scores) > 0 and max(scores) > max(6.0, 4 * min(scores)):
+        return "ab"[scores.index(max(scores))]
+    return wrong
+
+
+def _is_wrong(data: PairData, side: str) -> bool:
+    return side in _wrong_sides(data)
 
 
 _Conversion = tuple[str, np.ndarray, dict[str, Number], float]
@@ -207,8 +245,15 @@ def _conversions(data: PairData, values: np.ndarray, other: np.ndarray) -> Itera
         if is_divided and (count >= 4).sum() >= 8 and np.std(np.log(factors[count >= 4])) > 0.05:
             yield "factor_by_length", values / factors[data.seq], {}, 4.0 * len(np.unique(data.seq))
     starts = np.r_[True, data.seq[1:] != data.seq[:-1]]
+    yield "by_length", values * data.sample.lengths[data.seq], {}, 2.0
     yield "cumulative", values - np.where(starts, 0.0, np.r_[0.0, values[:-1]]), {}, 2.0
     yield "cumulative_to_end", values - np.where(np.r_[starts[1:], True], 0.0, np.r_[values[1:], 0.0]), {}, 2.0
+    design = np.stack([np.where(starts, 0.0, np.r_[0.0, values[:-1]]), other], axis=1)[~starts]
+    if len(design) >= 30:
+        (kept, taken), *_ = np.linalg.lstsq(design, values[~starts], rcond=None)
+        if kept > 0.05 and taken > 0.05 and abs(kept + taken - 1) < 0.02:
+            averaged = (values - kept * np.r_[0.0, values[:-1]]) / taken
+            yield "moving_average", np.where(starts, values, averaged), {"factor": float(taken)}, 8.0
     p = np.exp(np.minimum(other, 0.0))
     (offset, factor), rounded = _line(values, p)
     if rounded in _PROBABILITIES:
@@ -309,6 +354,24 @@ def find_low_precision(data: PairData) -> list[Hypothesis]:
     return found
 
 
+def find_clamped(data: PairData) -> list[Hypothesis]:
+    """Detect that |d| piles up at its largest value: one side was clamped to a distance from the other."""
+    if any(side.rounded is not None for side in precisions(data)):
+        return []  # on a grid, many differences are equal
+    size = np.abs(data.d)
+    limit = float(np.quantile(size, 0.999))
+    error = np.maximum(2 * value_rounding(data), 1e-5 * limit)
+    at = np.abs(size - limit) < error
+    near = (size < limit - error) & (size > 0.8 * limit)
+    if at.sum() < 20 or at.sum() < near.sum() or np.any(size > limit + error) or limit < 50 * float(np.median(error)):
+        return []
+    if min(np.mean(data.d[at] > 0), np.mean(data.d[at] < 0)) < 0.1:
+        return []
+    numbers: dict[str, Number] = {**data.names, "limit": limit, "num_tokens": int(at.sum()), "of_tokens": data.num_kept}
+    finding = UNIT.finding(data, "clamped", at, next=commands.far_tokens(data), numbers=numbers | {"cause": "clamped"})
+    return [Hypothesis(finding=finding, tokens=data.marked(at), gain=float("inf"))]
+
+
 # --- Another quantity, or other tokens
 
 
@@ -398,7 +461,7 @@ def find_unrelated(data: PairData) -> list[Hypothesis]:
             "cause": sampled, "correlation": correlation, "sampled": sampled, "sampled_mean": mean, "mean_lower": means[lower], "mean_higher": means[higher],
         },
     )  # fmt: skip
-    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept)]
+    return [Hypothesis(finding=finding, tokens=data.keep.copy(), gain=0.05 * data.num_kept, rank=1)]
 
 
 def _within_ids(data: PairData) -> float | None:

@@ -10,12 +10,15 @@ import numpy as np
 from ....schemas.documents import Contract
 from ....schemas.passes import CURRENT, ROLLOUT, TRAIN
 from .. import commands
-from ..features import SIZE, along_movement, judged, judged_words, token_effect
-from ..finding import Fault, Finding, Number
+from ..features import SIZE, along_movement, judged, judged_words, pearson, token_effect
+from ..finding import SIDES, Fault, Finding, Number
 from ..pair_data import PairData, allowed_noise, coarsest, declared, dtype_of, level, named
 
 CLEAR_GROWTH = 5.0
 """Weights were left behind if the mismatch in the selected steps is at least this many times that at the first step."""
+CLEAR_ADVANTAGE = 6.0, 0.4
+"""Minimum correlation between a sequence's mismatch and its advantage, in standard errors and absolute, for the scoring to
+have followed the update."""
 _QUANTISED = ("quantization", "quantisation", "quantize", "cache_dtype", "kv_cache_dtype", "kv_dtype")
 """Names of the contract settings, at any depth, that may declare quantised weights or a quantised KV cache."""
 _NOT_QUANTISED = ("auto", "None", "bfloat16", "float16", "float32")
@@ -55,6 +58,8 @@ WEIGHTS = Fault(
         "contract": "the contract of {side} has {setting} {value}",
         "one_adapter": "only {side} has an adapter, and " + SIZE,
         "grew_before": "the rms of d is {first:.2g} nats at step {since}, before the selected steps, and {later:.2g} within them: the mismatch grew with the updates",
+        "follows_advantages": "a sequence's mismatch follows its own advantage (correlation {correlation:.2f} over {num_sequences:,} "
+        "sequences): {side} has the weights from after the update on this batch",
         "judged": judged(
             "a sync that failed, came late or left tensors out; a missing adapter; a replica with another version; trainer logprobs "
             "from the reference's weights, or from after the update"
@@ -66,6 +71,7 @@ WEIGHTS = Fault(
         "partial_sync": "some weights were not synchronised",
         "adapter": "the adapter is on one side only",
         "quantised": "one side's weights are quantised",
+        "after_update": "one side was scored after the update on the same batch",
         "never_synchronised": "the trainer's weights were never sent to the engine",
         "other_weights": "the engine's weights match no recorded version of the trainer",
     },
@@ -128,6 +134,34 @@ def find_adapter(data: PairData) -> list[Finding]:
     return [
         WEIGHTS.finding(
             data, "one_adapter", weight=0.8, next=commands.weights(data), numbers=measured(data) | more
+        )
+    ]  # fmt: skip
+
+
+def find_after_update(data: PairData) -> list[Finding]:
+    """Detect that the mismatch of a sequence follows its own advantage: one side was scored after the update on it.
+
+    An update raises the logprobs of sequences with a positive advantage; stale weights follow other sequences' advantages."""
+    advantage, rows = data.sample.outcomes.get("advantage"), np.unique(data.seq)
+    if advantage is None or not np.isfinite(advantage[rows]).any():
+        return []
+    moved = np.clip(data.d / data.scale, *np.quantile(data.d / data.scale, [0.01, 0.99]))
+    mean = (np.bincount(data.seq, moved) / np.maximum(np.bincount(data.seq), 1))[rows]
+    _, step = np.unique(data.sample.steps[rows], return_inverse=True)
+    mean -= (np.bincount(step, mean) / np.bincount(step))[step]
+    there = np.isfinite(advantage[rows]) & (advantage[rows] != 0)
+    correlation = pearson(advantage[rows][there], mean[there])
+    score = correlation * np.sqrt(there.sum()) / np.sqrt(max(1 - correlation**2, 1e-9))
+    if not (abs(score) > CLEAR_ADVANTAGE[0] and abs(correlation) > CLEAR_ADVANTAGE[1]):
+        return []
+    side = "a" if correlation > 0 else "b"
+    numbers: dict[str, Number] = {
+        "cause": "after_update", "side": data.names[side], "correlation": abs(correlation), "num_sequences": int(there.sum()),
+    }  # fmt: skip
+    return [
+        WEIGHTS.finding(
+            data, "follows_advantages", weight=0.9, next=commands.weights_replay(data),
+            broken=SIDES.get(data.names[side], "computation"), numbers=numbers,
         )
     ]  # fmt: skip
 
