@@ -17,7 +17,7 @@ import numpy as np
 
 from ...advice import Advice
 from .. import commands
-from ..features import judged, judged_words, sampled_mean, sampled_score
+from ..features import judged, judged_words, pearson, sampled_mean, sampled_score
 from ..finding import Fault, Hypothesis, Number, of_signs, predicting
 from ..pair_data import MIN_REST, PairData, allowed_noise, context_pairs, declared, value_rounding
 from ..where import part_of_rows, repeated_in_row
@@ -376,7 +376,8 @@ def find_one_sided(data: PairData) -> list[Hypothesis]:
     quarters = np.array_split(np.argsort(-np.maximum(data.a, data.b), kind="stable"), 4)
     raised, lowered = ("b", "a") if is_negative else ("a", "b")
     medians = [float(np.median(size[each])) for each in quarters]
-    if medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]:
+    falls = medians[0] > medians[1] > medians[2] > medians[3] and medians[0] > 1.2 * medians[3]
+    if falls and pearson(data.a, data.b) > 0.8:
         return [_smoothed(data, lowered, raised)]
     # Lost mass changes every token in one direction; the few exceptions are rounding. A wrong computation also moves
     # some tokens by nats in the other direction.
