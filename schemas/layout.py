@@ -17,7 +17,7 @@ FOLDERS = (*TABLES, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER, I
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
-"""Split (training or evaluation) -> names of its sequence table and score table."""
+"""Names of the sequence table and the score table of each split (training or evaluation)."""
 
 HYPERPARAMETER = "hyperparameter/"
 """Prefix that distinguishes a run's settings from other logged metrics."""

@@ -273,7 +273,7 @@ METRICS_TABLE = Table(
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
     doc="One row per (step, tensor): digests of the trainer's and the engine's tensor when the engine began sampling "
-    "for the step. Digests are 64-bit and computed in `dtype`; equal bits give equal digests.",
+    "for the step. Digests are 64-bit and computed in `dtype`; identical bits give identical digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(

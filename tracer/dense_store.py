@@ -25,7 +25,7 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute of a group's root: path below the root -> size in bytes, and the base64 of its block checksums."""
+"""Attribute of a group's root that lists the size in bytes and the base64 block checksums of each file below it."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
@@ -39,7 +39,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files (path below it -> content), list them in its root, and return the root's SealedFile."""
+    """Write a group's files, given as contents by path, list them in its root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:

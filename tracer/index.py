@@ -1,11 +1,11 @@
-"""Files in index/. Each has what is needed to open a trace of many files: footers, writers' states and contracts.
+"""Files in index/. Each stores what is needed to open a trace with many files: footers, writers' states and contracts.
 
 An index is a cache and is always validated: a footer by its checksum in the writer's state, a contract by its hash,
 which is its name, and a writer's state by the checksum of the state file. Anything missing or changed is read from the
 files, so an index may be stale and may be removed.
 
-If a table's footers do not fit, the index has each file's footer size and columns. A query that needs the file reads
-the footer itself and verifies it against the writer's state.
+If a table's footers do not fit, the index stores only each file's footer size and columns. A query that needs the file
+reads the footer itself and verifies it against the writer's state.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return unsealed segment -> table -> size of its journal, in bytes."""
+    """Return the sizes in bytes of unsealed segments' journals, by segment and table."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:

@@ -23,7 +23,7 @@ A, B = "a", "b"
 ROUTES = "routes"
 """Name of the patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
-"""Largest error that rounding explains, in units of the rounding bound; above it an operator diverges."""
+"""Largest error that rounding explains, in units of the rounding bound; above it, an operator counts as divergent."""
 FORMAT = 1
 """Format version of a stored result."""
 _WHAT = "a locate result"
@@ -33,7 +33,7 @@ _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """Arguments of a `locate` command. Equal arguments have the same id, under which the newest result is stored."""
+    """Arguments of a `locate` command. Identical arguments share an id, under which the newest result is stored."""
 
     step: int
     arm: str | None
@@ -187,8 +187,8 @@ class Located:
     max_abs_d: float
     operators: tuple[OperatorError, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """(execution, operator) -> sequence -> sum over its tokens of d * (part of d due to the operator's own error),
-    nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
+    """For each (execution, operator) and sequence, the sum over its tokens of d * (part of d due to the operator's own
+    error), nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
     sum of d^2."""
     patches: tuple[Patch, ...]
     weights: tuple[WeightDifference, ...]
@@ -201,7 +201,7 @@ class Located:
     first: Divergence | None
     """First operator whose error is larger than rounding can explain; None if there is none."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Check that could not be made -> the reason. All other findings were made without it."""
+    """Checks that could not be made, each with the reason. All other findings were made without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +214,9 @@ class KeptResult:
     run_id: str
     question: LocateQuestion
     made_at: str
-    """Time when the result was made, ISO 8601 in UTC."""
+    """Time when the result was created, ISO 8601 in UTC."""
     made_by: str
-    """Version of tim-trace that made the result."""
+    """Version of tim-trace that created the result."""
     versions: dict[str, str]
     """Versions of the libraries that can affect logprobs."""
     found: Located

@@ -235,7 +235,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._contents: dict[str, bytes] = {}
         self._chosen: dict[str, Sequence[str]] = {}
         self.num_asked: Counter[str] = Counter()
-        """Pattern -> number of times that DuckDB or Arrow expanded it."""
+        """Number of times that DuckDB or Arrow expanded each pattern."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
         """Register a file under a name, and return its URL."""

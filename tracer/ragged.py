@@ -104,7 +104,7 @@ class Padding:
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Return [N]: the tokens in a [B, T] batch, concatenated row by row."""
+        """Return the [N] tokens in a [B, T] batch, concatenated row by row."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)
@@ -210,7 +210,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a list as an array in its own dtype, and [T] bool marking recorded values (None if all are recorded)."""
+    """Return a list as an array in its own dtype, and a [T] bool mask of recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
@@ -236,7 +236,7 @@ def _has_none(row: Sequence[Any]) -> bool:
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
-"""Kind of the target dtype -> kinds of dtypes that may be converted to it."""
+"""Kinds of dtypes that can be converted to each kind of target dtype."""
 
 
 def _needed(dtype: np.dtype) -> str:
@@ -281,7 +281,7 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray)
 
 
 def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return [N] bool marking invalid ids and flags, and floats that overflowed; None if a quick check finds none."""
+    """Return an [N] bool mask of invalid ids, invalid flags and overflowed floats; None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable with which `tim-trace record` passes recording options to its child processes."""
+"""Environment variable through which `tim-trace record` passes recording options to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
 """Folder that comes first on PYTHONPATH in every recorded process."""
@@ -172,7 +172,7 @@ class Session:
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep recording errors from reaching the program. `what` names the data that is lost with an error.
+        """Keep recording errors from reaching the program. `what` names the data that an error loses.
 
         An error ends this process's recording, or is passed to `otherwise` if given. Time spent in the block counts as
         recording overhead.
@@ -270,7 +270,7 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Module -> (file in this package, function in that file). The function hooks the module once it is imported."""
+"""For each module, a file in this package and the function in it that hooks the module once it is imported."""
 
 
 def activate() -> Session | None:

@@ -182,7 +182,7 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
             )
         if logprobs is not None and len(logprobs) != len(sampled):
             raise ImportFailed(
-                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens; their numbers must be equal"
+                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens; there must be one per token"
             )
         between = len(before) - len(whole)
         whole = np.concatenate([before, sampled])

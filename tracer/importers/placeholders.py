@@ -144,12 +144,12 @@ def as_holes(logprobs: Ragged) -> Ragged:
 
 
 def _known(logprobs: Ragged) -> np.ndarray:
-    """Return [N] bool: True where a value was recorded."""
+    """Return an [N] bool mask that is True where a value was recorded."""
     return np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return [R] bool: True for a list that has at least one recorded value and only values of 0.0."""
+    """Return an [R] bool mask that is True for lists with at least one recorded value and only values of 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():
@@ -160,7 +160,7 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return [B]: the number of set flags in each sequence."""
+    """Return the number of set flags in each sequence, [B]."""
     counts = np.concatenate([[0], np.cumsum(flags_N)])
     return np.asarray(counts[ends] - counts[ends - lengths])
 

@@ -170,7 +170,7 @@ def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
 
 
 def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
-    """Return [B] float64: the sum of each row's token rewards; None if rewards are not per token."""
+    """Return the [B] float64 sums of each row's token rewards; None if rewards are not per token."""
     if (rewards := _array(fields, "reward", 2)) is None:
         return None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
