@@ -905,7 +905,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
-    bias is the norm of the difference from the recorded gradient; variance is the mean's variance over micro-batches.
+    bias is the norm of the difference from the recorded gradient; variance is the variance of the micro-batches' mean.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -931,8 +931,8 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
     help="Operators to compute with the other execution's code, to prove the finding.",
 )  # fmt: skip
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of a.")
-@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of b.")
+@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds execution a's model.")
+@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds execution b's model.")
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
@@ -1221,7 +1221,7 @@ def _say(text: str) -> None:
 
 
 _MOST_TOLD = 4000
-"""Maximum printed length of an error, characters."""
+"""Maximum printed length of an error, in characters."""
 
 
 def _one_line(sentence: str) -> str:

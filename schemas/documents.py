@@ -240,7 +240,7 @@ class WriterState:
     spent_s: float = 0.0
     """Time that hooks spent in the recorded program's thread, including waiting time, in seconds."""
     cpu_s: float | None = None
-    """CPU time of this process's hooks and writer threads, seconds; None until the process ends."""
+    """CPU time of this process's hooks and writer threads, in seconds; None until the process ends."""
     waited_s: float = 0.0
     """Time that the recording thread waited for the disk, in seconds."""
     model: dict[str, Any] = field(default_factory=dict)

@@ -308,7 +308,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             pa.string(),
             "dtype that the trainer's tensor was rounded to on its way to the engine; `N values` if each row of the "
             "engine's tensor is the trainer's row rounded to at most N distinct values",
-            null="no such dtype, or the engine's tensor equals the trainer's at some step",
+            null="no such dtype, or the engine's tensor is identical to the trainer's at some step",
         ),
         _ATTEMPT,
         _WRITER,

@@ -92,7 +92,7 @@ class WeightVersion:
     hashes: dict[str, str]
     """SHA-256 of each tensor's bytes, by tensor name."""
     num_changed: dict[str, int] | None
-    """Number of elements per tensor that differ from the previous version; None for the first version."""
+    """Number of elements in each tensor that differ from the previous version; None for the first version."""
     chunks: dict[str, list[int]]
     """Indices of the chunks with a non-zero byte, by dtype; all-zero chunks have no file."""
     chain: str

@@ -162,7 +162,7 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Number of identical tokens at a row's edge from which they may be padding; the model itself writes one end token."""
+"""Shortest run of identical tokens at a row's edge that may be padding; the model itself writes a single end token."""
 MIN_LONGEST_RUN = 4
 """Warn about padding if a batch's longest run of identical tokens is at least this long; chance repeats are shorter."""
 MIN_SHARE = 0.25

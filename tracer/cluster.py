@@ -28,16 +28,16 @@ AUTO = "auto"
 LOCAL = "local"
 """Address of a temporary cluster on this machine, which is stopped after the work."""
 STORE_BYTES = 10**8
-"""Size of a local cluster's object store, bytes; small, because units and results are small."""
+"""Size of a local cluster's object store, in bytes; small, because units and results are small."""
 CONNECT_S = 10.0
 """Connection timeout, in seconds."""
 TRIES = 3
-"""Number of actors that may die while running the same unit before the work fails."""
+"""Number of actors that can die while running the same unit before the work fails."""
 LOOK_S = 10.0
 """Seconds to wait for a result before checking whether any node has room for an actor."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
-"""Maximum length of a unit's name in an error message, characters."""
+"""Maximum length of a unit's name in an error message, in characters."""
 PATIENCE = 6
 """Number of consecutive checks that find no room on any node before the work fails; autoscaling takes time."""
 

@@ -30,7 +30,7 @@ FILES = "tim-trace files"
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed size of a chunk, bytes; enough for a row of 128 million 16-bit values."""
+"""Maximum uncompressed size of a chunk, in bytes; enough for a row of 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])

@@ -34,7 +34,7 @@ MANY_FOOTERS = 1024
 """Maximum number of a table's footers in the index: opening a trace reads them, but few queries need all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Maximum uncompressed size of an index, bytes; larger ones are ignored."""
+"""Maximum uncompressed size of an index, in bytes; larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
 """Folders of Parquet files, in the order in which their footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"

@@ -139,7 +139,7 @@ class ParquetFooter:
 
     @property
     def _block_bytes(self) -> int:
-        """Size of a checksummed block, bytes. Raises ValueError for a size that tim-trace does not write."""
+        """Size of a checksummed block, in bytes. Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
             raise ValueError(f"unsupported block size: {size:,} bytes")

@@ -55,7 +55,7 @@ class Ragged:
 
 
 def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
-    """Return True if `rows` are all row numbers, in order."""
+    """Return True if `rows` contains every row number, in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
@@ -67,7 +67,7 @@ def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 _LONG = 1024
-"""Minimum width at which a batch is copied row by row; a row then costs as much time as 1,500 masked cells."""
+"""Width from which a batch is copied row by row; copying a row takes as long as masking 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
             return None  # let _row raise the error about rounded token ids
         try:
             data = [row.numpy() for row in data]
-        except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor with gradient
+        except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor that requires grad
             return None
     return list(data) if data[0].dtype.kind in _KINDS[dtype.kind] else None
 

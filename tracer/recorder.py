@@ -712,8 +712,8 @@ def _refuse_taken(folder: Path, path: Any) -> None:
         found = liveness(state, store)
         if rank is None or is_this_process(state) or not found.is_alive:
             continue
-        who = f"{path}: process {state.pid} on {state.host} records rank {rank} of this trace"
+        who = f"{path}: process {state.pid} on {state.host} is recording rank {rank} of this trace"
         if found.how == PROCESS:
             raise TraceExists(f"{who}; give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago; this process records a new attempt"
+        sentence = f"{who}, or was {found.silent_s or 0.0:.0f} s ago; this process records a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

@@ -19,7 +19,7 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal size at which a segment is sealed, bytes: about four million tokens with ids and three passes."""
+"""Journal size at which a segment is sealed, in bytes: about four million tokens with ids and three passes."""
 
 
 class HeldRows:

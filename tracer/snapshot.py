@@ -59,7 +59,7 @@ class TableFile:
     steps: tuple[int, int] | None = None
     """First and last step of the file's rows, from the writer's state; None if unknown or without rows."""
     newest: dict[int, int] | None = None
-    """Newest training attempt among the file's rows of each step; None until read."""
+    """Newest training attempt in the file for each step; None until read."""
 
     @property
     def writer(self) -> str:
@@ -321,7 +321,7 @@ def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: T
 def _read_checksums(
     store: Store, relative: str, record: SealedFile, tail_bytes: int, spec: Table, lacking: tuple[str, ...]
 ) -> FileChecksums:
-    """Read a file's checksums from its footer, which is first verified against writer state and index."""
+    """Read a file's checksums from its footer, first verified against the writer's state and the index."""
     where = store.shown(relative)
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record, is_checked=True)

@@ -29,7 +29,7 @@ from .worker import Worker
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 _FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
-"""Upload attempts per file, on top of the retries of the file system library."""
+"""Upload attempts per file, on top of the file system library's own retries."""
 
 
 class Upload:

@@ -26,7 +26,7 @@ SWEEP_BUCKETS = 128
 STEP_TOKENS = 32 << 10
 """Minimum number of response tokens per row group, raised for long runs; smaller steps share a row group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""Limit up to which STEP_TOKENS is raised, to keep a file within this number of row groups."""
+"""Maximum of STEP_TOKENS after raising it, and the number of row groups per file above which it is raised."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 

@@ -24,9 +24,9 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""Ratio of distinct values per row, original to copy, from which the copy counts as coarsely rounded."""
+"""Ratio of distinct values per row, original to copy, at which the copy counts as coarsely rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""Cosine of copy and original, in standard deviations for random rows, above which the copy counts as rounded."""
+"""Cosine between copy and original, in standard deviations for random rows, above which the copy counts as rounded."""
 
 
 _PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
@@ -201,7 +201,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return the tensors that differ only by rounding, each with its dtype or number of distinct values per row."""
+        """Return what tensors that differ only by rounding were rounded to: a dtype or `N values` per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -227,7 +227,7 @@ def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the most distinct values in any row of `coarse`; None if it is not a coarsely rounded copy of `own`."""
+    """Return the maximum number of distinct values in a row of `coarse`; None if it is not a rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -108,7 +108,7 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence about an untested release or `missing` functions (the data of each, by name), else None."""
+    """Return a sentence about an untested release or `missing` functions (the data they supply, by name), else None."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

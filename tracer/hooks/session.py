@@ -54,7 +54,7 @@ class Order:
     engine_weights: str = "given"
     """Engine weights to compare: `given` (sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
-    """Maximum time to wait for an unresponsive file system, seconds; after that, recording stops."""
+    """Maximum time to wait for an unresponsive file system, in seconds; after that, recording stops."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -172,7 +172,7 @@ class Session:
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep recording errors from reaching the program. `what` names the data that an error loses.
+        """Keep recording errors from reaching the program. `what` names the data that an error would lose.
 
         An error ends this process's recording, or is passed to `otherwise` if given. Time spent in the block counts as
         recording overhead.

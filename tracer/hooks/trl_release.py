@@ -118,7 +118,7 @@ def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[
 
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Prefixes of modules whose losses are known to recording."""
+"""Prefixes of modules with known losses."""
 
 
 def name_of(trainer_class: type) -> str:

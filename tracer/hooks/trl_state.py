@@ -117,7 +117,7 @@ class Loss:
 
     recorded: Recorded
     rows: np.ndarray
-    """Indices of the rows of the loss in the generation batch, in the order of the loss."""
+    """Indices of the loss's rows in the generation batch, in the loss's order."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ ESTIMATED = ("advantages",)
 """Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
-"""RayPPOTrainer's name for a column of the TransferQueue, if it differs."""
+"""RayPPOTrainer's names for columns that have a different name in the TransferQueue."""
 
 UPDATE_KEY = "tim_trace_update"
 """Key that recording adds to each row of an update; it tells workers the update's step and policy version."""
@@ -161,7 +161,7 @@ class Progress:
     version: int
     """Number of actor updates in the trainer's weights."""
     old_version: int
-    """Number of actor updates in the weights that verl computes `old_log_probs` with."""
+    """Number of actor updates in the weights with which verl computes `old_log_probs`."""
     updates_a_transfer: int
     """Number of actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0

@@ -65,8 +65,8 @@ class Conditions:
     def sentences(self) -> list[str]:
         """Return a sentence for each property of these requests that is not recorded."""
         found = [
-            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract has its "
-            "name and path"
+            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract contains "
+            "its name and path"
             for name, _, _ in self.adapters
         ]
         return found + [_GRAMMAR] * self.has_grammar

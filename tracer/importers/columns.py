@@ -34,8 +34,8 @@ class Columns:
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Read a batch's columns, rename them by `names` (trace's name by file's name), and convert each according to
-        its kind.
+        """Read a batch's columns, rename them with `names`, which maps the file's names to the trace's, and convert
+        each according to its kind.
 
         Raises ImportFailed with the file, column, type and first invalid row.
         """
@@ -232,7 +232,7 @@ def explained(name: str, format: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The sequences to import, by step and by a hash of their names."""
+    """Selection of the sequences to import, by step and by a hash of their names."""
 
     steps: frozenset[int] | None = None
     """Steps to import; None if all steps are imported."""

@@ -167,7 +167,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return all scalar fields as numbers by name, except those in `but` and those that supply a column."""
+        """Return all scalar fields, as numbers by name, except those in `but` and those that supply a column."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self._record.items() if name not in known and name not in but}
         return {

@@ -128,9 +128,9 @@ class Reading:
     seen: set[str]
     """Names of the fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """Number of the first line that is not imported yet, from 1, for each JSON Lines file."""
+    """For each JSON Lines file, the number of the first line not yet imported, from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """Number of the last complete line for each JSON Lines file; set by the reader."""
+    """For each JSON Lines file, the number of the last complete line; set by the reader."""
     partial: bool = False
     """True to read incomplete files as far as they go."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""Function that takes a record's fields, name and number in the file, and returns rows as dicts by trace column."""
+"""Function that takes a record's fields, name and number in the file, and returns rows as dicts keyed by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class Format:
     """Function that yields a part's rows; None for JSON Lines files. Raises ImportFailed."""
 
     def is_in(self, folder: DumpFolder) -> bool:
-        """Return True if a folder has files in this format."""
+        """Return True if a folder contains files in this format."""
         if self.recognises is not None:
             return self.recognises(folder)
         name = next((name for name, _ in folder.matching(self.pattern)), None)

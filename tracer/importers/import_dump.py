@@ -226,7 +226,7 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return each column's candidate fields, including the user's `map`. Raises ImportFailed for an unknown column."""
+    """Return each column's candidate fields after applying `map`. Raises ImportFailed for an unknown column."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:

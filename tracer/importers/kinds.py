@@ -96,7 +96,7 @@ def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Decode dictionaries, run-end encoding, extension types and other list types of an array to plain types."""
+    """Convert an array's dictionaries, run-end encoding, extension types and special list types to plain types."""
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
     if pa.types.is_dictionary(array.type):

@@ -17,9 +17,9 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Memory charged to the budget for an empty list, dict or tuple, bytes; pickles do not state sizes in advance."""
+"""Memory charged to the budget for an empty list, dict or tuple, in bytes; pickles do not state sizes in advance."""
 VIEWED_BYTES = 1 << 16
-"""Minimum length at which a byte string is kept as a view of the file instead of being copied, in bytes."""
+"""Length in bytes from which a byte string is kept as a view of the file instead of being copied."""
 BYTES = (bytes, memoryview)
 """Types of a pickle's byte strings after loading."""
 

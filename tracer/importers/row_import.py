@@ -167,7 +167,7 @@ class RowImport:
             self.result.num_metrics += len(values)
 
     def _finish(self) -> None:
-        """Decide about the lists of zeros that stayed undecided while rows were read, and note the missing passes."""
+        """Reach a verdict on lists of zeros that were undecided while rows were read, and note the missing passes."""
         for name in tuple(self._open):
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns += self._unowned

@@ -18,9 +18,9 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Maximum length of a line, bytes; enough for a sequence of one million tokens."""
+"""Maximum length of a line, in bytes; enough for a sequence of one million tokens."""
 TIMES_AS_JSON = 16
-"""Upper estimate of the memory that parsed JSON takes, bytes per byte of text."""
+"""Upper estimate of the memory that parsed JSON takes, in bytes per byte of text."""
 
 
 def opened(path: Path) -> BinaryIO:

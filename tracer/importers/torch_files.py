@@ -183,12 +183,12 @@ class _DtypeName(_StorageKind):
 
 
 def _item_size(dtype: str | None) -> int:
-    """Return the size of an element, bytes; 1 if the storage has no dtype."""
+    """Return the size of an element, in bytes; 1 if the storage has no dtype."""
     return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Return the tensors of a TensorDict that was saved as one storage, by name."""
+    """Return a dict that maps names to the tensors of a TensorDict saved as one storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
@@ -203,7 +203,7 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
 
 
 def _tensors_of(state: Any) -> dict[str, Any]:
-    """Return the tensors of a TensorDict that was saved as a state dict, by name."""
+    """Return a dict that maps names to the tensors of a TensorDict saved as a state dict."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
         raise NotPlain("malformed TensorDict")
@@ -223,7 +223,7 @@ class _TensorDict:
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return the tensors of a TensorDict in any saved form, by name. Raises NotPlain for other values."""
+    """Return a dict that maps names to the tensors of a TensorDict in any saved form. Raises NotPlain otherwise."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")

@@ -109,8 +109,7 @@ def write_folder(
     arrays: dict[str, np.ndarray] = {}
     specs = {}
     for own, tensor in tensors.items():
-        # A tied tensor is one object under several names. It is written once, since loading ties it again by the
-        # config.
+        # A tied tensor is one object under several names. It is written once, since loading ties it again.
         if shared.setdefault(id(tensor), own) == own:
             arrays[own] = np.ascontiguousarray(tensor.bits)
             specs[own] = TensorSpec(

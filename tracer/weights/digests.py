@@ -23,7 +23,7 @@ _coefficients: dict[Any, Any] = {}
 
 
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
-    """Return a tensor's digest, after rounding it to a floating `dtype` and moving it to `device`, if given.
+    """Return a tensor's digest, after rounding it to a floating-point `dtype` and moving it to `device`, if given.
 
     On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator, the bytes are read as 32-bit lanes,
     each lane is multiplied by an odd number that depends on its position, and the digest is the sum modulo 2^64, so
