@@ -611,7 +611,7 @@ def sql_(arguments: Sequence[str], unsafe: bool, form: _Form) -> None:
 @click.option("--sql", "as_sql", is_flag=True, help="Print the query's SQL instead of running it.")
 @_prints()
 def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, form: _Form) -> None:
-    """List the named queries, or run one of them on one or more traces.
+    """List the named queries, or run one over one or more traces.
 
     Each query's header gives the units, the source of the formula and the interpretation; --sql prints it.
     """
