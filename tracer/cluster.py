@@ -24,7 +24,7 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address of the cluster that this machine belongs to."""
+"""Address of the cluster to which this machine belongs."""
 LOCAL = "local"
 """Address of a temporary cluster on this machine, which is stopped after the work."""
 STORE_BYTES = 10**8

@@ -94,7 +94,7 @@ class Index:
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
-    """For each index: its files without footers, and the schemas that they refer to."""
+    """For each index, its files without footers and the schemas to which they refer."""
     documents: dict[str, bytes] = field(default_factory=dict)
     """Content of files that are named by their hash, which the reader verifies."""
 

@@ -19,7 +19,7 @@ from .store import Store
 from .whole_file import write_part
 
 A, B = "a", "b"
-"""The two executions: `a` is the one under examination, `b` the one that it is compared with."""
+"""The two executions: `a` is the one under examination, `b` the one to which it is compared."""
 ROUTES = "routes"
 """Name of the patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0

@@ -104,7 +104,7 @@ class Padding:
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Return the [N] tokens in a [B, T] batch, concatenated row by row."""
+        """Return the tokens in a [B, T] batch, concatenated row by row, as [N] values."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)

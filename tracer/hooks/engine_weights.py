@@ -153,7 +153,7 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record the comparison for the current policy version, once, when the engine first samples with it."""
+        """Record the comparison for the current policy version once, when the engine first samples with it."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():

@@ -41,9 +41,9 @@ class Order:
     """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """Absolute path of the folder that the trace is recorded in."""
+    """Absolute path of the folder in which the trace is recorded."""
     session: str = ""
-    """Identifier of the recording that a process belongs to."""
+    """Identifier of the recording to which a process belongs."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"

@@ -240,7 +240,7 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """Return [S, T] from one value per loss term: each value at its token's position in the response, 0 elsewhere."""
+    """Return an [S, T] array with each loss term's value at its token's position in the response, and 0 elsewhere."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

@@ -85,7 +85,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Return [B] finish reasons, which verl drops: `stop` after an end token, `length` at the limit, else None."""
+    """Return [B] finish reasons, which verl discards: `stop` after an end token, `length` at the limit, else None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -252,8 +252,8 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return [B, 4] int64: each row's forward pass, its position there, the pass's number of rows, and the padding
-        after the row; None if any row was in no forward pass."""
+        """Return a [B, 4] int64 array: each row's forward pass, its position there, the pass's number of rows, and the
+        padding after the row; None if any row was in no forward pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]

@@ -159,7 +159,7 @@ METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    """Return (step, name, value) for each logged value. Raises ImportFailed."""
+    """Return the step, name and value of each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(

@@ -76,7 +76,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return a kind for columns whose cells are all valid for `kind`, or all valid for `other`."""
+    """Return a kind for columns in which all cells are valid for `kind`, or all are valid for `other`."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)

@@ -99,7 +99,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
-    """Yield (number in the file, object, unit of the number: row or line, size in bytes) from a JSON file."""
+    """Yield each object of a JSON file with its number, the number's unit (row or line) and its size in bytes."""
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)
