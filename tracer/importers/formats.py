@@ -114,8 +114,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row's number and numeric values. Text is not read, since it can be large and is not stored in a
-    trace."""
+    """Yield each row's number and numeric values. Text is not read: it can be large and is not stored in a trace."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
