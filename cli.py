@@ -57,7 +57,7 @@ SECTIONS = {
     "inspecting and exporting traces": {
         "info": "Show what a trace contains, who wrote it, and what is missing.",
         "verify": "Verify every byte of a trace against its checksums.",
-        "compact": "Merge a trace's many files into few.",
+        "compact": "Merge a trace's many files into a few.",
         "query": "Run a named query, or list them all.",
         "export": "Write a run for pandas, TensorBoard or W&B.",
     },
@@ -76,7 +76,7 @@ SECTIONS = {
         "weights": "List, verify and export recorded weights.",
     },
 }
-"""Section of `--help` -> command -> its purpose, at most 80 columns."""
+"""Commands in each section of `--help`, each with its purpose in at most 80 columns."""
 
 
 class _Failure(click.ClickException):
@@ -142,7 +142,7 @@ def _print(text: str, **how: Any) -> None:
 
 
 _SUMMED_TOKENS = 1_000_000
-"""Minimum number of response tokens for which `record` computes a run's sums; otherwise, the first query does."""
+"""Size of runs whose sums `record` computes itself, in response tokens; for smaller runs, the first query does."""
 _QUIET = f"{__name__}.quiet"
 
 
@@ -187,7 +187,7 @@ class Commands(click.Group):
 
 
 class _FrameworkOption(click.Option):
-    """Option of one or more frameworks, passed to the command only if it is on the command line."""
+    """An option of one or more frameworks, passed to the command only if the user gave it."""
 
     def __init__(self, declared: DeclaredOption):
         self.declared = [declared]
@@ -244,7 +244,7 @@ class _Form:
 
     @property
     def width(self) -> int | None:
-        """Maximum width of text in columns; None if unlimited, or if stdout is not a terminal."""
+        """Maximum width of text, in columns; None if unlimited or if stdout is not a terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() and not self.is_wide else None
 
     def answer(
@@ -266,8 +266,8 @@ class _Form:
     def result(
         self, found: Any, *, text: Mapping[str, Any] | None = None, rows: Mapping[str, Any] | None = None
     ) -> None:
-        """Print a result with NAME_text, NAME_rows or NAME_json from the module named in its `_text`; `text` and `rows` are
-        extra arguments for them. Without NAME_json, the JSON is the result's fields and NAME_sentence."""
+        """Print a result with NAME_text, NAME_rows or NAME_json from the module that its `_text` names; `text` and
+        `rows` are extra arguments. If there is no NAME_json, the JSON is the result's fields and NAME_sentence."""
         module, _, function = found._text.partition(":")
         name, renderers = function.removesuffix("_text"), vars(import_module(module))
 
@@ -433,7 +433,7 @@ def main() -> None:
 @click.option("--resume", is_flag=True, help="Append to the existing trace, for a run that resumes from a checkpoint.")
 @click.option(
     "--max-wait", default=60.0, type=float, metavar="SECONDS",
-    help="Seconds that a process waits for an unresponsive file system; then it continues without recording.",
+    help="Seconds that a process waits for an unresponsive file system before it continues without recording.",
 )  # fmt: skip
 @click.option("--force", is_flag=True, help="Overwrite an existing trace, but nothing else.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="-- COMMAND ...")
@@ -565,7 +565,7 @@ def verify(trace: str, form: _Form) -> None:
 @click.option("--force", is_flag=True, help="With --output: overwrite an existing trace in that folder.")
 @_prints()
 def compact(trace: str, form: _Form, **options: Any) -> None:
-    """Merge the files of many writers into few, ordered by step and pass.
+    """Merge the files of many writers into a few, ordered by step and pass.
 
     Results of all commands stay bit-identical; opening, reading single steps and reading from object storage get faster.
     The command can be interrupted at any time: the trace stays complete, and the next call continues.
@@ -639,7 +639,7 @@ def query_(name: str | None, traces: Sequence[str], pair: str, as_sql: bool, for
 @_by("run", "step", "sequence", "layer", help="What each row describes; layer: router choices.")
 @click.option(
     "--exact", is_flag=True,
-    help="Compute exact quantiles at any run size; by default, they are accurate to 0.1% above 33,554,432 tokens.",
+    help="Compute exact quantiles for runs of any size; by default, they are accurate to 0.1% above 33,554,432 tokens.",
 )  # fmt: skip
 @click.option(
     "--like", type=click.Choice(list(FRAMEWORKS)),
@@ -728,8 +728,8 @@ def compare(a: str, b: str, form: _Form, **options: Any) -> None:
     """List the differences between two runs, earliest first, with the step at which each begins.
 
     Compares settings, sampling and contracts; prompts, responses, logprobs of identical tokens, rewards of identical
-    responses, advantages of equal rewards; policy-version lags; and every series of dynamics, with the first step at
-    which the difference exceeds noise and its size in standard deviations.
+    responses, advantages for identical rewards; policy-version lags; and every series of dynamics, with the first step
+    at which the difference exceeds noise and its size in standard deviations.
     """
     form.result(_asked(analysis.compare, a, b, **options))
 
@@ -786,9 +786,9 @@ def corrections(traces: Sequence[str], form: _Form, **options: Any) -> None:
 def objective(trace: str, by: str, form: _Form, **options: Any) -> None:
     """Measure how the mismatch biases the objective that a run trained on: direction, size and location.
 
-    Compares the contribution of each token under the ratio that the loss used with that under the correct ratio,
-    current / rollout, by the sign of the advantage, separating clip decisions, corrections and policy drift. The loss
-    is read from the trace; --loss overrides it.
+    Compares each token's contribution under the ratio that the loss used with its contribution under the correct ratio,
+    current / rollout. Results are split by the sign of the advantage and into clip decisions, corrections and policy
+    drift. The loss is read from the trace; --loss overrides it.
     """
     found = _asked(analysis.objective, trace, held_back=options["ray"], **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -838,8 +838,8 @@ def dynamics(trace: str, form: _Form, **options: str) -> None:
 def replay(trace: str, form: _Form, **options: Any) -> None:
     """Score recorded steps again under different numerics, and write each arm as pass replay/<arm>.
 
-    Without options, steps are replayed with the recorded settings. Every replay starts with this check: it reproduces the
-    recorded bits, or reports what differs on this machine. Steps that an arm already has are skipped.
+    Without options, steps are replayed with the recorded settings. Every replay first checks whether it reproduces the
+    recorded bits; if not, it reports what differs on this machine. Steps that an arm already has are skipped.
     """
     from .analysis.replay_text import estimate_sentence, plan_rows, replay_text
     from .tracer.scored_passes import replayed_pair
@@ -905,7 +905,7 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     correction=none|exact|token_exact|sequence_exact, token_truncate:2, token_mask:0.5_5, sequence_truncate:2 or
     sequence_mask:3. correction=exact weights by the untruncated ratio train / rollout. name=NAME names an arm.
 
-    bias is the norm of the difference from the recorded gradient; variance is that of the mean over micro-batches.
+    bias is the norm of the difference from the recorded gradient; variance is the variance of the micro-batches' mean.
     """
     found = _asked(analysis.gradient, trace, held_back=True, **options)
     form.result(found, text={"by": by}, rows={"by": by})
@@ -931,8 +931,8 @@ def gradient(trace: str, by: str, form: _Form, **options: Any) -> None:
     "--patch", default="kinds", type=click.Choice(["kinds", "none"]),
     help="Operators to compute with the other execution's code, to prove the finding.",
 )  # fmt: skip
-@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of a.")
-@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds the model of b.")
+@click.option("--model-factory", metavar="MODULE:FUNCTION", help="Function that builds execution a's model.")
+@click.option("--against-factory", metavar="MODULE:FUNCTION", help="Function that builds execution b's model.")
 @_weights_from
 @click.option(
     "--keep/--no-keep", default=True,
@@ -1095,7 +1095,7 @@ def report(
 @click.option("--every", default=5.0, type=float, metavar="SECONDS", help="Seconds between updates.")
 @click.option(
     "--steps", default="-10:", metavar="STEPS",
-    help="Steps to show (the latest that fit): 3, 2:8, -10: (the last ten), all, or several of these separated by "
+    help="Steps to show (only the latest that fit): 3, 2:8, -10: (the last ten), all, or several of these separated by "
         "commas.",
 )  # fmt: skip
 @click.option("--once", is_flag=True, help="Print the current view and exit (default if the output is not a terminal).")
@@ -1165,12 +1165,12 @@ def gate(trace: str, fail_on: Sequence[str], form: _Form, **options: Any) -> Non
 
     Like stats, gate stores the sums of each sequence in the trace.
 
-    A condition names a metric and the values with which the run fails. The metric is tim.NAME (a column of stats, or a
-    per-step metric of the alerts), verl.NAME (a column of stats --like verl) or check (the result of the check command).
-    It covers all tokens of the run, each step separately (any step), or the tokens of the last N steps (last N steps). A
-    warning is printed if the run passes as a whole but single steps fail. The exit code is 1 if a condition fails, and 2
-    if the trace is damaged or incomplete, unless --partial is given. The verdict is `cannot tell` if the confidence
-    interval, over groups of sequences, contains the bound or cannot be computed.
+    A condition names a metric and the values at which the run fails. The metric is tim.NAME (a column of stats, or a
+    per-step metric of the alerts), verl.NAME (a column of stats --like verl) or check (the result of the check
+    command). A condition covers all tokens of the run, each step separately (any step), or the tokens of the last N
+    steps (last N steps). A warning is printed if the run passes as a whole but individual steps fail. The exit code is
+    1 if a condition fails, and 2 if the trace is damaged or incomplete, unless --partial is given. The verdict is
+    `cannot tell` if the confidence interval, over groups of sequences, contains the bound or cannot be computed.
     """
     found = _asked(analysis.gate, trace, fail_on=fail_on, **options)
     form.table(table(found.verdicts), "gate")
@@ -1221,7 +1221,7 @@ def _say(text: str) -> None:
 
 
 _MOST_TOLD = 4000
-"""Maximum printed length of an error, characters."""
+"""Maximum printed length of an error, in characters."""
 
 
 def _one_line(sentence: str) -> str:

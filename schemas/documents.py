@@ -209,15 +209,15 @@ class WriterState:
     attempt_key: str | None = None
     """Key shared by all writers of one attempt; for `tim-trace record`, the prefix of the keys of all attempts."""
     files: dict[str, SealedFile] | None = None
-    """Path in the trace -> record of the sealed file; None if an older release without this list wrote the state."""
+    """Sealed files by their path in the trace; None if the state was written by an older release, which had no list."""
     replaced: tuple[str, ...] = ()
-    """Files of other writers that were merged into this writer's files; readers ignore them until their removal."""
+    """Files of other writers that were merged into this writer's files; readers ignore them until they are removed."""
     journals: tuple[str, ...] = ()
-    """Paths of journals that are not sealed."""
+    """Paths of journals that are not sealed yet."""
     torn_journals: dict[str, int] = field(default_factory=dict)
-    """Journal that was sealed after its process died -> size of the incomplete record at the journal's end, in bytes."""
+    """For each journal sealed after its process died, the size of the incomplete record at its end, in bytes."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """Path in the imported folder -> size and checksums at import. `num_rows` is the number of lines read."""
+    """Size and checksums of each file at import, by path in its folder; `num_rows` is the number of lines read."""
     import_options: dict[str, str] = field(default_factory=dict)
     """Import options that later imports into the same trace must repeat."""
     attached_from: str | None = None
@@ -229,7 +229,7 @@ class WriterState:
     exit_code: int | None = None
     """Exit code of the recorded command; None except for `tim-trace record` itself."""
     hooks: dict[str, str] = field(default_factory=dict)
-    """Name of a hooked library -> version of the library."""
+    """Versions of the hooked libraries, by name."""
     not_recorded: tuple[str, ...] = ()
     """Data that could not be recorded and why, one sentence each."""
     num_sequences: int = 0
@@ -240,7 +240,7 @@ class WriterState:
     spent_s: float = 0.0
     """Time that hooks spent in the recorded program's thread, including waiting time, in seconds."""
     cpu_s: float | None = None
-    """CPU time of this process's hooks and writer threads, seconds; None until the process ends."""
+    """CPU time of this process's hooks and writer threads, in seconds; None until the process ends."""
     waited_s: float = 0.0
     """Time that the recording thread waited for the disk, in seconds."""
     model: dict[str, Any] = field(default_factory=dict)
@@ -248,7 +248,7 @@ class WriterState:
     tokenizer: dict[str, Any] = field(default_factory=dict)
     """The tokenizer: name, class, vocabulary size, hash."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Name of an installed library -> version; all installed libraries are listed."""
+    """Versions of all installed libraries, by name."""
 
     @property
     def is_launcher(self) -> bool:

@@ -17,7 +17,7 @@ FOLDERS = (*TABLES, PASSES, DENSE, SUMS, WEIGHTS, WRITERS, JOURNAL, TOKENIZER, I
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 SPLITS = {TRAIN_SPLIT: (SEQUENCES, SCORES), EVAL_SPLIT: (EVAL_SEQUENCES, EVAL_SCORES)}
-"""Split (training or evaluation) -> names of its sequence table and score table."""
+"""Names of the sequence table and the score table of each split (training or evaluation)."""
 
 HYPERPARAMETER = "hyperparameter/"
 """Prefix that distinguishes a run's settings from other logged metrics."""
@@ -30,7 +30,7 @@ RESERVE_PREFIX = f"{TEMPORARY_PREFIX}reserve-"
 REPLACED_PREFIX = f"{TEMPORARY_PREFIX}replaced-"
 """Prefix of folders that hold a complete trace that was replaced by a new one."""
 REPLACING_PREFIX = f"{TEMPORARY_PREFIX}replacing-"
-"""Prefix of folders into which a trace is being moved before its replacement; some files may still be at the old path."""
+"""Prefix of folders into which a trace is moved before it is replaced; some files may still be at the old path."""
 BUILT_PREFIX = f"{TEMPORARY_PREFIX}new-"
 """Prefix of folders in which a trace is being written; each is renamed once the trace is complete."""
 WHOLE_TRACES = (REPLACED_PREFIX, REPLACING_PREFIX, BUILT_PREFIX)

@@ -57,7 +57,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def make_lazy(package: str, sources: Mapping[str, str]) -> None:
-    """Make a package import its public names on first use. `sources`: public name -> module that defines it."""
+    """Make a package import its public names on first use. `sources` maps each name to its module."""
     module = sys.modules[package]
     vars(module)["_sources"] = sources
     module.__class__ = LazyPackage

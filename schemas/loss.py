@@ -112,7 +112,7 @@ class Loss:
 
     @property
     def hyperparameters(self) -> dict[str, Any]:
-        """Loss settings to record with Recorder.add_hyperparameters, without other losses' unchanged settings."""
+        """Loss settings to record with Recorder.add_hyperparameters; unchanged settings of other losses are omitted."""
         known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "unknown"}
         others = {
             field.name
@@ -262,7 +262,7 @@ _NEUTRAL = {
     "use_adaptive_entropy": 0.0,
     "router_aux_loss_coef": 0.0,
 }
-"""Other TRL settings that can change the loss -> value at which the setting has no effect."""
+"""Other TRL settings that can change the loss, each with the value at which it has no effect."""
 
 
 def _unknown(values: Mapping[str, Any]) -> tuple[str, ...]:

@@ -138,4 +138,4 @@ KINDS = {
         SEQUENCE_SUMS, STEP_QUANTILES, STEP_HISTOGRAMS, STEP_STATISTICS, RUN_QUANTILES, RUN_STATISTICS,
     )
 }  # fmt: skip
-"""Tables in sums/: first part of the file name -> column definitions."""
+"""Column definitions of the tables in sums/, by the first part of the file name."""

@@ -273,7 +273,7 @@ METRICS_TABLE = Table(
 ENGINE_WEIGHTS_TABLE = Table(
     name=ENGINE_WEIGHTS,
     doc="One row per (step, tensor): digests of the trainer's and the engine's tensor when the engine began sampling "
-    "for the step. Digests are 64-bit and computed in `dtype`; equal bits give equal digests.",
+    "for the step. Digests are 64-bit and computed in `dtype`; identical bits give identical digests.",
     columns=(
         Column("step", pa.int64(), "step for which the engine sampled", null=""),
         Column(
@@ -308,7 +308,7 @@ ENGINE_WEIGHTS_TABLE = Table(
             pa.string(),
             "dtype that the trainer's tensor was rounded to on its way to the engine; `N values` if each row of the "
             "engine's tensor is the trainer's row rounded to at most N distinct values",
-            null="no such dtype, or the engine's tensor equals the trainer's at some step",
+            null="no such dtype, or the engine's tensor is identical to the trainer's at some step",
         ),
         _ATTEMPT,
         _WRITER,

@@ -21,7 +21,7 @@ ITEM_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Supported dtype -> bytes per element."""
+"""Bytes per element of each supported dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,11 @@ class WeightLayout:
 
     tensors: tuple[StoredTensor, ...]
     tied: dict[str, str] = field(default_factory=dict)
-    """Name of a tied tensor -> name of the stored tensor with the same values."""
+    """For each tied tensor, the name of the stored tensor with the same values."""
 
     @property
     def num_elements(self) -> dict[str, int]:
-        """Dtype -> number of elements per row in the segment's array for the dtype."""
+        """Number of elements per row in the segment's array for each dtype."""
         counts: dict[str, int] = {}
         for tensor in self.tensors:
             counts[tensor.dtype] = max(counts.get(tensor.dtype, 0), tensor.start + tensor.numel)
@@ -90,11 +90,11 @@ class WeightVersion:
     previous: int | None
     """Policy version in the previous row; None for a keyframe."""
     hashes: dict[str, str]
-    """Tensor name -> SHA-256 of the tensor's bytes."""
+    """SHA-256 of each tensor's bytes, by tensor name."""
     num_changed: dict[str, int] | None
-    """Tensor name -> number of elements that differ from the previous version; None for the first version."""
+    """Number of elements in each tensor that differ from the previous version; None for the first version."""
     chunks: dict[str, list[int]]
-    """Dtype -> indices of the chunks with a non-zero byte; all-zero chunks have no file."""
+    """Indices of the chunks with a non-zero byte, by dtype; all-zero chunks have no file."""
     chain: str
     """SHA-256 of the previous version's chain and this version's hashes; identifies the whole version history."""
     num_bytes: int

@@ -117,7 +117,7 @@ class Batch:
         return numbers
 
     def next_iteration(self, pass_name: str, rows: np.ndarray) -> np.ndarray:
-        """Return how often each of these rows was scored before, and count this scoring. Only `current` may repeat."""
+        """Return how often each row was scored before, and count this time. Only `current` may score a row again."""
         counts = self._rounds.setdefault(pass_name, np.zeros(len(self), np.int32))
         iteration = np.array(counts[rows])
         if pass_name != CURRENT and iteration.any():
@@ -162,11 +162,11 @@ class SequenceNames:
 
 
 MIN_RUN = 2
-"""Minimum number of equal tokens at a row's edge that may be padding; the model itself writes a single end token."""
+"""Shortest run of identical tokens at a row's edge that may be padding; the model itself writes a single end token."""
 MIN_LONGEST_RUN = 4
-"""Minimum length of a batch's longest run of equal tokens for a padding warning; chance repeats are shorter."""
+"""Warn about padding if a batch's longest run of identical tokens is at least this long; chance repeats are shorter."""
 MIN_SHARE = 0.25
-"""Minimum share of rows that start or end with the same repeated token for a padding warning."""
+"""Warn about padding if at least this share of the rows start or end with the same repeated token."""
 
 Warn = Callable[[str, str], None]
 """Function that is called with a warning's key and text. A warning is given only once per key."""
@@ -231,6 +231,6 @@ def unmasked_padding(ids: Any, what: str, mask_name: str) -> str | None:
 
 
 def _runs(cells: np.ndarray) -> np.ndarray:
-    """Return [B]: number of equal cells at the start of each row."""
+    """Return the number of identical cells at the start of each row, [B]."""
     other = cells != cells[:, :1]
     return np.where(other.any(axis=1), other.argmax(axis=1), cells.shape[1])

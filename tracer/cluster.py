@@ -24,22 +24,22 @@ from ..schemas.errors import (
 )  # fmt: skip
 
 AUTO = "auto"
-"""Address of the cluster that this machine belongs to."""
+"""Address of the cluster to which this machine belongs."""
 LOCAL = "local"
 """Address of a temporary cluster on this machine, which is stopped after the work."""
 STORE_BYTES = 10**8
-"""Size of a local cluster's object store, bytes; small, because units and results are small."""
+"""Size of a local cluster's object store, in bytes; small, because units and results are small."""
 CONNECT_S = 10.0
 """Connection timeout, in seconds."""
 TRIES = 3
-"""Number of actors that may die while running the same unit before the work fails."""
+"""Number of actors that can die while running the same unit before the work fails."""
 LOOK_S = 10.0
-"""Time without a result after which to check whether any node has room for an actor, in seconds."""
+"""Seconds to wait for a result before checking whether any node has room for an actor."""
 _REASON_CHARACTERS = 300
 _UNIT_CHARACTERS = 200
-"""Maximum length of a unit's name in an error message, characters."""
+"""Maximum length of a unit's name in an error message, in characters."""
 PATIENCE = 6
-"""Number of consecutive checks without room on any node before the work fails; autoscaling takes time."""
+"""Number of consecutive checks that find no room on any node before the work fails; autoscaling takes time."""
 
 HELD_UP = 3
 """Number of consecutive checks without a running actor before a warning reports the missing resources."""
@@ -217,7 +217,7 @@ class _Pool:
         self._actors: list[Any] = []
         self._idle: list[Any] = []
         self._running: dict[Any, tuple[int | None, Any]] = {}
-        """Reference -> unit and actor; the unit is None until the actor is ready."""
+        """Unit and actor by Ray reference; the unit is None until the actor is ready."""
         for _ in range(max(min(self.room, num_units), 1)):
             self._start()
 

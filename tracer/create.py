@@ -94,8 +94,8 @@ def whole_trace(path: str | os.PathLike[str], manifest: Manifest, *, force: bool
 def grown_trace(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder for an addition to a finished trace; its files are moved into the trace at the end.
 
-    An addition counts once its writers' states are in place. They are moved last, so even if this process dies, the
-    trace contains either the whole addition or none of it. If the process dies while moving files, the next process
+    An addition takes effect once its writers' states are in place. They are moved last, so even if this process dies,
+    the trace contains either the whole addition or none of it. If the process dies while moving files, the next process
     that writes here moves the rest. Raises TraceExists if the trace is being written, and StorageError.
     """
     with ExitStack() as stack:
@@ -176,7 +176,7 @@ def join_trace(path: str | os.PathLike[str], manifest: Manifest) -> Path:
 
 
 def _check_free(folder: Path, path: str | os.PathLike[str], *, force: bool, building: Path | None = None) -> None:
-    """Raise TraceExists unless a trace may be created here. First undo the unfinished work of killed processes."""
+    """Raise TraceExists unless a trace may be created here. First, undo the unfinished work of killed processes."""
     _refuse_built(folder, path, building)
     put_back(folder)
     if not entries(folder):
@@ -333,7 +333,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def tokenizer_files(store: Store) -> set[str]:
-    """Return the paths of the tokenizer's files, which vary, from the writers' states."""
+    """Return the paths of the tokenizer's files, whose names vary, from the writers' states."""
     if not os.path.isdir(store.path(TOKENIZER)):
         return set()
     with contextlib.suppress(TimTraceError):

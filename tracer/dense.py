@@ -159,7 +159,7 @@ def _write_array(root: Any, name: str, blocks: list[Block]) -> None:
 
 
 def read_dense(store: Store, group: str, start: int, rows: int) -> dict[str, np.ndarray]:
-    """Read the distributions of one row of scores: array name -> [rows, ...], with bfloat16 widened to float32.
+    """Read the distributions of one row of scores as [rows, ...] arrays by name, with bfloat16 widened to float32.
 
     `group` and `start` are the row's columns `dense` and `dense_start`; `rows` is its number of response tokens. The
     arrays are `token_ids`, `logprobs` and `tail_logprob` for a top-K capture; `logits` (or `logprobs` [rows, V] from an

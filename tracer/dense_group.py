@@ -19,7 +19,7 @@ from .liveness import journaled_segments
 from .store import Store, first_line
 
 Rows = Callable[[int, int], np.ndarray]
-"""Function that reads rows of an array: (first row, number of rows) -> bits."""
+"""Function that takes a first row and a number of rows, and returns the bits of these rows of an array."""
 
 
 @dataclass(frozen=True, slots=True)

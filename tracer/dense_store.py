@@ -25,12 +25,12 @@ from .store import Store, first_line, unreadable
 from .verified_file import FileChecksums, VerifiedFile
 
 FILES = "tim-trace files"
-"""Attribute of a group's root: path below the root -> size in bytes, and the base64 of its block checksums."""
+"""Attribute of a group's root that lists the size in bytes and the base64 block checksums of each file below it."""
 
 DOCUMENT = "zarr.json"
 CODECS = ("bytes", "blosc", "crc32c", "sharding_indexed")
 MAX_CHUNK_BYTES = 256 << 20
-"""Maximum uncompressed size of a chunk, bytes; enough for a row of 128 million 16-bit values."""
+"""Maximum uncompressed size of a chunk, in bytes; enough for a row of 128 million 16-bit values."""
 MAX_CHUNKS_A_SHARD = 1 << 16
 _OF_INDEX = ["bytes", "crc32c"]
 _OF_CHUNK = (["bytes"], ["bytes", "blosc"], ["bytes", "crc32c"], ["bytes", "blosc", "crc32c"])
@@ -39,7 +39,7 @@ MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> SealedFile:
-    """Write a group's files (path below it -> content), list them in its root, and return the root's SealedFile."""
+    """Write a group's files, given as contents by path, list them in its root, and return the root's SealedFile."""
     files = {}
     for name, content in sorted(contents.items()):
         if name != DOCUMENT:

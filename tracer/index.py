@@ -1,11 +1,11 @@
-"""Files in index/. Each has what is needed to open a trace of many files: footers, writers' states and contracts.
+"""Files in index/. Each stores what is needed to open a trace with many files: footers, writers' states and contracts.
 
 An index is a cache and is always validated: a footer by its checksum in the writer's state, a contract by its hash,
 which is its name, and a writer's state by the checksum of the state file. Anything missing or changed is read from the
 files, so an index may be stale and may be removed.
 
-If a table's footers do not fit, the index has each file's footer size and columns. A query that needs the file reads
-the footer itself and verifies it against the writer's state.
+If a table's footers do not fit, the index stores only each file's footer size and columns. A query that needs the file
+reads the footer itself and verifies it against the writer's state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MANY_FOOTERS = 1024
 """Maximum number of a table's footers in the index: opening a trace reads them, but few queries need all."""
 
 _UNPACKED_BYTES = 2 * MAX_BYTES
-"""Maximum uncompressed size of an index, bytes; larger ones are ignored."""
+"""Maximum uncompressed size of an index, in bytes; larger ones are ignored."""
 _SMALL_FIRST = (*(table for table in TABLES if table not in (SEQUENCES, SCORES)), SUMS, SEQUENCES, SCORES)
 """Folders of Parquet files, in the order in which their footers are added until the index is full."""
 _CODEC, _ENDING = "zstd", ".msgpack.zst"
@@ -94,7 +94,7 @@ class Index:
     states: dict[str, _State] = field(default_factory=dict)
     footers: dict[str, tuple[_Footer, pa.Schema]] = field(default_factory=dict)
     files: list[tuple[dict[str, KnownFile], list[pa.Schema]]] = field(default_factory=list)
-    """For each index: its files without footers, and the schemas that they refer to."""
+    """For each index, its files without footers and the schemas to which they refer."""
     documents: dict[str, bytes] = field(default_factory=dict)
     """Content of files that are named by their hash, which the reader verifies."""
 

@@ -46,7 +46,7 @@ class Recording:
     note: str | None = None
     """Reason why this node recorded nothing, or the hosts still recording; None if recording finished here."""
     is_stuck: bool = False
-    """True if a thread still waits for an unresponsive file system."""
+    """True if a thread is still waiting for an unresponsive file system."""
 
     @property
     def num_sequences(self) -> int:

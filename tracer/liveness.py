@@ -114,7 +114,7 @@ def _stat(pid: int) -> list[str]:
 
 @cache
 def _boot_time() -> float:
-    """Return the time at which this machine was booted, seconds since 1970."""
+    """Return the time at which this machine was booted, in seconds since 1970."""
     for line in (_text("/proc/stat") or "").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
@@ -177,7 +177,7 @@ def states_of_rank(store: Store, *ranks: int | None) -> list[WriterState]:
 
 
 def writer_prefix(rank: int | None) -> str:
-    """Return the prefix of all writer names of a rank."""
+    """Return the prefix shared by all of a rank's writer names."""
     return "p" if rank is None else f"r{rank}-p"
 
 
@@ -215,7 +215,7 @@ def is_this_process(state: WriterState) -> bool:
 
 
 def journaled_segments(store: Store) -> dict[Segment, dict[str, int]]:
-    """Return unsealed segment -> table -> size of its journal, in bytes."""
+    """Return the sizes in bytes of unsealed segments' journals, by segment and table."""
     found: dict[Segment, dict[str, int]] = {}
     for name, num_bytes in store.files(JOURNAL).items():
         if (journal := journal_of(name)) is not None:

@@ -19,11 +19,11 @@ from .store import Store
 from .whole_file import write_part
 
 A, B = "a", "b"
-"""The two executions: `a` is the one under examination, `b` the one that it is compared with."""
+"""The two executions: `a` is the one under examination, `b` the one to which it is compared."""
 ROUTES = "routes"
 """Name of the patch that replaces one execution's expert choices with the other's."""
 BEYOND = 1.0
-"""Largest error that rounding explains, in units of the rounding bound; above it an operator diverges."""
+"""Largest error that rounding explains, in units of the rounding bound; above it, an operator counts as divergent."""
 FORMAT = 1
 """Format version of a stored result."""
 _WHAT = "a locate result"
@@ -33,7 +33,7 @@ _NAME = re.compile(r"[0-9a-f]{16}\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocateQuestion:
-    """Arguments of a `locate` command. Equal arguments have the same id, under which the newest result is stored."""
+    """Arguments of a `locate` command. Identical arguments share an id, under which the newest result is stored."""
 
     step: int
     arm: str | None
@@ -54,7 +54,7 @@ def limits(layers: str | None, operators: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorError:
-    """Error that an operator adds in one execution, measured on all sequences against float64 on the same inputs."""
+    """Error that an operator adds in one execution, measured over all sequences against float64 on the same inputs."""
 
     side: str
     """The execution, `a` or `b`."""
@@ -73,11 +73,11 @@ class OperatorError:
     introduced: float
     """Root mean square of the error that the operator itself introduces, relative to the RMS of the exact result."""
     ratio: float
-    """Largest error that the operator introduces, divided by the rounding bound; rounding explains up to 1."""
+    """Largest error that the operator introduces, divided by the rounding bound; rounding explains values up to 1."""
     seq_id: str
     """Sequence with the largest `ratio`."""
     token: int
-    """Token with the largest error, counted from 0 over prompt and response of the sequence `seq_id`."""
+    """Token with the largest error, counted from 0 over the prompt and response of the sequence `seq_id`."""
     inherited: float | None
     """RMS difference between the inputs in a and b, relative to a's input RMS; None without a common input."""
     difference: float | None
@@ -112,7 +112,7 @@ class WeightDifference:
     largest: float
     """Largest absolute difference between the two tensors' elements."""
     version: int | None
-    """Policy version whose recorded tensor equals the execution's; None if there is none."""
+    """Policy version whose recorded tensor is identical to the execution's; None if there is none."""
     share: float = 1.0
     """Fraction of the tensor's elements that differ."""
 
@@ -154,7 +154,7 @@ class Divergence:
     kind: str
     layer: int | None
     why: str
-    """`weights`: other weights; `beyond`: error above the rounding bound; `code`: different even in float64."""
+    """`weights`: different weights; `beyond`: error above the rounding bound; `code`: different even in float64."""
     ratio: float | None
     version: int | None
     """If `why` is `weights`, the policy version that the operator's weights belong to; else None."""
@@ -183,12 +183,12 @@ class Located:
     num_tokens: int
     """Number of compared response tokens."""
     mean_abs_d: float
-    """Mean of |d| over the compared tokens, where d = logprob(b) - logprob(a), nats."""
+    """Mean of |d| over the compared tokens, where d = logprob(b) - logprob(a), in nats."""
     max_abs_d: float
     operators: tuple[OperatorError, ...]
     products: Mapping[tuple[str, str], Mapping[str, float]]
-    """(execution, operator) -> sequence -> sum over its tokens of d * (part of d due to the operator's own error),
-    nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
+    """For each (execution, operator) and sequence, the sum over its tokens of d * (part of d due to the operator's own
+    error), nats^2. If the model is linear in the errors, these sums over all operators of both executions add up to the
     sum of d^2."""
     patches: tuple[Patch, ...]
     weights: tuple[WeightDifference, ...]
@@ -197,11 +197,11 @@ class Located:
     unseen: tuple[str, ...]
     """Kinds of operators that only one execution has."""
     engines: tuple[str, ...]
-    """Executions that vLLM ran, `a` or `b`: in eager mode, without compilation, CUDA graphs or prefix cache."""
+    """Executions that vLLM ran, `a` or `b`: in eager mode, without compilation, CUDA graphs or a prefix cache."""
     first: Divergence | None
     """First operator whose error is larger than rounding can explain; None if there is none."""
     unjudged: dict[str, str] = field(default_factory=dict)
-    """Check that could not be made -> the reason. All other findings were made without it."""
+    """Checks that could not be made, each with the reason. All other findings were made without them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,9 +214,9 @@ class KeptResult:
     run_id: str
     question: LocateQuestion
     made_at: str
-    """Time when the result was made, ISO 8601 in UTC."""
+    """Time when the result was created, ISO 8601 in UTC."""
     made_by: str
-    """Version of tim-trace that made the result."""
+    """Version of tim-trace that created the result."""
     versions: dict[str, str]
     """Versions of the libraries that can affect logprobs."""
     found: Located

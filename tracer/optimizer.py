@@ -9,7 +9,7 @@ PREFIX = "optimizer/"
 """Prefix of the optimizer's metric names."""
 
 CHUNK_BYTES = 56 << 20
-"""Maximum size of a chunk on a GPU, bytes; a third of this on a CPU, where a chunk needs three temporary tensors."""
+"""Maximum size of a chunk on a GPU, in bytes; a third of this on a CPU, where a chunk needs three temporary tensors."""
 
 
 def optimizer_statistics(optimizer: Any) -> dict[str, Any]:

@@ -139,7 +139,7 @@ class ParquetFooter:
 
     @property
     def _block_bytes(self) -> int:
-        """Size of a checksummed block, bytes. Raises ValueError for a size that tim-trace does not write."""
+        """Size of a checksummed block, in bytes. Raises ValueError for a size that tim-trace does not write."""
         size = int(self.metadata.get(BLOCK_SIZE, BLOCK_BYTES))
         if size not in BLOCK_SIZES:
             raise ValueError(f"unsupported block size: {size:,} bytes")
@@ -235,7 +235,7 @@ class TraceFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no typ
         self._contents: dict[str, bytes] = {}
         self._chosen: dict[str, Sequence[str]] = {}
         self.num_asked: Counter[str] = Counter()
-        """Pattern -> number of times that DuckDB or Arrow expanded it."""
+        """Number of times that DuckDB or Arrow expanded each pattern."""
 
     def add(self, name: str, file: VerifiedFile) -> str:
         """Register a file under a name, and return its URL."""

@@ -41,7 +41,7 @@ class Patience:
             raise InvalidOption(f"got {max_wait_s}; give a number of seconds above 0", option="max_wait")
         self.max_wait_s = max_wait_s
         self.waited_s = 0.0
-        """Total time that callers have waited, seconds; updated during waits."""
+        """Total time that callers have waited, in seconds; updated during waits."""
         self._path, self._meanwhile = os.fspath(path), meanwhile
 
     def wait(

@@ -1,7 +1,7 @@
 """Processes of `tim-trace record`: the command that it runs, and its own processes on other nodes of the same job.
 
 The command behaves as without recording: each signal reaches it exactly once, and it does not outlive this process.
-With one `tim-trace record` per node, that of the first node starts the trace, and the others join it.
+With one `tim-trace record` per node, the one on the first node starts the trace, and the others join it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Ragged:
 
 
 def is_every_row(rows: np.ndarray, num_rows: int) -> bool:
-    """Return True if `rows` are all row numbers, in order."""
+    """Return True if `rows` contains every row number, in order."""
     return len(rows) == num_rows and bool((rows == np.arange(num_rows)).all())
 
 
@@ -67,7 +67,7 @@ def cells_of(rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 _LONG = 1024
-"""Minimum width at which a batch is copied row by row; a row then costs as much time as 1,500 masked cells."""
+"""Width from which a batch is copied row by row; copying a row takes as long as masking 1,500 cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Padding:
         )
 
     def flatten(self, cells: np.ndarray) -> np.ndarray:
-        """Return [N]: the tokens in a [B, T] batch, concatenated row by row."""
+        """Return the tokens in a [B, T] batch, concatenated row by row, as [N] values."""
         if self.starts is None or self.width < _LONG:
             return np.asarray(cells[self.mask])
         out = np.empty(int(self.lengths.sum()), cells.dtype)
@@ -204,13 +204,13 @@ def _alike(data: Sequence[Any], dtype: np.dtype) -> list[np.ndarray] | None:
             return None  # let _row raise the error about rounded token ids
         try:
             data = [row.numpy() for row in data]
-        except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor with gradient
+        except (TypeError, ValueError, RuntimeError):  # a dtype that NumPy lacks, or a tensor that requires grad
             return None
     return list(data) if data[0].dtype.kind in _KINDS[dtype.kind] else None
 
 
 def _row(row: Any, dtype: np.dtype, what: str, index: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a list as an array in its own dtype, and [T] bool marking recorded values (None if all are recorded)."""
+    """Return a list as an array in its own dtype, and a [T] bool mask of recorded values (None if all are recorded)."""
     if (not isinstance(row, (Sequence, np.ndarray)) and not is_tensor(row)) or isinstance(row, (str, bytes)):
         raise InvalidRecord(f"{what}: row {index} is {shown(row)}; give B lists, one per sequence")
     valid = None
@@ -236,7 +236,7 @@ def _has_none(row: Sequence[Any]) -> bool:
 
 
 _KINDS = {"i": "iuf", "f": "iuf", "b": "biuf"}
-"""Kind of the target dtype -> kinds of dtypes that may be converted to it."""
+"""Kinds of dtypes that can be converted to each kind of target dtype."""
 
 
 def _needed(dtype: np.dtype) -> str:
@@ -281,7 +281,7 @@ def _narrow(values: np.ndarray, dtype: np.dtype, what: str, lengths: np.ndarray)
 
 
 def _wrong(values: np.ndarray, out: np.ndarray) -> np.ndarray | None:
-    """Return [N] bool marking invalid ids and flags, and floats that overflowed; None if a quick check finds none."""
+    """Return an [N] bool mask of invalid ids, invalid flags and overflowed floats; None if a quick check finds none."""
     is_float = values.dtype.kind == "f"
     if out.dtype.kind == "f":
         return np.isfinite(values) & ~np.isfinite(out) if is_float else np.asarray(values != out)

@@ -63,7 +63,7 @@ _STAGED = {name: column for name, column in GIVEN.items() if name not in ("step"
 """Columns whose values are checked after they have been copied to host memory."""
 
 _Arrays = dict[str, tuple[np.ndarray, str]]
-"""Array name -> NumPy array holding the bits, and the dtype that the bits represent."""
+"""Arrays by name, each as a NumPy array holding the bits and the dtype that the bits represent."""
 
 
 class Recorder:
@@ -280,7 +280,7 @@ class Recorder:
             )
         if rewards is not None and not (isinstance(rewards, Mapping) and all(isinstance(k, str) for k in rewards)):
             raise InvalidRecord(
-                f"step {step}, rewards: got {shown(rewards)}; give a dict of reward function name -> values [B], or "
+                f"step {step}, rewards: got {shown(rewards)}; give a dict of values [B] by reward function, or "
                 f"give their sum as reward="
             )
         given["rewards"] = None if rewards is None else list(rewards.values())
@@ -430,7 +430,7 @@ class Recorder:
         """
         version = step_number(version, "version")
         if not isinstance(tensors, Mapping):
-            raise InvalidRecord(f"version {version}: got {shown(tensors)}; give a state_dict, name -> tensor")
+            raise InvalidRecord(f"version {version}: got {shown(tensors)}; give a state_dict: tensors by name")
         for name, tensor in tensors.items():
             _check_has(f"version {version}, {name}", tensor, "detach", "torch tensor")
         self.writer.keep_weights(version, tensors)
@@ -457,7 +457,7 @@ class Recorder:
         Raises InvalidRecord if the step decreases.
         """
         if not isinstance(values, Mapping):
-            raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of name -> value")
+            raise InvalidRecord(f"hyperparameters: got {shown(values)}; give a dict of values by name")
         step = step_number(step)
         named = {f"{HYPERPARAMETER}{name}": "None" if value is None else value for name, value in values.items()}
         if step > 0:
@@ -712,8 +712,8 @@ def _refuse_taken(folder: Path, path: Any) -> None:
         found = liveness(state, store)
         if rank is None or is_this_process(state) or not found.is_alive:
             continue
-        who = f"{path}: process {state.pid} on {state.host} records rank {rank} of this trace"
+        who = f"{path}: process {state.pid} on {state.host} is recording rank {rank} of this trace"
         if found.how == PROCESS:
             raise TraceExists(f"{who}; give each process its own RANK, choose another folder, or end that process")
-        sentence = f"{who}, or did so {found.silent_s or 0.0:.0f} s ago; this process records a new attempt"
+        sentence = f"{who}, or was {found.silent_s or 0.0:.0f} s ago; this process records a new attempt"
         warnings.warn(sentence, TimTraceWarning, stacklevel=2)

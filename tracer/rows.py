@@ -21,7 +21,7 @@ from .scalars import as_float, per_row
 from .staging import is_tensor, to_numpy
 
 ROUNDING_NATS = {"bfloat16": 0.125, "float16": 2.0**-6}
-"""dtype -> largest positive logprob that rounding explains, nats: one unit in the last place of a logit near 16."""
+"""Largest positive logprob that rounding explains, by dtype, in nats: one unit in the last place of a logit near 16."""
 FLOAT32_ROUNDING_NATS = 1e-3
 
 
@@ -114,7 +114,7 @@ def _text(value: Any) -> str:
 
 
 def reward_array(value: Any, rows: int, what: str) -> np.ndarray:
-    """Return [B] float64: one reward function's values, NaN where missing. Raises InvalidRecord."""
+    """Return one reward function's values, [B] float64, with NaN where missing. Raises InvalidRecord."""
     found = per_row(value, rows, pa.float64(), what, flags=True)
     if isinstance(found, pa.Array):
         return float_values(found)
@@ -175,7 +175,7 @@ def check_logprobs(logprobs: Ragged, tolerance: float, seq_ids: Sequence[str], s
 
 
 def rounding_tolerance(data: Any) -> float:
-    """Return by how much rounding can raise a logprob of this dtype above 0, nats."""
+    """Return how far above 0 rounding can raise a logprob of this dtype, in nats."""
     if isinstance(data, (list, tuple)) and len(data):
         data = data[0]
     return ROUNDING_NATS.get(str(getattr(data, "dtype", "")).removeprefix("torch."), FLOAT32_ROUNDING_NATS)

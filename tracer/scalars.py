@@ -165,9 +165,9 @@ def _array(value: Any, what: str) -> np.ndarray:
 
 
 def check_metrics(values: Any, what: str) -> None:
-    """Raise InvalidRecord unless the metrics are a dict of name -> number, text or None."""
+    """Raise InvalidRecord unless the metrics are a dict that maps names to numbers, text or None."""
     if not isinstance(values, Mapping):
-        raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of name -> value")
+        raise InvalidRecord(f"{what}: got {shown(values)}; give a dict of values by name")
     for name, value in values.items():
         if not isinstance(name, str):
             raise InvalidRecord(f"{what}: the name {shown(name)} is not a string")

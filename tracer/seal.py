@@ -34,7 +34,7 @@ COMPRESSION_LEVEL = 1
 
 
 def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFile]:
-    """Write a closed journal as Parquet, or as Zarr for distributions; return path -> SealedFile.
+    """Write a closed journal as Parquet, or as Zarr for distributions; return SealedFiles by path.
 
     The journal is kept until the writer's state lists its replacement. If the process is killed in between, both exist:
     readers use the journal, and sealing again writes the same file. Files are renamed into place when complete. Raises
@@ -49,7 +49,7 @@ def seal_table(folder: Path, segment: Segment, table: str) -> dict[str, SealedFi
 
 
 def seal_rows(folder: Path, segment: Segment, table: str, rows: Sequence[pa.RecordBatch]) -> dict[str, SealedFile]:
-    """Write a segment's rows as Parquet, or as Zarr for distributions; return path -> SealedFile."""
+    """Write a segment's rows as Parquet, or as Zarr for distributions; return SealedFiles by path."""
     batches = [batch for batch in rows if batch.num_rows]
     if not batches:
         return {}

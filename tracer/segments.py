@@ -19,7 +19,7 @@ from .seal import seal_rows, seal_table
 from .worker import Worker
 
 SEAL_BYTES = 64 << 20
-"""Journal size at which a segment is sealed, bytes: about four million tokens with ids and three passes."""
+"""Journal size at which a segment is sealed, in bytes: about four million tokens with ids and three passes."""
 
 
 class HeldRows:
@@ -73,7 +73,7 @@ class SegmentWriter:
         self._num_bytes = 0
         self._dense_rows: dict[str, int] = {}
         self._sealing: dict[str, _Stream] = {}
-        """Journal -> stream being sealed. Changes hold the lock `_handover`, so that `sync` misses no row."""
+        """Streams being sealed, by journal. Changes need the lock `_handover`, so that `sync` misses no row."""
         self._handover = threading.Lock()
         self._sealers = {True: Worker(max_bytes=0), False: Worker(max_bytes=0)}
 
@@ -82,7 +82,7 @@ class SegmentWriter:
         self._stream(table).append(batch)
 
     def append_dense(self, pass_name: str, arrays: dict[str, tuple[np.ndarray, str]]) -> tuple[str, int]:
-        """Append a pass's distributions (array -> values [N, ...], dtype); return their Zarr group and first row."""
+        """Append a pass's distributions (values [N, ...] and dtype by array); return their Zarr group and first row."""
         group = f"{self.segment.name}/{pass_name}"
         start = self._dense_rows.get(group, 0)
         for name, (values, dtype) in arrays.items():

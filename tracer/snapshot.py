@@ -59,7 +59,7 @@ class TableFile:
     steps: tuple[int, int] | None = None
     """First and last step of the file's rows, from the writer's state; None if unknown or without rows."""
     newest: dict[int, int] | None = None
-    """Step -> newest training attempt among the file's rows; None until read."""
+    """Newest training attempt in the file for each step; None until read."""
 
     @property
     def writer(self) -> str:
@@ -68,9 +68,9 @@ class TableFile:
 
 
 Journals = dict[Segment, dict[str, int]]
-"""Unsealed segment -> table -> number of bytes of its journal to read."""
+"""Number of bytes to read from each unsealed journal, by segment and table."""
 Examined = dict[str, TableFile]
-"""Path -> readable sealed file; sealed files never change."""
+"""Readable sealed files by path; sealed files never change."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,11 +81,11 @@ class Snapshot:
     manifest: Manifest
     writers: list[WriterState] = field(default_factory=list)
     liveness: dict[str, Liveness] = field(default_factory=dict)
-    """Writer -> whether it may still write."""
+    """Whether each writer may still write, by name."""
     files: dict[str, list[TableFile]] = field(default_factory=dict)
-    """Table -> its sealed files."""
+    """Sealed files of each table."""
     journals: dict[str, pa.Table] = field(default_factory=dict)
-    """Table -> its rows that are not sealed yet."""
+    """Rows of each table that are not sealed yet."""
     contracts: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """Pass, hash and content of every contract."""
     damaged: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Snapshot:
     examined: Examined = field(default_factory=dict)
     index: Index = field(default_factory=Index)
     _lacking: dict[tuple[str, int], tuple[str, ...]] = field(default_factory=dict)
-    """(table, position of a schema in the index) -> columns missing from files with that schema."""
+    """Columns missing from files with a schema, by (table, position of the schema in the index)."""
     _seen: set[str] = field(default_factory=set)
     """Paths of all files in the folders of tables."""
     _suspects: set[str] = field(default_factory=set)
@@ -110,7 +110,7 @@ class Snapshot:
 
     @property
     def accounted(self) -> dict[str, SealedFile]:
-        """Path -> SealedFile for every valid file of a writer."""
+        """SealedFiles of the writers' valid files, by path."""
         found: dict[str, SealedFile] = {}
         for state in self.writers:
             found |= {} if state.is_removed else state.files or {}
@@ -119,7 +119,7 @@ class Snapshot:
 
     @property
     def replaced(self) -> set[str]:
-        """Files that were merged into other files, and are ignored."""
+        """Files that are ignored because they were merged into others."""
         return {name for state in self.writers for name in state.replaced}
 
     @property
@@ -321,7 +321,7 @@ def _later(snapshot: Snapshot, relative: str, record: SealedFile | None, spec: T
 def _read_checksums(
     store: Store, relative: str, record: SealedFile, tail_bytes: int, spec: Table, lacking: tuple[str, ...]
 ) -> FileChecksums:
-    """Read a file's checksums from its footer, which is first verified against writer state and index."""
+    """Read a file's checksums from its footer, first verified against the writer's state and the index."""
     where = store.shown(relative)
     footer = read_footer(store, relative, record.num_bytes, tail_bytes=tail_bytes)
     _check_footer(footer, relative, where, record, is_checked=True)
@@ -366,7 +366,7 @@ def _lacking_columns(found: pa.Schema, spec: Table, where: str) -> tuple[str, ..
 
 
 def _same_type(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Return True if two types are equal, apart from the names of list elements."""
+    """Return True if two types are the same apart from the names of list elements."""
     if pa.types.is_list(wanted):
         return bool(pa.types.is_list(found)) and _same_type(found.value_type, wanted.value_type)
     if pa.types.is_map(wanted):
@@ -493,7 +493,7 @@ def _has_changed(snapshot: Snapshot) -> bool:
 
 
 def newest_attempts(snapshot: Snapshot) -> dict[int, int]:
-    """Return step -> newest attempt with sequences, or else with metrics. Raises DamagedTrace.
+    """Return each step's newest attempt with sequences, or else with metrics. Raises DamagedTrace.
 
     Empty if the run was never resumed.
     """

@@ -34,7 +34,7 @@ from ..schemas.layout import (
 _DEEP = (PASSES, TOKENIZER)
 """Folders that are listed recursively, since they contain few files."""
 _READ_BYTES = 64 << 20
-"""Maximum size of a single read, bytes, since the system allocates the whole size requested."""
+"""Maximum size of a single read, in bytes, since the system allocates the whole size requested."""
 
 
 _BOTO_TRIES = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
@@ -104,7 +104,7 @@ class Store:
                 raise of_system(error) from error
         self.root: str = root.rstrip("/")
         self._listed: dict[str, list[dict[str, Any]]] = {}
-        """Folder of a trace on object storage -> its entries at the last `look`."""
+        """Entries of each folder of a trace on object storage, as of the last `look`."""
 
     @property
     def is_local(self) -> bool:
@@ -233,7 +233,7 @@ class Store:
         return next((entry for entry in self._listed.get(folder, ()) if entry["name"] == path), None)
 
     def _md5(self, folder: str) -> dict[str, str]:
-        """Return the MD5 of files directly in a folder; S3 and compatible storage list it for small files."""
+        """Return the MD5s of files directly in a folder; S3 and compatible storage list them for small files."""
         found = ((entry["name"].rpartition("/")[2], entry.get("ETag")) for entry in self._listed.get(folder, ()))
         return {name: tag.strip('"') for name, tag in found if isinstance(tag, str)}
 
@@ -246,7 +246,7 @@ class Store:
         return found.timestamp() if isinstance(found, datetime) else None
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return the finished files directly in a folder, name -> bytes, sorted by name; empty if it is missing."""
+        """Return the sizes in bytes of finished files directly in a folder, sorted by name; empty if it is missing."""
         found = {name: size for name, size, is_folder in self._entries(folder) if not is_folder}
         return {name: found[name] for name in sorted(found) if name and not name.startswith(TEMPORARY_PREFIX)}
 
@@ -273,7 +273,7 @@ class Store:
         return sum(self.walk(folder).values())
 
     def walk(self, folder: str) -> dict[str, int]:
-        """Return all finished files below a folder, relative path -> bytes. Links to folders are not followed."""
+        """Return the sizes in bytes of finished files below a folder, by path. Links to folders are not followed."""
         found: dict[str, int] = {}
         if not self.is_local:  # one request lists the whole folder
             base = self.path(folder)

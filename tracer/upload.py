@@ -29,7 +29,7 @@ from .worker import Worker
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "oss"}
 _FEW_FILES, _GROWTH = 32, 1.25
 _TRIES = 5
-"""Upload attempts per file, on top of the retries of the file system library."""
+"""Upload attempts per file, on top of the file system library's own retries."""
 
 
 class Upload:
@@ -41,7 +41,7 @@ class Upload:
         protocol = self._store.filesystem.protocol
         self._has_buckets = not _BUCKETS.isdisjoint([protocol] if isinstance(protocol, str) else protocol)
         self._sent: dict[str, str | int] = {}
-        """Path in the trace -> size of an uploaded file, or hash of an uploaded writer's state."""
+        """Size of each uploaded file, or hash of each uploaded writer's state, by path in the trace."""
         self._num_indexed = 0
         """Number of uploaded files when the index was last uploaded."""
         self.num_bytes = 0

@@ -15,7 +15,7 @@ from ..schemas.errors import DamagedTrace, QueryFailed
 from .store import Store, unreadable
 
 _KEPT_BYTES = 64 << 20
-"""Size of the cache for blocks read from object storage, bytes per process; consecutive reads are often adjacent."""
+"""Size of the cache for blocks read from object storage, in bytes per process; consecutive reads are often adjacent."""
 _GAP_BYTES = 64 << 10
 """Number of bytes that Arrow reads at a file's end to find the footer; DuckDB reads 16 KiB."""
 _EXACT_REQUESTS = 4
@@ -23,7 +23,7 @@ _EXACT_REQUESTS = 4
 _MAX_AHEAD_BYTES = 8 << 20
 """Maximum number of bytes read ahead."""
 _SMALL_BYTES = 256 << 10
-"""Maximum size of a small read, bytes; a file's small reads run one at a time."""
+"""Size up to which a read counts as small, in bytes; a file's small reads run one at a time."""
 _MAX_SPAN_BYTES = 64 << 20
 """Maximum size of a read whose blocks are cached, in bytes."""
 
@@ -129,7 +129,7 @@ class VerifiedFile:
         return 0 if self._tail is None else _GAP_BYTES
 
     def read_shown(self, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) as FileCursor shows the file: with a gap of zeros before a tail that is in memory.
+        """Read bytes [start, stop) of the file as FileCursor shows it, with a gap of zeros before a tail in memory.
 
         Parquet readers do not know the footer's size, so they read more than the footer, but they find columns by their
         offset from the start. Thanks to the gap, the extra bytes cost no request.

@@ -17,7 +17,7 @@ from ..schemas.errors import StorageError, TimTraceWarning
 from ..schemas.layout import BUILT_PREFIX, TEMPORARY_PREFIX, WHOLE_TRACES, WRITERS, is_temporary
 
 _MOVED_WITHIN_S = 10.0
-"""Maximum age of a temporary state file that is kept, seconds; its writer moves it into place within this time."""
+"""Age up to which a temporary state file is kept, in seconds; its writer moves it into place within this time."""
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -132,7 +132,7 @@ def remove_temporaries(folder: Path) -> None:
 
 
 def _age_s(path: Path) -> float:
-    """Return the time since a file was written, seconds; 0 if it no longer exists."""
+    """Return the time since a file was written, in seconds; 0 if it no longer exists."""
     try:
         return time.time() - path.stat().st_mtime
     except OSError:
@@ -177,7 +177,7 @@ def alone(folder: Path) -> Iterator[bool]:
 
 
 def is_held(folder: Path) -> bool:
-    """Return True if a process holds a folder's lock from `alone`; False if the file system has no locks."""
+    """Return True if a process holds the lock that `alone` takes on a folder; False if the file system has no locks."""
     for path, flags in ((folder, os.O_RDONLY | os.O_DIRECTORY), (folder / LOCK, os.O_RDWR)):
         try:
             descriptor = os.open(path, flags)
@@ -187,7 +187,7 @@ def is_held(folder: Path) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # folders cannot be locked here, but files perhaps can
+        except OSError:  # folders cannot be locked here, but files might be
             continue
         finally:
             os.close(descriptor)

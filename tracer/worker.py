@@ -22,9 +22,9 @@ _Given = TypeVar("_Given")
 _TASK_BYTES = 16 << 10
 """Fixed cost of a task, expressed in bytes."""
 _REMEMBERED_S = 0.5
-"""Time constant with which earlier tasks decay in the estimated throughput, seconds of work."""
+"""Time constant with which earlier tasks decay in the estimated throughput, in seconds of work."""
 _FIRST_PACE = 64 << 20
-"""Throughput assumed before any task has finished, bytes per second."""
+"""Throughput assumed before any task has finished, in bytes per second."""
 _SHARE = 0.75
 """Share of the maximum wait that queued work may take; the rest is a margin, since tasks vary."""
 _LOOKS_EVERY_S = 0.01

@@ -187,7 +187,7 @@ class TraceWriter:
         return digest
 
     def keep_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """Record a version's weights (state_dict name -> tensor), once. Raises InvalidRecord for unsupported dtypes."""
+        """Record a version's weights, a state_dict, once. Raises InvalidRecord for unsupported dtypes."""
         if self.is_open:
             self.part(Part.WEIGHTS, self._keep_weights, version, tensors)
 
@@ -330,7 +330,7 @@ class TraceWriter:
         self._sync_files((MANIFEST, *names, *below), beside=journals)
 
     def _sync_files(self, names: Iterable[str], *, beside: Iterable[str] = ()) -> None:
-        """Flush to disk some files and the state, along with their folders and the folders of the files `beside`."""
+        """Flush some files and the state to disk, along with their folders and the folders of the files `beside`."""
         paths = {self.folder / name for name in names} - self._synced
         groups = [path.parent for path in paths if path.parent.parent == self.folder / DENSE]
         files = {*paths, self._state_path, *(path for group in groups for path in group.rglob("*") if path.is_file())}

@@ -20,13 +20,13 @@ from ..store import Store, first_line
 from ..verified_file import FileCursor
 
 BUCKET_TOKENS = 8 << 20
-"""Maximum number of response tokens, over all passes, in a bucket of several steps, which is sorted in memory."""
+"""Maximum size of a bucket of several steps, in response tokens over all passes; a bucket is sorted in memory."""
 SWEEP_BUCKETS = 128
 """Maximum number of buckets filled in one pass over the files."""
 STEP_TOKENS = 32 << 10
 """Minimum number of response tokens per row group, raised for long runs; smaller steps share a row group."""
 _MAX_STEP_TOKENS, _ROW_GROUPS = 128 << 10, 1024
-"""STEP_TOKENS is raised to keep a file below _ROW_GROUPS row groups, but to at most _MAX_STEP_TOKENS."""
+"""Maximum of STEP_TOKENS after raising it, and the number of row groups per file above which it is raised."""
 
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="lz4")
 

@@ -19,7 +19,7 @@ ROOM_FOR_ALL = 1 << 30
 """Value of `max_logprobs` above any vocabulary size; -1 (no limit) would disable other engine features."""
 
 DELTA = "DELTA"
-"""vLLM's output kind with only new tokens. Flat logprobs are lost if vLLM joins waiting outputs."""
+"""The vLLM output kind that returns only new tokens. Flat logprobs are lost if vLLM joins waiting outputs."""
 
 
 @dataclass(slots=True, kw_only=True)

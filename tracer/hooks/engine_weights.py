@@ -24,12 +24,12 @@ _NUM_ROWS = 64
 _MAX_VALUES = 256
 """Number of distinct values of an 8-bit dtype. A row with more values was not quantised to 8 bits."""
 _MIN_TIMES_MORE = 2
-"""A copy counts as coarsely rounded if the original's rows have at least this many times more distinct values."""
+"""Ratio of distinct values per row, original to copy, at which the copy counts as coarsely rounded."""
 _MIN_COSINE_SCORE = 6.0
-"""Minimum cosine between a coarsely rounded copy and the original, in standard deviations for random rows."""
+"""Cosine between copy and original, in standard deviations for random rows, above which the copy counts as rounded."""
 
 
-_PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer holds packed ({}, ...)"
+_PACKED = "the engine's weights are not compared for {} quantised tensors, which the trainer stores packed ({}, ...)"
 _NO_OWN = (
     "the engine's weights are not compared: the trainer's weights are sharded (FSDP, ZeRO-3), and this release of "
     "TRL has no function that yields the gathered weights (VLLMGeneration._iter_named_params)"
@@ -153,7 +153,7 @@ class EngineWeights:
                         self._unmerged[name] = digest(unmerged, self._dtype, self._device)
 
     def tell(self, step: int) -> None:
-        """Record the comparison for the current policy version, once, when the engine first samples with it."""
+        """Record the comparison for the current policy version once, when the engine first samples with it."""
         if not self.is_on or self._version is None or self._told == self._version:
             return
         with self._guard():
@@ -201,7 +201,7 @@ class EngineWeights:
         return trainer_tensors(trained_model(self._trainer()))
 
     def _casts(self, wrong: dict[str, int]) -> dict[str, str]:
-        """Return the tensors that differ only by rounding -> dtype rounded to, or number of distinct values per row."""
+        """Return what tensors that differ only by rounding were rounded to: a dtype or `N values` per row."""
         import torch
 
         engine = None if self._model is None else self._model()
@@ -222,12 +222,12 @@ class EngineWeights:
 
 
 def read_digests(digests: Mapping[str, Digest]) -> dict[str, int]:
-    """Read all digests from the device, and return tensor -> digest as an integer."""
+    """Read all digests from the device, and return them as integers by tensor name."""
     return dict(zip(digests, resolved(list(digests.values())), strict=True))
 
 
 def values_a_row(own: Any, coarse: Any) -> int | None:
-    """Return the largest number of distinct values in a row of `coarse`; None if it is not a coarsely rounded `own`."""
+    """Return the maximum number of distinct values in a row of `coarse`; None if it is not a rounded copy of `own`."""
     if own.numel() < 2:
         return None
     coarse_RC = _some_rows(coarse)

@@ -36,7 +36,7 @@ def is_whole(model: Any) -> bool:
 
 
 def transfer_name(name: str, adapter_prefix: str | None) -> str | None:
-    """Return the name that TRL sends a parameter to vLLM under; None if it is not sent."""
+    """Return the name under which TRL sends a parameter to vLLM; None if it is not sent."""
     if adapter_prefix is not None:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         if adapter_prefix in name or "original_module" in name:
@@ -69,7 +69,7 @@ def trainer_tensors(model: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _adapted(model: Any) -> dict[str, Any]:
-    """Return name -> layer for all layers whose adapter is not merged at the moment."""
+    """Return all layers whose adapter is not currently merged, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return {
@@ -224,7 +224,7 @@ def class_path(model: Any) -> str:
 
 
 def dtypes(model: Any) -> dict[str, int]:
-    """Return dtype -> number of the model's parameters of that dtype."""
+    """Return the number of the model's parameters of each dtype."""
     counts: Counter[str] = Counter()
     for parameter in model_parameters(model):
         counts[str(parameter.dtype).removeprefix("torch.")] += num_elements(parameter)

@@ -12,7 +12,7 @@ _MISSING = object()
 Original = Callable[..., Any]
 """A library's function, as it was before it was wrapped."""
 Points = Mapping[str, tuple[str, str]]
-"""Library function -> the method that hooks it and the data recorded from its calls."""
+"""Library functions, each with the method that hooks it and the data recorded from its calls."""
 
 
 class Patches:
@@ -46,7 +46,7 @@ class Patches:
         return [name for name, wrapper in wrappers.items() if not self.wrap(owner, name, wrapper)]
 
     def wrap_points(self, owner: type, hooks: Any, points: Points) -> dict[str, str]:
-        """Wrap functions of a class with methods of `hooks`; return each missing function -> the data lost with it."""
+        """Wrap functions of a class with methods of `hooks`; return the data lost with each missing function."""
         wrappers = {name: getattr(hooks, method) for name, (method, _) in points.items()}
         return {f"{owner.__qualname__}.{name}": points[name][1] for name in self.wrap_all(owner, wrappers)}
 
@@ -94,7 +94,7 @@ TESTED: Mapping[str, Sequence[str]] = {
     "verl": ("0.9",),
     "vllm": ("0.17", "0.27", "0.32"),
 }
-"""Library -> its tested releases as major.minor, the same ones that `make matrix` runs."""
+"""Tested releases of each library, as major.minor; `make matrix` runs the same ones."""
 
 
 def untested(library: str, version: str) -> bool:
@@ -108,7 +108,7 @@ def tested_releases(library: str) -> str:
 
 
 def version_sentence(library: str, version: str, missing: Mapping[str, str]) -> str | None:
-    """Return a sentence about an untested release or `missing` functions (name -> the data it supplies), else None."""
+    """Return a sentence about an untested release or `missing` functions (the data they supply, by name), else None."""
     if not missing and not untested(library, version):
         return None
     lost = "; ".join(f"{what} ({name} was not found)" for name, what in missing.items())

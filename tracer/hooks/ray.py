@@ -47,8 +47,8 @@ def install(session: Session, module: Any) -> Patches:
 def with_workers(kwargs: Mapping[str, Any], order: str) -> dict[str, Any]:
     """Return the arguments of `ray.init`, with the recording options added to every worker's environment.
 
-    Ray rejects a variable that the runtime environments of both the submitted job and the program set. So if the job
-    sets PYTHONPATH, the options are added to the job's environment, which Ray reads from this process's environment.
+    Ray rejects a variable set in the runtime environments of both the submitted job and the program. So if the job sets
+    PYTHONPATH, the options are added to the job's environment, which Ray reads from this process's environment.
     """
     job = json.loads(os.environ.get(_JOB) or "{}")
     of_program = kwargs.get("runtime_env")

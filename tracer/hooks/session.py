@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 ENVIRONMENT = "TIM_TRACE_RECORD"
-"""Environment variable with which `tim-trace record` passes recording options to its child processes."""
+"""Environment variable through which `tim-trace record` passes recording options to its child processes."""
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "bootstrap")
 """Folder that comes first on PYTHONPATH in every recorded process."""
@@ -41,9 +41,9 @@ class Order:
     """Recording options that `tim-trace record` passes to the processes it starts."""
 
     run: str
-    """Absolute path of the folder that the trace is recorded in."""
+    """Absolute path of the folder in which the trace is recorded."""
     session: str = ""
-    """Identifier of the recording that a process belongs to."""
+    """Identifier of the recording to which a process belongs."""
     capture: str = "logprobs"
     capture_fraction: float = 1.0
     weights: str = "auto"
@@ -54,7 +54,7 @@ class Order:
     engine_weights: str = "given"
     """Engine weights to compare: `given` (sent to the engine), `held` (also the engine's own copy), or `none`."""
     max_wait: float = MAX_WAIT_S
-    """Maximum time to wait for an unresponsive file system, seconds; after that, recording stops."""
+    """Maximum time to wait for an unresponsive file system, in seconds; after that, recording stops."""
 
     def to_environment(self) -> str:
         return json.dumps(asdict(self))
@@ -172,7 +172,7 @@ class Session:
 
     @contextmanager
     def guard(self, what: str, *, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
-        """Keep recording errors from reaching the program. `what` names the data that is lost with an error.
+        """Keep recording errors from reaching the program. `what` names the data that an error would lose.
 
         An error ends this process's recording, or is passed to `otherwise` if given. Time spent in the block counts as
         recording overhead.
@@ -270,7 +270,7 @@ _HOOKS = {
     "vllm.entrypoints.llm": ("vllm", "install"),
     "vllm.v1.engine.async_llm": ("vllm_async", "install"),
 }
-"""Module -> (file in this package, function in that file). The function hooks the module once it is imported."""
+"""For each module, a file in this package and the function in it that hooks the module once it is imported."""
 
 
 def activate() -> Session | None:

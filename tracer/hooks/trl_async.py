@@ -65,7 +65,7 @@ class AsyncTrainerHooks(TrainerHooks):
     def __init__(self, session: Session):
         super().__init__(session)
         self._steps: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-        """Trainer -> version number of the engine's weights -> number of optimizer updates in those weights."""
+        """For each trainer, the number of optimizer updates in the engine's weights, by the weights' version number."""
 
     def train(self, original: Original, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self.session.is_sampled_for_trainer = True
@@ -240,7 +240,7 @@ class AsyncTrainerHooks(TrainerHooks):
 
 
 def _spread(values_M: Any, row: PackedRow) -> Any:
-    """Return [S, T] from one value per loss term: each value at its token's position in the response, 0 elsewhere."""
+    """Return an [S, T] array with each loss term's value at its token's position in the response, and 0 elsewhere."""
     import torch
 
     values_ST = values_M.new_zeros(row.scored.shape)

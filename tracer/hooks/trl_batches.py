@@ -146,7 +146,7 @@ class PackedSample:
     """Version of the weights that generated the sample; None if unknown."""
     advantage: float
     rewards: Mapping[str, float]
-    """Reward function -> this sample's reward, and `reward` -> the trainer's weighted sum; may be empty."""
+    """This sample's rewards by reward function, and the trainer's weighted sum as `reward`; may be empty."""
     ids: np.ndarray
     """[tokens] int32 ids of the prompt's and the response's tokens."""
     mask: np.ndarray

@@ -23,7 +23,7 @@ POINTS = {
     "_maybe_log_save_evaluate": "learning rate and grad norm of every step, optimizer statistics",
     "log": "logged metrics",
 }
-"""Function that a recorded trainer may not have -> the data recorded from its calls."""
+"""Functions that a recorded trainer may lack, each with the data recorded from its calls."""
 
 NEEDED = ("_generate_and_score_completions", "_generate")
 """Functions that a trainer must have for its sequences to be recorded."""
@@ -118,7 +118,7 @@ def sampled_logprobs(generated: Sequence[Any], lengths: list[int]) -> list[list[
 
 
 TRL_LOSSES = ("trl.trainer.", "trl.experimental.async_grpo.", "transformers.")
-"""Prefixes of modules whose losses are known to recording."""
+"""Prefixes of modules with known losses."""
 
 
 def name_of(trainer_class: type) -> str:

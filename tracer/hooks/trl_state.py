@@ -117,7 +117,7 @@ class Loss:
 
     recorded: Recorded
     rows: np.ndarray
-    """Indices of the rows of the loss in the generation batch, in the order of the loss."""
+    """Indices of the loss's rows in the generation batch, in the loss's order."""
     scored_mask: Any
     scorings: list[Scoring] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ class TrainerState:
         self._num_batches = 0
         self._generations: dict[str, tuple[int, int]] = {}
         self.num_forwards: dict[tuple[str, str], int] = {}
-        """(split, pass) -> number of forward passes recorded so far."""
+        """Number of forward passes recorded so far for each (split, pass)."""
         self.described = False
         self.weights = KeptWeights(session)
         self.told_step: int | None = None

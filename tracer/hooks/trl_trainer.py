@@ -218,7 +218,7 @@ class TrainerHooks:
         return {} if optimizer is None else optimizer_statistics(optimizer)
 
     def _add_metrics(self, trainer: Any, values: dict[str, Any], *, only_new: bool = False) -> None:
-        """Record new and changed metrics; with `only_new`, values are not compared, since they may be on a device."""
+        """Record new and changed metrics; with `only_new`, only new ones, to avoid comparing values on a device."""
         state, step = self._state(trainer), int(trainer.state.global_step)
         if state.told_step != step:
             state.told_step, state.told = step, {}

@@ -318,7 +318,7 @@ class TrainerHooks:
 
 
 def _is_training(contract: Contract, asked: dict[str, Any]) -> bool:
-    """Return True if an engine's contract has the sampling settings of training; validation may use other settings."""
+    """Return True if an engine's contract has training's sampling settings; validation may use different ones."""
     given = contract.get("sampling") or {}
     same = all(given.get(name) == asked[name] for name in ("temperature", "top_p"))
     return same and max(given.get("top_k") or 0, 0) == max(asked.get("top_k") or 0, 0)

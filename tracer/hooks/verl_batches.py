@@ -26,7 +26,7 @@ ESTIMATED = ("advantages",)
 """Columns read after advantages are computed."""
 _OF_PROMPT = ("prompts",)
 _NAMES = {"rm_scores": "token_level_scores", "entropy": "entropys"}
-"""Column of the TransferQueue -> the same column of RayPPOTrainer."""
+"""RayPPOTrainer's names for columns that have a different name in the TransferQueue."""
 
 UPDATE_KEY = "tim_trace_update"
 """Key that recording adds to each row of an update; it tells workers the update's step and policy version."""
@@ -74,7 +74,7 @@ def column(data: Mapping[str, Any], name: str, rows: Sequence[Row]) -> list[np.n
 
 
 def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.ndarray | None:
-    """Return [B]: the value shared by a row's unmasked tokens (0.0 without such tokens); None if values differ."""
+    """Return [B] values, each shared by a row's unmasked tokens (0.0 without any); None if a row's tokens differ."""
     first = np.zeros(len(values), np.float32)
     for row, (value, mask) in enumerate(zip(values, masks, strict=True)):
         counted = value[mask.astype(bool)]
@@ -85,7 +85,7 @@ def one_a_row(values: Sequence[np.ndarray], masks: Sequence[np.ndarray]) -> np.n
 
 
 def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most: int) -> list[str | None]:
-    """Return [B] finish reasons, which verl drops: `stop` after an end token, `length` at the limit, else None."""
+    """Return [B] finish reasons, which verl discards: `stop` after an end token, `length` at the limit, else None."""
     ends = {*end_ids}
     return [
         "stop" if len(ids) and int(ids[-1]) in ends else "length" if len(ids) >= most else None for ids in responses
@@ -93,7 +93,7 @@ def finish_reasons(responses: Sequence[np.ndarray], end_ids: Sequence[int], most
 
 
 def sums(values: Sequence[np.ndarray] | None) -> np.ndarray | None:
-    """Return [B]: the sum of each row's values."""
+    """Return the sum of each row's values, [B]."""
     return None if values is None else np.array([float(row.sum()) for row in values])
 
 
@@ -161,7 +161,7 @@ class Progress:
     version: int
     """Number of actor updates in the trainer's weights."""
     old_version: int
-    """Number of actor updates in the weights that verl computes `old_log_probs` with."""
+    """Number of actor updates in the weights with which verl computes `old_log_probs`."""
     updates_a_transfer: int
     """Number of actor updates between two weight transfers to the engine."""
     transfers_ahead: int = 0
@@ -169,7 +169,7 @@ class Progress:
     is_last: bool
 
     def sampled_by(self, transfer: int | None) -> int | None:
-        """Return the number of actor updates in the weights sent by the transfer with verl's number `transfer`."""
+        """Return the number of actor updates in the weights sent by the transfer that verl numbers `transfer`."""
         return None if transfer is None else max(int(transfer) - self.transfers_ahead, 0) * self.updates_a_transfer
 
 
@@ -210,7 +210,7 @@ def _fully_asynchronous(trainer: Any) -> Progress:
 ROW_KEY = "tim_trace_row"
 """Key that recording adds to a worker's batch, with the row indices in a shuffled micro-batch."""
 FORWARD_KEYS = {name: f"tim_trace_forward_{name}" for name in (TRAIN, REFERENCE)}
-"""Pass recorded by the driver -> column of the workers' output with the result of `Forwards.column`."""
+"""Column of the workers' output with the result of `Forwards.column`, for each pass recorded by the driver."""
 
 
 class Forwards:
@@ -252,8 +252,8 @@ class Forwards:
         return width - num_tokens
 
     def column(self, num_rows: int) -> Any:
-        """Return [B, 4] int64: each row's forward pass, its position there, the pass's number of rows, and the padding
-        after the row; None if any row was in no forward pass."""
+        """Return a [B, 4] int64 array: each row's forward pass, its position there, the pass's number of rows, and the
+        padding after the row; None if any row was in no forward pass."""
         import torch
 
         found = [self._of_row[row] for row in range(num_rows) if row in self._of_row]
@@ -266,7 +266,7 @@ class Forwards:
 
 
 def attended_tokens(loss_mask: Any) -> dict[str, int]:
-    """Return how many tokens of a padded row attention sees, if limited (before verl 0.8: the loss mask's width)."""
+    """Return how many tokens of a padded row attention sees, if limited (to the loss mask's width before verl 0.8)."""
     since_0_8 = "build_attention_mask_from_nested"
     is_all = loss_mask.is_nested or hasattr(import_module("verl.workers.utils.padding"), since_0_8)
     return {} if is_all else {"attended_tokens": loss_mask.shape[1]}

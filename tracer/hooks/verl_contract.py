@@ -23,7 +23,7 @@ FSDP = ("fsdp", "fsdp2")
 """verl's strategies that cast parameters to the forward pass's dtype."""
 
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-"""verl's name of a dtype -> torch's name."""
+"""Torch's name for each of verl's dtype names."""
 
 _AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -37,7 +37,7 @@ def scoring_contract(engine: Any, *, source: str, grad: bool, temperature: float
     """Return the settings behind the logprobs computed by a worker's engine.
 
     `source` is `recomputed` for a separate forward pass before the loss, or `loss` for the one in the loss. `dtype` is
-    the logprobs' dtype. It matters, since near -4 nats bfloat16 values are 0.031 nats apart.
+    the logprobs' dtype. It matters because bfloat16 values near -4 nats are 0.031 nats apart.
     """
     settings = engine.engine_config
     model = _model(engine)

@@ -172,7 +172,7 @@ def _has_one_rank(model: Any) -> bool:
 
 
 def _tensors(engine: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield an unsharded model's tensors like `trainer_tensors`, under the names that verl sends them with."""
+    """Yield an unsharded model's tensors like `trainer_tensors`, under the names with which verl sends them."""
     from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp import utils
 

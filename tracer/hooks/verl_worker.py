@@ -47,7 +47,7 @@ class Update:
     lengths: np.ndarray
     """[B] number of response tokens in each of verl's rows."""
     places: dict[int, int]
-    """Index of a row in verl's batch -> its index in `batch`, which leaves out verl's padding rows."""
+    """Index in `batch` for each row index in verl's batch; `batch` leaves out verl's padding rows."""
     policy_version: int
     is_last: bool
     """True if this is the last update of the training run."""
@@ -191,7 +191,7 @@ class WorkerHooks:
         return output
 
     def micro_batches(self, original: Original, data: Any, *args: Any, **kwargs: Any) -> Any:
-        """Split a batch into micro-batches, and store which rows each of them has."""
+        """Split a batch into micro-batches, and store which rows each one contains."""
         made = original(data, *args, **kwargs)
         if self._forwards is not None:
             with self.session.guard(_COMPOSITION, otherwise=self._cannot_listen):

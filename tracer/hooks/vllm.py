@@ -30,7 +30,7 @@ _POINTS = {
 }
 
 UNRECORDED = ("enqueue", "enqueue_chat", "beam_search")
-"""Functions of `LLM` that also sample, but are not recorded."""
+"""Functions of `LLM` that also sample but are not recorded."""
 
 _NO_ROUTING = (
     "rollouts have no router choices: vLLM 0.32 returns them (enable_return_routed_experts) only from Model Runner V2, "

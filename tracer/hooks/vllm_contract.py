@@ -34,7 +34,7 @@ _CONFIGS: Mapping[str, tuple[str, ...]] = {
     "speculative_config": ("method", "model", "num_speculative_tokens"),
     "load_config": ("load_format",),
 }  # fmt: skip
-"""Section of vLLM's configuration -> its settings that can change a logprob."""
+"""Settings that can change a logprob, by section of vLLM's configuration."""
 
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -65,8 +65,8 @@ class Conditions:
     def sentences(self) -> list[str]:
         """Return a sentence for each property of these requests that is not recorded."""
         found = [
-            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract has its "
-            "name and path"
+            f"weights of the LoRA adapter {name} in vLLM's requests are not recorded; the rollouts' contract contains "
+            "its name and path"
             for name, _, _ in self.adapters
         ]
         return found + [_GRAMMAR] * self.has_grammar

@@ -16,7 +16,7 @@ TORCH_DTYPES = {
     "int64": "<i8", "long": "<i8", "int32": "<i4", "int": "<i4", "int16": "<i2", "short": "<i2", "int8": "i1", "char": "i1",
     "uint8": "u1", "byte": "u1", "uint16": "<u2", "uint32": "<u4", "uint64": "<u8", "bool": "?",
 }  # fmt: skip
-"""Torch dtype name -> NumPy dtype name. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
+"""NumPy's name for each torch dtype. NumPy has no bfloat16, so bfloat16 values become float32, without loss."""
 NUMPY_DTYPES = {name: np.dtype("<u2" if text == "bfloat16" else text) for name, text in TORCH_DTYPES.items()}
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -257,4 +257,4 @@ PLAIN = {
     ("torch", "Size"): Known(checked_shape),
     ("torch", "device"): Known(_text),
 }
-"""(module, name) -> stand-in, for names that occur in every framework's pickles."""
+"""Stand-ins, by (module, name), for names that occur in every framework's pickles."""

@@ -34,8 +34,8 @@ class Columns:
 
     @classmethod
     def of(cls, rows: RowBatch, names: Mapping[str, str], kinds: Mapping[str, Kind]) -> Columns:
-        """Read a batch's columns, rename them by `names` (file's name -> trace's name), and convert each according to
-        its kind.
+        """Read a batch's columns, rename them with `names`, which maps the file's names to the trace's, and convert
+        each according to its kind.
 
         Raises ImportFailed with the file, column, type and first invalid row.
         """
@@ -57,7 +57,7 @@ class Columns:
         return Columns(arrays, len(rows), [self.routing[row] for row in rows])
 
     def has(self, name: str) -> np.ndarray:
-        """Return [B] bool: True where the column is not NULL; all False if it is missing."""
+        """Return a [B] bool mask that is True where the column is not NULL; all False if the column is missing."""
         array = self[name]
         if array is None:
             return np.zeros(self.num_rows, bool)
@@ -155,11 +155,11 @@ def _type_name(type: pa.DataType) -> str:
 
 
 METRIC_KINDS = {"step": STEP, "name": required(TEXT), "value": SCORE}
-"""Column of a metrics file -> kind of its cells; `value` may also be text."""
+"""Kind of the cells in each column of a metrics file; `value` may also be text."""
 
 
 def read_metrics(rows: RowBatch) -> list[tuple[int, str, Any]]:
-    """Return (step, name, value) for each logged value. Raises ImportFailed."""
+    """Return the step, name and value of each logged value. Raises ImportFailed."""
     lacking = [name for name in METRIC_KINDS if name not in rows.columns]
     if lacking:
         raise ImportFailed(
@@ -194,7 +194,7 @@ class RowBatch:
 
     file: str
     columns: dict[str, pa.Array | list[Any]]
-    """Column name in the file -> values, one per row."""
+    """Values of each column, one per row, by the column's name in the file."""
     numbers: Sequence[int]
     """Number of each row in the file, counted from 1."""
     unit: str = "row"
@@ -232,7 +232,7 @@ def explained(name: str, format: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The sequences to import, by step and by a hash of their names."""
+    """Selection of the sequences to import, by step and by a hash of their names."""
 
     steps: frozenset[int] | None = None
     """Steps to import; None if all steps are imported."""
@@ -240,7 +240,7 @@ class Selection:
     """Share of sequences to import. Every import selects the same sequences, by a hash of their names."""
 
     def keeps(self, steps: Sequence[int], seq_ids: Sequence[str]) -> np.ndarray:
-        """Return [B] bool: True for selected sequences, given the steps and names of B sequences."""
+        """Return a [B] bool mask that is True for selected sequences, given the steps and names of B sequences."""
         kept = np.ones(len(seq_ids), bool)
         if self.steps is not None:
             kept &= np.isin(np.array(steps, np.int64), list(self.steps))

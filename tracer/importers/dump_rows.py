@@ -21,7 +21,7 @@ _MOST_EXPERTS = np.iinfo(np.int16).max
 
 
 class DumpRows:
-    """Rows collected one by one. Cells are numbers, strings, None, arrays, Values, or for rewards dicts of numbers."""
+    """Rows collected one by one. Cells are numbers, strings, None, arrays, Values or, for rewards, dicts of numbers."""
 
     def __init__(self, file: str, unit: str = "row"):
         self._file, self._unit = file, unit

@@ -85,7 +85,7 @@ class Fields:
         return value
 
     def cells(self, *columns: str) -> dict[str, Any]:
-        """Return column -> checked and converted cell; by default, for every trace column."""
+        """Return checked and converted cells by column; by default, those of all trace columns."""
         return {name: reader(self, name) for name in columns or self._columns if (reader := _reader(name)) is not None}
 
     def array(self, column: str, dimensions: int) -> np.ndarray | None:
@@ -167,7 +167,7 @@ class Fields:
         return value
 
     def numbers(self, but: Collection[str]) -> dict[str, float]:
-        """Return field -> number for all scalar fields, except those in `but` and those that supply a column."""
+        """Return all scalar fields, as numbers by name, except those in `but` and those that supply a column."""
         known = {name for names in self._columns.values() for name in names}
         found = {name: value for name, value in self._record.items() if name not in known and name not in but}
         return {

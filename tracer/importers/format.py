@@ -124,17 +124,17 @@ class Reading:
     folder: DumpFolder
     part: Part
     columns: Mapping[str, tuple[str, ...]]
-    """Trace column -> candidate fields in the file; the first one that exists is read."""
+    """Candidate fields in the file for each trace column; the first one that exists is read."""
     seen: set[str]
     """Names of the fields read so far."""
     first_line: Mapping[str, int] = field(default_factory=dict)
-    """JSON Lines file -> number of the first line that is not imported yet, from 1."""
+    """For each JSON Lines file, the number of the first line not yet imported, from 1."""
     last_line: dict[str, int] = field(default_factory=dict)
-    """JSON Lines file -> number of the last complete line; set by the reader."""
+    """For each JSON Lines file, the number of the last complete line; set by the reader."""
     partial: bool = False
     """True to read incomplete files as far as they go."""
     sources: dict[str, SealedFile] = field(default_factory=dict)
-    """File that was read completely -> its size and hash."""
+    """Size and hash of each file that was read completely."""
 
     def paths(self) -> list[Path]:
         return [self.folder.path(name) for name in self.part.files]
@@ -156,7 +156,7 @@ class Reading:
 
 
 RowsOf = Callable[[Fields, str, int], Iterable[dict[str, Any]]]
-"""(record's fields, record's name, record's number in the file) -> rows, each a dict of trace column -> cell."""
+"""Function that takes a record's fields, name and number in the file, and returns rows as dicts keyed by column."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class Format:
     files: str
     """Pattern for the file names, shown in the docs and in messages."""
     columns: Mapping[str, tuple[str, ...]]
-    """Trace column -> candidate fields in the file; the first one that exists is read."""
+    """Candidate fields in the file for each trace column; the first one that exists is read."""
     alignment: str
     """How values align with tokens, and which values are placeholders; shown in the docs."""
     pattern: str = ""
@@ -179,7 +179,7 @@ class Format:
     needs: tuple[str, ...] = ()
     """Columns that every line must supply."""
     lacks: Mapping[str, str] = field(default_factory=dict)
-    """Pass -> message that explains why the files may have no logprobs of the pass, and how to get them."""
+    """For each pass, a message that explains why the files may have no logprobs of it, and how to get them."""
     lines: bool = False
     """True if a file has rows from several steps and grows as rows are appended."""
     recognises: Callable[[DumpFolder], bool] | None = None
@@ -192,7 +192,7 @@ class Format:
     """Function that yields a part's rows; None for JSON Lines files. Raises ImportFailed."""
 
     def is_in(self, folder: DumpFolder) -> bool:
-        """Return True if a folder has files in this format."""
+        """Return True if a folder contains files in this format."""
         if self.recognises is not None:
             return self.recognises(folder)
         name = next((name for name, _ in folder.matching(self.pattern)), None)

@@ -114,7 +114,7 @@ _NOT_REWARDS = ("step", "prompt", "completion")
 
 
 def _trl_records(path: Path, _first: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number, the row's numbers). Text is not read, since it can be large and a trace does not store it."""
+    """Yield each row's number and numeric values. Text is not read: it can be large and is not stored in a trace."""
     with explained(str(path), "Parquet"), path.open("rb") as file:
         parquet = pq.ParquetFile(file)
         tests = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
@@ -182,7 +182,7 @@ def _joined_turns(turns: list[Fields]) -> dict[str, Any]:
             )
         if logprobs is not None and len(logprobs) != len(sampled):
             raise ImportFailed(
-                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens; their numbers must be equal"
+                f"{turn.where}: {len(logprobs)} logprobs for {len(sampled)} tokens; there must be one per token"
             )
         between = len(before) - len(whole)
         whole = np.concatenate([before, sampled])

@@ -109,7 +109,7 @@ def _holds_none(format: Format, folder: DumpFolder) -> str:
 
 
 def _are_ordered(format: Format, parts: list[Part]) -> bool:
-    """Return True if each step is one part and steps increase, so names of finished steps can be forgotten."""
+    """Return True if each step is one part and steps increase, so that names of finished steps can be forgotten."""
     steps = [part.step for part in parts if part.step is not None]
     increase = all(before < after for before, after in pairwise(steps))
     return "step" not in format.columns and len(steps) == len(parts) and increase
@@ -226,7 +226,7 @@ def _told(options: Mapping[str, str]) -> str:
 
 
 def _mapped(format: Format, given: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return column -> candidate fields, after applying the user's `map`. Raises ImportFailed for an unknown column."""
+    """Return each column's candidate fields after applying `map`. Raises ImportFailed for an unknown column."""
     columns = {name: tuple(field for field in fields if field not in given) for name, fields in format.columns.items()}
     for theirs, ours in given.items():
         if ours and ours not in columns:

@@ -76,7 +76,7 @@ def list_of(kind: Kind, wants: str) -> Kind:
 
 
 def either(kind: Kind, other: Kind) -> Kind:
-    """Return a kind for columns whose cells are all valid for `kind`, or all valid for `other`."""
+    """Return a kind for columns in which all cells are valid for `kind`, or all are valid for `other`."""
 
     def convert(array: pa.Array) -> pa.Array:
         return (other if pa.types.is_list(array.type) else kind).convert(array)
@@ -96,7 +96,7 @@ def first_wrong(values: Sequence[Any], kind: Kind) -> int | None:
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Decode dictionaries, run-end encoding, extension types and other list types of an array to plain types."""
+    """Convert an array's dictionaries, run-end encoding, extension types and special list types to plain types."""
     if isinstance(array.type, pa.BaseExtensionType):
         return plain(array.storage)
     if pa.types.is_dictionary(array.type):

@@ -84,7 +84,7 @@ class _Sample:
     """Number of prompt and response tokens."""
     chunk: int | None
     parts: dict[str, dict[int, Values]] = field(default_factory=dict)
-    """Column -> context-parallel rank -> its values, which are the same on all tensor-parallel ranks."""
+    """Values by column and context-parallel rank; they are the same on all tensor-parallel ranks."""
 
 
 def _joined(where: str, sample: _Sample, parts: Mapping[int, Values], size: int, *, partial: bool) -> Values:

@@ -45,8 +45,8 @@ def import_parquet(
     `rollout_logprobs`, `train_logprobs`, `current_logprobs` and `reference_logprobs`. Optional columns are `entropy`,
     `top2_gap` and all other arguments of Recorder.add_sequences. `advantage` is a number or a list, `rewards` a record
     of numbers. Lists are aligned with `response_ids`. If the folder has a `metrics.parquet` (`step`, `name`, `value`),
-    it is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map` renames
-    columns (file's name -> trace's name); a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
+    it is read too. `path` is a file, a folder or a glob pattern, on any file system that fsspec supports. `map` maps
+    column names in the files to the trace's; a column mapped to "" is skipped. `steps` (3:80, -10:) selects steps, and
     `sample` a share of the sequences, chosen by a hash of their names.
 
     Placeholders become NULL: -9999, 0.0 where the mask is 0, and lists of only 0.0, unless another pass also has
@@ -176,7 +176,7 @@ class RowFiles:
         return int(self.filesystem.size(name) or 0)
 
     def names(self) -> dict[str, list[str]]:
-        """Return file -> names of its columns."""
+        """Return the column names of each file."""
         return {
             name: (parquet_names if name.endswith(_PARQUET) else json_names)(self.filesystem, name)
             for name in self.files
@@ -231,7 +231,7 @@ def _check_map(given: Mapping[str, str], files: Mapping[str, Sequence[str]], whe
 
 
 def _names_of(file: str, columns: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return column name in the file -> name in the trace. Raises ImportFailed if two columns get the same name."""
+    """Return the trace's name for each column in the file. Raises ImportFailed if two columns get the same name."""
     names: dict[str, str] = {}
     owner: dict[str, str] = {}
     for theirs in columns:

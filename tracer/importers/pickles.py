@@ -17,9 +17,9 @@ from typing import Any
 from ...schemas.errors import ImportFailed
 
 CONTAINER_BYTES = 64
-"""Memory charged to the budget for an empty list, dict or tuple, bytes; pickles do not state sizes in advance."""
+"""Memory charged to the budget for an empty list, dict or tuple, in bytes; pickles do not state sizes in advance."""
 VIEWED_BYTES = 1 << 16
-"""Minimum length at which a byte string is kept as a view of the file instead of being copied, in bytes."""
+"""Length in bytes from which a byte string is kept as a view of the file instead of being copied."""
 BYTES = (bytes, memoryview)
 """Types of a pickle's byte strings after loading."""
 
@@ -56,7 +56,7 @@ class Known:
 
 
 Names = Mapping[tuple[str, str], Known]
-"""Allowlist of names in pickles: (module, name) -> replacement."""
+"""Allowlist of names in pickles, with a replacement for each (module, name)."""
 Persistent = Callable[[Any], Any]
 """Function that resolves a persistent id, which torch uses for storages."""
 
@@ -259,7 +259,7 @@ class _Machine:
 _OWED_BYTES = 1 << 20
 """Number of bytes that may be allocated before they are charged to the memory budget."""
 _NUMBERS = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8}
-"""Opcode of a number (BININT1, BININT2, BININT or BINFLOAT) -> size of its argument, in bytes."""
+"""Size of the argument of each number opcode (BININT1, BININT2, BININT and BINFLOAT), in bytes."""
 _FLOAT = struct.Struct(">d")
 _RUN = re.compile(rb"(?:K.|M..|J.{4}|G.{8}){1,4096}+", re.DOTALL)
 _SIZED = {
@@ -267,12 +267,12 @@ _SIZED = {
     0x43: ("bytes", 1), 0x42: ("bytes", 4), 0x8E: ("bytes", 8), 0x96: ("bytes", 8),
     0x55: ("latin1", 1), 0x54: ("latin1", 4), 0x8A: ("integer", 1), 0x8B: ("integer", 4),
 }  # fmt: skip
-"""Opcode -> kind of the value that it pushes on the stack, and size of its length field in bytes."""
+"""For each opcode, the kind of value that it pushes on the stack, and the size of its length field in bytes."""
 _HEADERS = {0x80: 1, 0x95: 8}
-"""Opcode that has no effect (PROTO or FRAME) -> size of its argument, in bytes."""
+"""Size of the argument of each opcode that has no effect (PROTO and FRAME), in bytes."""
 _CONSTANTS = {0x4E: None, 0x88: True, 0x89: False, 0x29: ()}
 _EMPTY: dict[int, Callable[[], Any]] = {0x5D: list, 0x7D: dict, 0x8F: list}
-"""Opcode for an empty container -> its type. A set is read as a list, so that only dictionary keys are hashed."""
+"""Type of empty container that each opcode creates. A set becomes a list, so that only dictionary keys are hashed."""
 _KEYS = (str, int, float, bool, bytes, type(None))
 _LONGEST_INTEGER = 64
 

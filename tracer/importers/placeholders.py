@@ -19,7 +19,7 @@ CLAMPED = -9999.0
 POLICY = (ROLLOUT, TRAIN, CURRENT)
 """Passes that score the same policy: a token with probability 1 in one of them should have probability 1 in all."""
 CERTAIN_NATS = ROUNDING_NATS["bfloat16"]
-"""Maximum |logprob| of a token with probability 1, nats: the rounding error of a bfloat16 logprob."""
+"""|logprob| up to which a token counts as having probability 1, in nats: the rounding error of a bfloat16 logprob."""
 
 KEPT, HOLES, OPEN = 0, 1, 2
 """Verdicts on a list of zeros: logprobs, placeholders, or undecided until the end of the import."""
@@ -36,7 +36,7 @@ class Placeholders:
     all_zero: int = 0
     """Number of values in lists of only 0.0 whose tokens do not have probability 1 in another pass."""
     certain: int = 0
-    """Number of values kept in lists of two or more 0.0, because another pass also gives the tokens probability 1."""
+    """Number of values kept in lists of two or more zeros, because another pass also gives the tokens probability 1."""
 
     @property
     def total(self) -> int:
@@ -130,7 +130,7 @@ class ZeroLists:
 
 
 def num_certain(logprobs: Ragged) -> int:
-    """Return the number of values in lists of two or more 0.0."""
+    """Return the number of values in lists of two or more zeros."""
     zeros = _zero_lists(logprobs)
     if not zeros.any():
         return 0
@@ -144,12 +144,12 @@ def as_holes(logprobs: Ragged) -> Ragged:
 
 
 def _known(logprobs: Ragged) -> np.ndarray:
-    """Return [N] bool: True where a value was recorded."""
+    """Return an [N] bool mask that is True where a value was recorded."""
     return np.ones(len(logprobs.values), bool) if logprobs.valid is None else logprobs.valid
 
 
 def _zero_lists(logprobs: Ragged) -> np.ndarray:
-    """Return [R] bool: True for a list that has at least one recorded value and only values of 0.0."""
+    """Return an [R] bool mask that is True for lists with at least one recorded value and only values of 0.0."""
     known = _known(logprobs)
     is_zero = known & (logprobs.values == 0.0)
     if not is_zero.any():
@@ -160,7 +160,7 @@ def _zero_lists(logprobs: Ragged) -> np.ndarray:
 
 
 def _sums(flags_N: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return [B]: the number of set flags in each sequence."""
+    """Return the number of set flags in each sequence, [B]."""
     counts = np.concatenate([[0], np.cumsum(flags_N)])
     return np.asarray(counts[ends] - counts[ends - lengths])
 

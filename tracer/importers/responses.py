@@ -35,7 +35,7 @@ def _holds(folder: DumpFolder, key: str) -> bool:
 
 
 def objects(path: Path, first: int = 1) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield (number, object) from a JSON Lines file, or from a .json file with one object or an array."""
+    """Yield numbered objects from a JSON Lines file, or from a .json file with one object or an array."""
     with path.open("rb") as file:
         begins = file.read(64).lstrip()[:1]
     if path.suffix != ".json" or begins not in (b"[", b"{"):

@@ -34,7 +34,7 @@ from .kinds import SCORE, VALUES, Kind, either, kind_of
 from .placeholders import HOLES, KEPT, OPEN, PassRows, Placeholders, ZeroLists, as_holes, num_certain
 
 PASSES = {f"{name}{LOGPROBS}": name for name in STANDARD}
-"""Logprob column -> its standard pass."""
+"""Standard pass of each logprob column."""
 OF_TOKENS = tuple(name for name in TOKEN_SCORES if name != "logprobs")
 """Other score columns. They are recorded with the `train` pass or, if it is missing, with `current` or `rollout`."""
 
@@ -43,7 +43,7 @@ KINDS: dict[str, Kind] = {
     "advantage": either(SCORE, VALUES),
     **dict.fromkeys((*PASSES, *OF_TOKENS), VALUES),
 }
-"""Trace column -> kind of its cells."""
+"""Kind of the cells in each trace column."""
 
 KNOWN = tuple(KINDS)
 REQUIRED = ("step", "prompt_ids", "response_ids")
@@ -99,7 +99,7 @@ class RowImport:
         self.scored: set[str] = set()
         """Passes with at least one logprob."""
         self.lacks: Mapping[str, str] = {}
-        """Pass -> note to record if no row has a logprob of that pass."""
+        """For each pass, a note to record if no row has a logprob of that pass."""
         self._where = path
 
     @property
@@ -167,7 +167,7 @@ class RowImport:
             self.result.num_metrics += len(values)
 
     def _finish(self) -> None:
-        """Decide about the lists of zeros that stayed undecided while rows were read, and note the missing passes."""
+        """Reach a verdict on lists of zeros that were undecided while rows were read, and note the missing passes."""
         for name in tuple(self._open):
             self._settle(name, HOLES if self._zero_lists.was_never_filled(name) else KEPT)
         self.result.ignored_columns += self._unowned

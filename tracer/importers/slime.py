@@ -41,7 +41,7 @@ COLUMNS = {
     "is_removed": ("remove_sample",),
     "experts": ("rollout_routed_experts",),
 }
-"""Column -> candidate fields in the dump. Fields with other names are inputs from which columns are computed."""
+"""Candidate fields in the dump for each column, and for other inputs from which columns are computed."""
 
 PER_TOKEN = ("rollout_logprobs", "train_logprobs", "reference_logprobs", "entropy", "advantage")
 
@@ -65,7 +65,7 @@ def dump_parts(folder: DumpFolder) -> list[Part]:
 
 
 def dump_files(folder: DumpFolder) -> tuple[dict[str, int], dict[str, int]]:
-    """Return two dicts of file -> rollout number: one for rollout files, one for train files."""
+    """Return two dicts that map files to rollout numbers: one for rollout files, one for train files."""
     trains = {name: int(found[1] or found[3]) for name, found in folder.matching(_TRAIN_FILE)}
     rollouts = {name: int(found[1]) for name, found in folder.matching(_ROLLOUT_FILE) if name not in trains}
     return rollouts, trains

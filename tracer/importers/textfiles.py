@@ -18,9 +18,9 @@ from .columns import ROWS_AT_ONCE, RowBatch, explained
 
 _BUFFER_BYTES = 1 << 20
 MAX_LINE = 256 << 20
-"""Maximum length of a line, bytes; enough for a sequence of one million tokens."""
+"""Maximum length of a line, in bytes; enough for a sequence of one million tokens."""
 TIMES_AS_JSON = 16
-"""Upper estimate of the memory that parsed JSON takes, bytes per byte of text."""
+"""Upper estimate of the memory that parsed JSON takes, in bytes per byte of text."""
 
 
 def opened(path: Path) -> BinaryIO:
@@ -99,7 +99,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _json_objects(filesystem: fsspec.AbstractFileSystem, name: str) -> Iterator[tuple[int, dict[str, Any], str, int]]:
-    """Yield (number in the file, object, unit of the number: row or line, size in bytes) from a JSON file."""
+    """Yield each object of a JSON file with its number, the number's unit (row or line) and its size in bytes."""
     with explained(name, "JSON"), filesystem.open(name, "rb", compression="infer") as file:
         if name.removesuffix(".gz").endswith(".json") and _first_character(file) == b"[":
             file.seek(0)

@@ -127,7 +127,7 @@ def _stored(content: Bytes, entry: zipfile.ZipInfo) -> Bytes:
 
 
 _HEADER_BYTES, _LENGTHS_AT, _LENGTHS = 30, 26, struct.Struct("<HH")
-"""Local header of a zip entry: its size, and offset and format of the lengths of file name and extra field."""
+"""Size of a zip entry's local header; offset and format of the lengths of the file name and extra field in it."""
 
 
 def _read_legacy(content: bytes, start: int, where: str, names: Names, budget: Budget) -> Any:
@@ -183,12 +183,12 @@ class _DtypeName(_StorageKind):
 
 
 def _item_size(dtype: str | None) -> int:
-    """Return the size of an element, bytes; 1 if the storage has no dtype."""
+    """Return the size of an element, in bytes; 1 if the storage has no dtype."""
     return 1 if dtype is None else NUMPY_DTYPES[dtype].itemsize
 
 
 def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
-    """Return name -> tensor of a TensorDict that was saved as one storage."""
+    """Return a dict that maps names to the tensors of a TensorDict saved as one storage."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("leaves"), dict) and isinstance(storage, HELD)):
         raise NotPlain("malformed TensorDict")
     content, found = bytes_of(storage.array()), {}
@@ -203,7 +203,7 @@ def _consolidated(metadata: Any, storage: Any) -> dict[str, Any]:
 
 
 def _tensors_of(state: Any) -> dict[str, Any]:
-    """Return name -> tensor of a TensorDict that was saved as a state dict."""
+    """Return a dict that maps names to the tensors of a TensorDict saved as a state dict."""
     tensors = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(tensors, dict):
         raise NotPlain("malformed TensorDict")
@@ -223,7 +223,7 @@ class _TensorDict:
 
 
 def tensors_in(value: Any) -> dict[str, Any]:
-    """Return name -> tensor of a TensorDict in any saved form. Raises NotPlain for other values."""
+    """Return a dict that maps names to the tensors of a TensorDict in any saved form. Raises NotPlain otherwise."""
     found = value.tensors if isinstance(value, _TensorDict) else value
     if not isinstance(found, dict):
         raise NotPlain("not a TensorDict")

@@ -170,12 +170,12 @@ def _array(fields: Fields, column: str, dimensions: int) -> np.ndarray | None:
 
 
 def _rewards(fields: Fields, responded: Padding, where: str) -> np.ndarray | None:
-    """Return [B] float64: the sum of each row's token rewards; None if rewards are not per token."""
+    """Return the [B] float64 sums of each row's token rewards; None if rewards are not per token."""
     if (rewards := _array(fields, "reward", 2)) is None:
         return None
     if len(rewards) != len(responded.lengths) or rewards.shape[1] > responded.width:
         raise ImportFailed(
-            f"{where}: rewards have shape {list(rewards.shape)}, but responses {list(responded.mask.shape)}"
+            f"{where}: rewards have shape {list(rewards.shape)}, but responses have {list(responded.mask.shape)}"
         )
     masks = responded.mask[:, : rewards.shape[1]]
     return np.array([row[mask].sum() for row, mask in zip(rewards, masks, strict=True)], np.float64)
@@ -186,8 +186,8 @@ def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray |
     found = _array(fields, "experts", 4) if fields.get("train_logprobs") is None else None
     if found is not None and found.shape[:2] != shape:
         raise ImportFailed(
-            f"{where}: routed_experts has shape {list(found.shape)}, but attention_mask {list(shape)}; leave it out "
-            "with --map routed_experts="
+            f"{where}: routed_experts has shape {list(found.shape)}, but attention_mask has {list(shape)}; leave it "
+            "out with --map routed_experts="
         )
     return found
 
@@ -195,7 +195,7 @@ def _experts(fields: Fields, shape: tuple[int, ...], where: str) -> np.ndarray |
 def _aligned(fields: Fields, column: str, shape: tuple[int, int], where: str) -> np.ndarray | None:
     found = _array(fields, column, 2)
     if found is not None and found.shape != shape:
-        raise ImportFailed(f"{where}: {column} has shape {list(found.shape)}, but responses {list(shape)}")
+        raise ImportFailed(f"{where}: {column} has shape {list(found.shape)}, but responses have {list(shape)}")
     return found
 
 

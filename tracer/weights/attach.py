@@ -196,7 +196,7 @@ def _check_model(snapshot: Snapshot, model: Any, there: str) -> None:
     for known in snapshot.writers:
         if known.model.get("adapters"):
             raise InvalidOption(
-                f"{where}: was recorded with adapters, whose weights are not in the folder of a single model"
+                f"{where}: was recorded with adapters, whose weights a single model's folder does not contain"
             )
         recorded = known.model.get("config")
         if isinstance(recorded, dict):

@@ -20,7 +20,7 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
 }  # fmt: skip
-"""dtype name in safetensors -> name in torch."""
+"""Torch's name for each dtype name in safetensors."""
 _VERSION = re.compile(r"(?:^|[^0-9])(\d+)$")
 
 
@@ -109,8 +109,7 @@ def write_folder(
     arrays: dict[str, np.ndarray] = {}
     specs = {}
     for own, tensor in tensors.items():
-        # A tied tensor is one object under several names. It is written once, since loading ties it again by the
-        # config.
+        # A tied tensor is one object under several names. It is written once, since loading ties it again.
         if shared.setdefault(id(tensor), own) == own:
             arrays[own] = np.ascontiguousarray(tensor.bits)
             specs[own] = TensorSpec(

@@ -32,9 +32,9 @@ _T = TypeVar("_T")
 DOCUMENT = "zarr.json"
 CHUNK_BYTES = 16 << 20
 BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-"""Bytes per element -> unsigned integer type of that size."""
+"""Unsigned integer type for each number of bytes per element."""
 Bits = dict[str, np.ndarray]
-"""dtype -> [E] bits of all tensors of that dtype."""
+"""[E] bits of all tensors of each dtype."""
 _CODEC = Blosc(cname="zstd", clevel=1, shuffle=Blosc.SHUFFLE)
 
 

@@ -14,7 +14,7 @@ _MASK = (1 << 64) - 1
 _CHUNK_LANES = 1 << 20
 _CAST_ELEMENTS = 1 << 16
 _LANES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Bytes per element -> name of an integer dtype of that size that torch and NumPy both have."""
+"""Name of an integer dtype that both torch and NumPy have, for each number of bytes per element."""
 _PRIME = 0x9E3779B97F4A7C15
 Digest = Any
 """A digest: an int or, on an accelerator, an int64 tensor that `resolved` converts to an int."""
@@ -23,7 +23,7 @@ _coefficients: dict[Any, Any] = {}
 
 
 def digest(tensor: Any, dtype: Any = None, device: Any = None, *, through: Any = None) -> Digest:
-    """Return a tensor's digest, after rounding it to a floating `dtype` and moving it to `device`, if given.
+    """Return a tensor's digest, after rounding it to a floating-point `dtype` and moving it to `device`, if given.
 
     On a CPU, the digest is the XXH3-64 of the tensor's bytes. On an accelerator, the bytes are read as 32-bit lanes,
     each lane is multiplied by an odd number that depends on its position, and the digest is the sum modulo 2^64, so

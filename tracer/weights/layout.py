@@ -75,7 +75,7 @@ def num_elements(parameter: Any) -> int:
 
 
 def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
-    """Return module -> name -> this process's shard under FSDP1 or FSDP2, even if it is currently gathered."""
+    """Return this process's FSDP1 or FSDP2 shards by module and name, even if they are currently gathered."""
     found: dict[Any, dict[str, Any]] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
@@ -100,7 +100,7 @@ def _sharded(model: Any) -> dict[Any, dict[str, Any]]:
 
 
 def flat_parameter(module: Any) -> Any:
-    """Return a module's flat parameter of FSDP1; None if FSDP1 does not manage the module."""
+    """Return a module's FSDP1 flat parameter; None if FSDP1 does not manage the module."""
     return getattr(vars(module).get("_handle"), "flat_param", None)
 
 

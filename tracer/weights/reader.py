@@ -88,14 +88,14 @@ class WeightReader:
         """One sentence for each damaged or missing part."""
         self._by_attempt: dict[int, dict[int, list[WeightVersion]]] = {}
         self._lost: dict[tuple[int, int], str] = {}
-        """(version, attempt) with a damaged or missing part -> a sentence about the damage."""
+        """A sentence about the damage for each (version, attempt) with a damaged or missing part."""
         self._layouts: dict[str, WeightLayout] = {}
         self._held: dict[tuple[str, str, int], tuple[WeightVersion, np.ndarray]] = {}
-        """Chunks kept in memory, (segment, dtype, chunk) -> version and bits: every chunk of the version read last, or only the
-        chunk read last if that version is not kept."""
+        """Version and bits of the chunks kept in memory, by (segment, dtype, chunk): every chunk of the version read
+        last, or only the chunk read last if that version is not kept."""
         self._rows_read: dict[str, set[tuple[str, int]]] = {}
         self._counts: dict[str, dict[str, int]] = {}
-        """Segment -> number of elements per dtype."""
+        """Number of elements per dtype in each segment."""
         self._paths: dict[tuple[str, int], list[WeightVersion]] = {}
         self._chunk_sets: dict[tuple[str, int], dict[str, frozenset[int]]] = {}
         known = {state.writer: state for state in writers if not state.is_removed}
@@ -138,7 +138,7 @@ class WeightReader:
 
     @property
     def parts(self) -> dict[int, list[WeightVersion]]:
-        """Version -> its records from the newest training attempt, one per writer."""
+        """Each version's records from the newest training attempt, one per writer."""
         return {version: self._parts(version, None) for version in self.versions}
 
     @property
@@ -217,7 +217,7 @@ class WeightReader:
         return found
 
     def _tensors(self, parts: list[WeightVersion]) -> dict[str, Tensor]:
-        """Return name -> tensor; each tensor is read only when its bits are accessed."""
+        """Return the tensors by name; each is read only when its bits are accessed."""
         places: dict[str, dict[tuple[int, ...], tuple[WeightVersion, StoredTensor]]] = {}
         tied: dict[str, str] = {}
         segments = {record.segment for record in parts}
@@ -352,7 +352,7 @@ class WeightReader:
         return self._paths[key]
 
     def _chunks_of(self, record: WeightVersion) -> dict[str, frozenset[int]]:
-        """Return dtype -> indices of the chunks stored for a version. Raises DamagedTrace if an index is out of range."""
+        """Return the indices of a version's stored chunks by dtype. Raises DamagedTrace if an index is out of range."""
         key = record.segment, record.row
         if key not in self._chunk_sets:
             counts = self._elements(record)

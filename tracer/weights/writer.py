@@ -44,22 +44,22 @@ MOST_A_KEYFRAME = 256
 """Maximum number of versions per segment."""
 
 FEW = 1 / 8
-"""Maximum share of changed elements in an update that is stored as sparse changes; above it, all bits are stored."""
+"""Share of changed elements up to which an update is stored as sparse changes; above it, all bits are stored."""
 STRIDE = 4
 """Row r stores changes to row r - STRIDE ** n, where STRIDE ** n is the largest power that divides r; rebuilding a
-version then takes few rows."""
+version then takes only a few rows."""
 MOST_ON_THE_WAY = 0.36
-"""Maximum sum of changed shares since the keyframe; applying them then takes as long as reading a keyframe."""
+"""Maximum sum of changed shares since the keyframe; applying that many takes as long as reading a keyframe."""
 
 PINNED_BYTES = 512 << 20
-"""Maximum size of a version that is copied through pinned memory, bytes. Larger copies make the caller wait."""
+"""Maximum size of a version that is copied through pinned memory, in bytes. Larger copies make the caller wait."""
 
 ENCODERS = 2
 """Number of compression threads."""
 
 
 ChunkChanges = dict[str, list[Changes]]
-"""dtype -> one entry per chunk with that chunk's changes."""
+"""Changes to each chunk, as one list per dtype."""
 
 
 class WeightWriter:
@@ -79,7 +79,7 @@ class WeightWriter:
         most_a_keyframe: int = MOST_A_KEYFRAME,
         patience: Patience | None = None,
     ):
-        """`account` is called with path in the trace -> SealedFile of each metadata file written."""
+        """`account` is called with the SealedFile of each metadata file written, by path in the trace."""
         self._trace, self.folder = folder, folder / WEIGHTS
         self._account = account
         self.rows, self.most_rows = versions_a_keyframe, most_a_keyframe
