@@ -496,7 +496,7 @@ def rule_of(r: np.ndarray, a: np.ndarray, label: np.ndarray, length: np.ndarray,
     has_own = correlation > 0.5 and between < 0.1 / np.sqrt(np.median(n))
     others = {} if has_own and own > 0.99 else _others(r, a, g, spread, length)
     fits = {name: max(_fit(given, a) for given in scales) for name, scales in others.items()}
-    name = max(fits, key=fits.__getitem__, default="")
+    name = max(fits, key=lambda each: round(fits[each], 3), default="")  # the first of equal ones
     # A correct rule leaves less than 1% of the variance unexplained (eps, rounding), far less than the group mean
     # leaves.
     is_clear = bool(name) and fits[name] > 0.995 and own < 0.99 and 1 - fits[name] < (1 - own) / 4
